@@ -1,0 +1,116 @@
+"""The exceptions of the package: one tree, each node also the builtin that fits.
+
+InfinityError
+  ConfigError(ValueError)        what was asked is impossible: key, value, what is allowed
+  CapacityError(MemoryError)     a budget is exhausted: tier, needed, available, the key to change
+  StorageError(OSError)          errno, operation, path, offset, length
+    CorruptionError              checksum, header or length mismatch
+    SwapLockedError              the swap directory belongs to a living process
+  UnsupportedError(RuntimeError) a kernel, hardware or PyTorch feature is missing, and the remedy
+  ParameterNotResident(RuntimeError)  a released parameter was used: full name, tier, the fix
+  NonFiniteError(ArithmeticError)     a loss or a gradient is not finite: step, unit
+
+Every message says what was expected, what came and what to do next. Bad input raises from this
+tree; a broken invariant of the package itself asserts.
+"""
+
+from __future__ import annotations
+
+import os
+
+from infinity.sizes import format_nbytes
+
+
+class InfinityError(Exception):
+    """Base of every error the package raises on purpose."""
+
+
+class ConfigError(InfinityError, ValueError):
+    """What was asked for is impossible or contradictory."""
+
+
+class CapacityError(InfinityError, MemoryError):
+    """A tier's budget is exhausted.
+
+    `tier` is "device", "host" or "nvme"; sizes are bytes; `key` is the configuration key that
+    changes the budget.
+    """
+
+    def __init__(
+        self, tier: str, *, needed_nbytes: int, available_nbytes: int, key: str, detail: str
+    ) -> None:
+        self.tier = tier
+        self.needed_nbytes = needed_nbytes
+        self.available_nbytes = available_nbytes
+        self.key = key
+        super().__init__(
+            f"{detail}: {format_nbytes(needed_nbytes)} needed on the {tier} tier, "
+            f"{format_nbytes(available_nbytes)} available; change {key}"
+        )
+
+
+class StorageError(InfinityError, OSError):
+    """An operation on a file failed. `errno` is the kernel's answer; sizes are bytes."""
+
+    def __init__(
+        self,
+        errno: int,
+        *,
+        operation: str,
+        path: str,
+        offset_nbytes: int = 0,
+        nbytes: int = 0,
+        detail: str = "",
+    ) -> None:
+        self.operation = operation
+        self.path = path
+        self.offset_nbytes = offset_nbytes
+        self.nbytes = nbytes
+        self.detail = detail
+        where = f" at offset {offset_nbytes}, {nbytes} bytes" if nbytes else ""
+        reason = detail or os.strerror(errno)
+        super().__init__(errno, f"{operation} of {path!r}{where} failed: {reason}", path)
+
+    def __str__(self) -> str:
+        return f"[Errno {self.errno}] {self.strerror}"
+
+
+class CorruptionError(StorageError):
+    """The bytes are not what their header or checksum says."""
+
+
+class SwapLockedError(StorageError):
+    """A living process holds the swap directory. `pid` is the holder's, or None when unknown."""
+
+    def __init__(self, errno: int, *, path: str, pid: int | None, detail: str) -> None:
+        self.pid = pid
+        super().__init__(errno, operation="lock", path=path, detail=detail)
+
+
+class UnsupportedError(InfinityError, RuntimeError):
+    """A feature of the kernel, the hardware or PyTorch is missing; the message has the remedy."""
+
+
+class ParameterNotResident(InfinityError, RuntimeError):
+    """A released parameter was used in a way that cannot fetch it. `name` is its full name."""
+
+    def __init__(self, name: str, detail: str) -> None:
+        self.name = name
+        super().__init__(f"parameter {name!r} is not resident: {detail}")
+
+
+class NonFiniteError(InfinityError, ArithmeticError):
+    """A loss or a gradient is not finite. Weights hold the last good step.
+
+    `step` counts optimizer steps from 1; `unit` names the first module that produced it, or is
+    None when it was not found.
+    """
+
+    def __init__(self, what: str, *, step: int, unit: str | None) -> None:
+        self.step = step
+        self.unit = unit
+        super().__init__(
+            f"{what} is not finite at step {step}, first produced by {unit or 'an unknown module'}; "
+            "no weight was changed by this step. Lower the learning rate, check the data, or set "
+            "optimizer.max_grad_norm"
+        )

@@ -1,0 +1,64 @@
+"""Byte sizes: "8GiB" <-> 8589934592, and alignment arithmetic.
+
+KiB, MiB, GiB, TiB are powers of 1024; kB, MB, GB, TB are powers of 1000. A bare K, M, G or T is
+refused: fio, DeepSpeed and pydantic read it three different ways.
+"""
+
+from __future__ import annotations
+
+import re
+
+KIB = 1 << 10
+MIB = 1 << 20
+GIB = 1 << 30
+TIB = 1 << 40
+
+# Direct I/O works in logical blocks; 4 KiB is a multiple of every block size in use.
+PAGE_NBYTES = 4 * KIB
+HUGE_PAGE_NBYTES = 2 * MIB
+
+_UNITS = {
+    "B": 1,
+    "KiB": KIB, "MiB": MIB, "GiB": GIB, "TiB": TIB,
+    "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+}  # fmt: skip
+_PATTERN = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*")
+
+
+def parse_nbytes(text: str | int) -> int:
+    """Bytes of "512MiB", "1.5 GB" or a plain integer. Raises ValueError with the fix."""
+    if isinstance(text, int) and not isinstance(text, bool):
+        if text < 0:
+            raise ValueError(f"a size cannot be negative, got {text}")
+        return text
+    match = _PATTERN.fullmatch(text) if isinstance(text, str) else None
+    if match is None:
+        raise ValueError(f"expected a size with a unit such as '8GiB' or '500MB', got {text!r}")
+    number, unit = match.groups()
+    if unit not in _UNITS:
+        hint = ""
+        if unit.upper() in ("K", "M", "G", "T"):
+            u = unit.upper()
+            hint = f"; write {u}iB (powers of 1024) or {u}B (powers of 1000)"
+        raise ValueError(f"unknown size unit {unit!r} in {text!r}{hint}")
+    return int(float(number) * _UNITS[unit]) if "." in number else int(number) * _UNITS[unit]
+
+
+def format_nbytes(nbytes: int | float) -> str:
+    """Human form with binary units: 536870912 -> '512.0 MiB'."""
+    value = float(nbytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(value) < 1024:
+            return f"{int(value)} B" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TiB"
+
+
+def align_up(value: int, alignment: int) -> int:
+    """Smallest multiple of `alignment` that is >= value: align_up(5, 4) == 8."""
+    return -(-value // alignment) * alignment
+
+
+def align_down(value: int, alignment: int) -> int:
+    """Largest multiple of `alignment` that is <= value: align_down(5, 4) == 4."""
+    return value // alignment * alignment
