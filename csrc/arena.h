@@ -1,0 +1,78 @@
+// Anonymous memory that I/O goes to and from, and windows through which its pages are seen.
+//
+// Note "moving pages". A window is reserved address space. map() moves the page table entries of an
+// arena range into it with mremap(MREMAP_DONTUNMAP), unmap() moves them back: no byte is copied and
+// the physical pages stay the same, so a registration of the arena with a ring or a GPU stays
+// right. What is left behind, on either side, is made PROT_NONE: a stray touch faults instead of
+// reading zeros, and a ring that tried to register a hole would be refused instead of pinning the
+// wrong pages.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <map>
+
+namespace infinity {
+
+inline constexpr std::size_t kPageNbytes = 4096;
+inline constexpr std::size_t kHugePageNbytes = std::size_t{2} << 20;
+
+// One populated anonymous mapping, aligned to 2 MiB, kept out of forks. Pages are zero at first.
+class Arena {
+ public:
+  Arena() = default;
+  Arena(const Arena&) = delete;
+  Arena& operator=(const Arena&) = delete;
+  ~Arena();
+
+  // Maps and populates; `capacity_nbytes` must be a multiple of kPageNbytes. Returns 0 or an errno.
+  [[nodiscard]] int open(std::size_t capacity_nbytes, bool huge_pages,
+                         unsigned num_threads) noexcept;
+
+  [[nodiscard]] std::uintptr_t address() const noexcept { return address_; }
+  [[nodiscard]] std::size_t capacity_nbytes() const noexcept { return capacity_nbytes_; }
+
+ private:
+  friend class Window;
+
+  std::uintptr_t address_ = 0;
+  std::size_t capacity_nbytes_ = 0;
+  std::map<std::size_t, std::size_t> away_;  // offset -> bytes that are in some window
+};
+
+// Reserved address space of the same alignment, without memory of its own. Not thread-safe.
+class Window {
+ public:
+  Window() = default;
+  Window(const Window&) = delete;
+  Window& operator=(const Window&) = delete;
+  ~Window();
+
+  // Each returns 0 or an errno: ERANGE for offsets or lengths that are not multiples of kPageNbytes
+  // or not in range, EBUSY for a range that is mapped or away already, ENOENT for an unmap() that
+  // does not repeat the arguments of a map().
+  [[nodiscard]] int open(std::size_t capacity_nbytes) noexcept;
+  [[nodiscard]] int map(Arena& arena, std::size_t arena_offset_nbytes, std::size_t nbytes,
+                        std::size_t window_offset_nbytes);
+  [[nodiscard]] int unmap(Arena& arena, std::size_t arena_offset_nbytes, std::size_t nbytes,
+                          std::size_t window_offset_nbytes);
+
+  [[nodiscard]] std::uintptr_t address() const noexcept { return address_; }
+  [[nodiscard]] std::size_t capacity_nbytes() const noexcept { return capacity_nbytes_; }
+
+ private:
+  struct Mapped {
+    std::size_t nbytes = 0;
+    const Arena* arena = nullptr;
+    std::size_t arena_offset_nbytes = 0;
+  };
+
+  std::map<std::size_t, Mapped> mapped_;  // by window offset
+  std::uintptr_t address_ = 0;
+  std::size_t capacity_nbytes_ = 0;
+};
+
+// Whether this kernel moves pages as a Window needs it, found by doing it (MREMAP_DONTUNMAP: 5.7).
+[[nodiscard]] bool can_remap() noexcept;
+
+}  // namespace infinity

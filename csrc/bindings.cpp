@@ -1,0 +1,358 @@
+// infinity._core: the library in io/ and the arena, as Python sees them.
+//
+// The only file with pybind11, and the only one that throws. Blocking calls release the GIL and
+// look for signals every 50 ms. No thread of ours ever runs Python code.
+#include <cerrno>
+#include <chrono>
+#include <cstring>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <unistd.h>
+
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include "arena.h"
+#include "infinity_io/engine.h"
+#include "infinity_io/probe.h"
+
+namespace py = pybind11;
+using namespace std::chrono_literals;
+
+namespace infinity {
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+constexpr auto kSignalInterval = 50ms;
+
+[[noreturn]] void raise_named(const char* type, const py::object& value) {
+  PyErr_SetObject(py::module_::import("infinity.errors").attr(type).ptr(), value.ptr());
+  throw py::error_already_set();
+}
+
+[[noreturn]] void raise_storage_error(const io::Error& error, const std::string& path) {
+  const py::object type = py::module_::import("infinity.errors").attr("StorageError");
+  raise_named("StorageError",
+              type(error.code, py::arg("operation") = io::name(error.operation),
+                   py::arg("path") = path, py::arg("offset_nbytes") = error.offset_nbytes,
+                   py::arg("nbytes") = error.nbytes,
+                   py::arg("detail") = error.detail == nullptr ? "" : error.detail));
+}
+
+[[noreturn]] void raise_os_error(int code, const std::string& what) {
+  PyErr_SetObject(PyExc_OSError,
+                  py::make_tuple(code, what + ": " + std::strerror(code)).ptr());
+  throw py::error_already_set();
+}
+
+[[noreturn]] void raise_in_child() {
+  raise_named("UnsupportedError",
+              py::str("the storage engine does not exist in a forked process: its threads stayed "
+                      "in the parent. Open a new engine here, or start workers with the 'spawn' "
+                      "or 'forkserver' method"));
+}
+
+// Calls `is_finished(slice)` without the GIL until it is true, a signal handler raises, or the
+// time is up. Returns whether it finished; `timeout_s` None waits for ever.
+template <typename Wait>
+bool wait_interruptibly(const py::object& timeout_s, Wait is_finished) {
+  const bool is_limited = !timeout_s.is_none();
+  const auto limit = is_limited ? std::chrono::duration_cast<Clock::duration>(
+                                      std::chrono::duration<double>(timeout_s.cast<double>()))
+                                : Clock::duration::zero();
+  const auto deadline = Clock::now() + limit;
+  while (true) {
+    std::chrono::nanoseconds slice = kSignalInterval;
+    if (is_limited) {
+      slice = std::min<std::chrono::nanoseconds>(slice, deadline - Clock::now());
+      slice = std::max<std::chrono::nanoseconds>(slice, 0ns);
+    }
+    bool has_finished = false;
+    {
+      const py::gil_scoped_release released;
+      has_finished = is_finished(slice);
+    }
+    if (has_finished) return true;
+    if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+    if (is_limited && Clock::now() >= deadline) return false;
+  }
+}
+
+class PyTicket {
+ public:
+  explicit PyTicket(io::Ticket ticket) : ticket_(std::move(ticket)), pid_(getpid()) {}
+
+  [[nodiscard]] bool done() const {
+    if (getpid() != pid_) raise_in_child();
+    return ticket_->done();
+  }
+
+  void wait(const py::object& timeout_s) const {
+    if (getpid() != pid_) raise_in_child();
+    const bool is_done = ticket_->done() || wait_interruptibly(timeout_s, [this](auto slice) {
+      return ticket_->wait_for(slice);
+    });
+    if (!is_done) {
+      PyErr_SetString(PyExc_TimeoutError, "the request is still queued or in flight");
+      throw py::error_already_set();
+    }
+    if (ticket_->failed()) raise_storage_error(ticket_->error(), ticket_->error_path());
+  }
+
+ private:
+  io::Ticket ticket_;
+  pid_t pid_;
+};
+
+class PyEngine {
+ public:
+  PyEngine(bool is_uring, const Arena* arena, std::uint32_t block_nbytes,
+           std::uint32_t queue_depth, std::uint32_t num_threads) {
+    io::Options options;
+    options.backend = is_uring ? io::Backend::kUring : io::Backend::kThreads;
+    options.block_nbytes = block_nbytes;
+    options.queue_depth = queue_depth;
+    options.num_threads = num_threads;
+    if (arena != nullptr) options.arena = {arena->address(), arena->capacity_nbytes()};
+    auto opened = io::Engine::open(options);
+    if (!opened.ok()) raise_storage_error(opened.error(), "io_uring");
+    engine_ = std::move(opened.value());
+  }
+
+  PyEngine(const PyEngine&) = delete;
+  PyEngine& operator=(const PyEngine&) = delete;
+
+  ~PyEngine() {
+    if (engine_->in_child()) {
+      (void)engine_.release();  // Its threads are not here: nothing can be joined or drained.
+      return;
+    }
+    const py::gil_scoped_release released;
+    engine_.reset();
+  }
+
+  [[nodiscard]] std::int32_t open(const std::string& path, bool direct) {
+    io::Engine& engine = live();
+    auto file = [&] {
+      const py::gil_scoped_release released;  // The first one on a device registers the arena.
+      return engine.open_file(path, direct);
+    }();
+    if (!file.ok()) raise_storage_error(file.error(), path);
+    return file.value();
+  }
+
+  void close_file(std::int32_t file) {
+    const std::string path = path_of(file);
+    io::Error error;
+    {
+      const py::gil_scoped_release released;
+      error = engine_->close_file(file);
+    }
+    if (error) raise_storage_error(error, path);
+  }
+
+  [[nodiscard]] std::uint32_t alignment_nbytes(std::int32_t file) {
+    auto alignment = live().alignment_nbytes(file);
+    if (!alignment.ok()) raise_storage_error(alignment.error(), path_of(file));
+    return alignment.value();
+  }
+
+  // segments: (file, offset_nbytes, address, nbytes) each.
+  [[nodiscard]] PyTicket submit(bool is_write, const py::iterable& segments, int priority) {
+    io::Engine& engine = live();
+    std::vector<io::Segment> converted;
+    for (const py::handle item : segments) {
+      const auto fields = item.cast<py::tuple>();
+      converted.push_back({fields[0].cast<std::int32_t>(), fields[1].cast<std::uint64_t>(),
+                           fields[2].cast<std::uintptr_t>(), fields[3].cast<std::uint64_t>()});
+    }
+    auto ticket = engine.submit(is_write ? io::Operation::kWrite : io::Operation::kRead, converted,
+                                static_cast<io::Priority>(priority));
+    if (!ticket.ok()) raise_storage_error(ticket.error(), path_of(ticket.error().file));
+    return PyTicket(std::move(ticket.value()));
+  }
+
+  void sync(std::int32_t file) {
+    io::Engine& engine = live();
+    io::Error error;
+    {
+      const py::gil_scoped_release released;
+      error = engine.sync(file);
+    }
+    if (error) raise_storage_error(error, path_of(file));
+  }
+
+  bool drain(const py::object& timeout_s) {
+    io::Engine& engine = live();
+    return wait_interruptibly(timeout_s, [&engine](auto slice) { return engine.drain(slice); });
+  }
+
+  void close() {
+    drain(py::none());
+    const py::gil_scoped_release released;
+    engine_->close();
+  }
+
+  // One tuple per file ever opened.
+  [[nodiscard]] py::list stats() {
+    py::list reports;
+    for (const io::FileReport& report : live().stats()) {
+      const io::FileStats& stats = report.stats;
+      reports.append(py::make_tuple(
+          report.id, report.path, stats.read_nbytes, stats.write_nbytes, stats.num_reads,
+          stats.num_writes, stats.num_retries, stats.num_short_transfers, stats.num_errors,
+          std::chrono::duration<double>(stats.busy).count()));
+    }
+    return reports;
+  }
+
+  [[nodiscard]] py::list lanes() {
+    py::list lanes;
+    for (const io::LaneInfo& info : live().lanes()) {
+      py::dict lane;
+      lane["device"] = info.device;
+      lane["ring_flags"] = info.ring_flags;
+      lane["has_registered_buffers"] = info.has_registered_buffers;
+      lane["has_registered_files"] = info.has_registered_files;
+      lane["register_buffers_errno"] = info.register_buffers_errno;
+      lanes.append(lane);
+    }
+    return lanes;
+  }
+
+ private:
+  [[nodiscard]] io::Engine& live() {
+    if (engine_->in_child()) raise_in_child();
+    return *engine_;
+  }
+
+  [[nodiscard]] std::string path_of(std::int32_t file) {
+    for (const io::FileReport& report : live().stats()) {
+      if (report.id == file) return report.path;
+    }
+    return "file " + std::to_string(file);
+  }
+
+  std::unique_ptr<io::Engine> engine_;
+};
+
+std::unique_ptr<Arena> open_arena(std::size_t capacity_nbytes, bool huge_pages,
+                                  unsigned num_threads) {
+  auto arena = std::make_unique<Arena>();
+  int code = 0;
+  {
+    const py::gil_scoped_release released;
+    code = arena->open(capacity_nbytes, huge_pages, num_threads);
+  }
+  if (code != 0) {
+    raise_os_error(code, "cannot map and populate " + std::to_string(capacity_nbytes) + " bytes");
+  }
+  return arena;
+}
+
+std::unique_ptr<Window> open_window(std::size_t capacity_nbytes) {
+  auto window = std::make_unique<Window>();
+  if (const int code = window->open(capacity_nbytes)) {
+    raise_os_error(code, "cannot reserve " + std::to_string(capacity_nbytes) + " bytes of address space");
+  }
+  return window;
+}
+
+py::buffer_info bytes_at(std::uintptr_t address, std::size_t nbytes) {
+  return {reinterpret_cast<unsigned char*>(address), static_cast<py::ssize_t>(nbytes)};  // NOLINT
+}
+
+using Move = int (Window::*)(Arena&, std::size_t, std::size_t, std::size_t);
+
+const char* explain_move(int code) {
+  switch (code) {
+    case ERANGE: return "is empty, out of bounds, or not a multiple of 4096 bytes";
+    case EBUSY: return "is mapped already, in this window or another one";
+    case ENOENT: return "is not what was mapped: unmap takes the arguments of map";
+    default: return nullptr;
+  }
+}
+
+template <Move move>
+void move_pages(Window& window, Arena& arena, std::size_t arena_offset_nbytes, std::size_t nbytes,
+                std::size_t window_offset_nbytes) {
+  const int code = (window.*move)(arena, arena_offset_nbytes, nbytes, window_offset_nbytes);
+  if (code == 0) return;
+  const std::string range = "the range of " + std::to_string(nbytes) + " bytes at arena offset " +
+                            std::to_string(arena_offset_nbytes) + ", window offset " +
+                            std::to_string(window_offset_nbytes) + " ";
+  if (const char* explanation = explain_move(code)) throw py::value_error(range + explanation);
+  raise_os_error(code, range + "could not be moved");
+}
+
+py::dict probe_uring() {
+  const io::UringProbe probe = io::probe_uring();
+  py::dict found;
+  found["usable"] = probe.usable;
+  found["errno"] = probe.code;
+  found["step"] = probe.step;
+  found["ring_flags"] = probe.ring_flags;
+  return found;
+}
+
+}  // namespace
+
+}  // namespace infinity
+
+PYBIND11_MODULE(_core, module) {
+  using namespace infinity;  // NOLINT: the module's body is the namespace.
+  module.doc() = "Native part of infinity: the I/O engine, the arena and its windows.";
+  module.attr("HAS_URING") = io::built_with_uring();
+  module.def("probe_uring", &probe_uring);
+  module.def("can_remap", &can_remap);
+  module.def(
+      "direct_alignment",
+      [](int fd) {
+        const io::DirectAlignment found = io::direct_alignment(fd);
+        return py::make_tuple(found.memory_nbytes, found.offset_nbytes);
+      },
+      py::arg("fd"));
+
+  py::class_<Arena>(module, "Arena", py::buffer_protocol())
+      .def(py::init(&open_arena), py::arg("capacity_nbytes"), py::arg("huge_pages"),
+           py::arg("num_threads"))
+      .def_property_readonly("address", &Arena::address)
+      .def_property_readonly("capacity_nbytes", &Arena::capacity_nbytes)
+      .def_buffer([](const Arena& arena) {
+        return bytes_at(arena.address(), arena.capacity_nbytes());
+      });
+
+  py::class_<Window>(module, "Window", py::buffer_protocol())
+      .def(py::init(&open_window), py::arg("capacity_nbytes"))
+      .def_property_readonly("address", &Window::address)
+      .def_property_readonly("capacity_nbytes", &Window::capacity_nbytes)
+      .def("map", &move_pages<&Window::map>, py::arg("arena"), py::arg("arena_offset_nbytes"),
+           py::arg("nbytes"), py::arg("window_offset_nbytes"))
+      .def("unmap", &move_pages<&Window::unmap>, py::arg("arena"), py::arg("arena_offset_nbytes"),
+           py::arg("nbytes"), py::arg("window_offset_nbytes"))
+      .def_buffer([](const Window& window) {
+        return bytes_at(window.address(), window.capacity_nbytes());
+      });
+
+  py::class_<PyTicket>(module, "Ticket")
+      .def("done", &PyTicket::done)
+      .def("wait", &PyTicket::wait, py::arg("timeout_s") = py::none());
+
+  py::class_<PyEngine>(module, "Engine")
+      .def(py::init<bool, const Arena*, std::uint32_t, std::uint32_t, std::uint32_t>(),
+           py::arg("is_uring"), py::arg("arena").none(true), py::arg("block_nbytes"),
+           py::arg("queue_depth"), py::arg("num_threads"), py::keep_alive<1, 3>())
+      .def("open", &PyEngine::open, py::arg("path"), py::arg("direct"))
+      .def("close_file", &PyEngine::close_file, py::arg("file"))
+      .def("alignment_nbytes", &PyEngine::alignment_nbytes, py::arg("file"))
+      .def("submit", &PyEngine::submit, py::arg("is_write"), py::arg("segments"),
+           py::arg("priority"))
+      .def("sync", &PyEngine::sync, py::arg("file"))
+      .def("drain", &PyEngine::drain, py::arg("timeout_s") = py::none())
+      .def("close", &PyEngine::close)
+      .def("stats", &PyEngine::stats)
+      .def("lanes", &PyEngine::lanes);
+}

@@ -1,0 +1,181 @@
+"""Host memory that I/O goes to and from: the arena, and windows through which it is seen.
+
+Note "moving pages": a Window is reserved address space. `map` moves pages of the arena into it,
+`unmap` moves them back; no byte is copied and the physical pages stay the same. While a range is
+mapped away, the arena's own addresses of it fault, and no I/O may be issued to it.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+from errno import ENOMEM
+from pathlib import Path
+
+from infinity import _core
+from infinity.errors import CapacityError, ConfigError
+from infinity.sizes import HUGE_PAGE_NBYTES, PAGE_NBYTES, align_up
+
+_VMA = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) ")
+
+
+class Arena:
+    """One anonymous, populated mapping: aligned to 2 MiB, of huge pages where the kernel has them.
+
+    The capacity is rounded up to whole pages of 4096 bytes. Not inherited by forked children.
+    Views returned by `memory` keep the memory alive, also after `close`; it is unmapped when the
+    last of them, and of the engines that were opened with it, is gone.
+    """
+
+    def __init__(self, capacity_nbytes: int, *, huge_pages: bool = True) -> None:
+        if capacity_nbytes <= 0:
+            raise ConfigError(f"{capacity_nbytes=}, expected a positive number of bytes")
+        capacity_nbytes = align_up(capacity_nbytes, PAGE_NBYTES)
+        _check_available(capacity_nbytes)
+        try:
+            self._core: _core.Arena | None = _core.Arena(
+                capacity_nbytes, huge_pages=huge_pages, num_threads=os.cpu_count() or 1
+            )
+        except OSError as error:
+            if error.errno != ENOMEM:
+                raise
+            raise _too_large(capacity_nbytes, available_host_nbytes()) from error
+        self.address: int = self._core.address
+        self.capacity_nbytes = capacity_nbytes
+        self.huge_page_nbytes = _huge_page_nbytes(self.address, capacity_nbytes)
+
+    def __enter__(self) -> Arena:
+        return self
+
+    def __exit__(self, *unused: object) -> None:
+        self.close()
+
+    @property
+    def core(self) -> _core.Arena:
+        """The native arena. Raises ValueError after close()."""
+        if self._core is None:
+            raise ValueError("the arena is closed")
+        return self._core
+
+    def memory(self, offset_nbytes: int, nbytes: int) -> memoryview:
+        """A writable view of bytes, without a copy."""
+        _check_range(offset_nbytes, nbytes, self.capacity_nbytes)
+        return memoryview(self.core)[offset_nbytes : offset_nbytes + nbytes]
+
+    def close(self) -> None:
+        """Lets go of the memory. Idempotent."""
+        self._core = None
+
+
+class Window:
+    """A reserved address range that shows pages of an arena, for as long as they are mapped."""
+
+    def __init__(self, capacity_nbytes: int) -> None:
+        if capacity_nbytes <= 0:
+            raise ConfigError(f"{capacity_nbytes=}, expected a positive number of bytes")
+        self.capacity_nbytes = align_up(capacity_nbytes, PAGE_NBYTES)
+        self._core: _core.Window | None = _core.Window(self.capacity_nbytes)
+        self.address: int = self._core.address
+
+    def __enter__(self) -> Window:
+        return self
+
+    def __exit__(self, *unused: object) -> None:
+        self.close()
+
+    def map(
+        self, arena: Arena, arena_offset_nbytes: int, nbytes: int, window_offset_nbytes: int = 0
+    ) -> None:
+        """Moves pages of the arena into the window.
+
+        All three numbers are multiples of 4096; multiples of 2 MiB keep huge pages whole. Nothing
+        may be in flight in the range. Raises ValueError for a bad range, OSError when the kernel
+        refuses.
+        """
+        self._live().map(arena.core, arena_offset_nbytes, nbytes, window_offset_nbytes)
+
+    def unmap(
+        self, arena: Arena, arena_offset_nbytes: int, nbytes: int, window_offset_nbytes: int = 0
+    ) -> None:
+        """Moves the pages back, with the same arguments as `map`."""
+        self._live().unmap(arena.core, arena_offset_nbytes, nbytes, window_offset_nbytes)
+
+    def memory(self, offset_nbytes: int, nbytes: int) -> memoryview:
+        """A writable view of the window; touching a part that is not mapped is a segfault."""
+        _check_range(offset_nbytes, nbytes, self.capacity_nbytes)
+        return memoryview(self._live())[offset_nbytes : offset_nbytes + nbytes]
+
+    def close(self) -> None:
+        """Lets go of the addresses. Pages that are still mapped are lost. Idempotent."""
+        self._core = None
+
+    def _live(self) -> _core.Window:
+        if self._core is None:
+            raise ValueError("the window is closed")
+        return self._core
+
+
+@functools.cache
+def can_remap() -> bool:
+    """Whether the kernel moves pages as Window needs it, found by doing it. False: copy instead."""
+    return _core.can_remap()
+
+
+def available_host_nbytes() -> int:
+    """Memory that can be populated without swapping: MemAvailable, or what the cgroup leaves."""
+    available_nbytes = 0
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            available_nbytes = int(line.split()[1]) * 1024
+    limit = _read_int("/sys/fs/cgroup/memory.max")
+    used = _read_int("/sys/fs/cgroup/memory.current")
+    if limit is not None and used is not None:
+        available_nbytes = min(available_nbytes, max(0, limit - used))
+    return available_nbytes
+
+
+def _check_available(capacity_nbytes: int) -> None:
+    """Populating more than there is would end in the OOM killer, not in an error."""
+    available_nbytes = available_host_nbytes()
+    if capacity_nbytes > available_nbytes:
+        raise _too_large(capacity_nbytes, available_nbytes)
+
+
+def _too_large(capacity_nbytes: int, available_nbytes: int) -> CapacityError:
+    return CapacityError(
+        "host",
+        needed_nbytes=capacity_nbytes,
+        available_nbytes=available_nbytes,
+        key="tiers.host.capacity",
+        detail="the host arena does not fit the memory that is free now",
+    )
+
+
+def _check_range(offset_nbytes: int, nbytes: int, capacity_nbytes: int) -> None:
+    if offset_nbytes < 0 or nbytes < 0 or offset_nbytes + nbytes > capacity_nbytes:
+        raise ValueError(
+            f"range {offset_nbytes}..{offset_nbytes + nbytes} is outside 0..{capacity_nbytes}"
+        )
+
+
+def _huge_page_nbytes(address: int, capacity_nbytes: int) -> int:
+    """Bytes of the range that huge pages back, as the kernel counts them. Linux 2.6.38, smaps."""
+    total_nbytes = 0
+    is_inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if match := _VMA.match(line):
+            start, end = int(match[1], 16), int(match[2], 16)
+            is_inside = address <= start and end <= address + align_up(
+                capacity_nbytes, HUGE_PAGE_NBYTES
+            )
+        elif is_inside and line.startswith("AnonHugePages:"):
+            total_nbytes += int(line.split()[1]) * 1024
+    return total_nbytes
+
+
+def _read_int(path: str) -> int | None:
+    try:
+        return int(Path(path).read_text())
+    except (OSError, ValueError):  # ValueError: "max", no limit.
+        return None

@@ -1,0 +1,119 @@
+"""The two native engines, io_uring and threads, behind the StorageEngine protocol."""
+
+from __future__ import annotations
+
+import logging
+import os
+import resource
+from collections.abc import Sequence
+from errno import EINVAL, ENOMEM
+
+from infinity import _core
+from infinity.errors import StorageError
+from infinity.sizes import format_nbytes
+from infinity.storage.arena import Arena
+from infinity.storage.engine import EngineStats, FileStats, Operation, Priority, Segment, Ticket
+
+_log = logging.getLogger(__name__)
+
+
+class NativeEngine:
+    """Thin: converts arguments and reports. Queues, rings and threads live in `infinity._core`.
+
+    Opened by `open_engine`. Keeps the arena's memory alive as long as it lives itself.
+    """
+
+    def __init__(
+        self,
+        *,
+        is_uring: bool,
+        arena: Arena | None,
+        block_nbytes: int,
+        queue_depth: int,
+        num_threads: int,
+    ) -> None:
+        self.name = "io_uring" if is_uring else "threads"
+        self._has_reported_buffers = arena is None or not is_uring
+        self._core = _core.Engine(
+            is_uring,
+            None if arena is None else arena.core,
+            block_nbytes=block_nbytes,
+            queue_depth=queue_depth,
+            num_threads=num_threads,
+        )
+
+    def __enter__(self) -> NativeEngine:
+        return self
+
+    def __exit__(self, *unused: object) -> None:
+        self.close()
+
+    def open(self, path: str, *, direct: bool) -> int:
+        file = self._core.open(os.fspath(path), direct)
+        if not self._has_reported_buffers:
+            self._has_reported_buffers = True
+            self._report_buffers()
+        return file
+
+    def close_file(self, file: int) -> None:
+        self._core.close_file(file)
+
+    def alignment_nbytes(self, file: int) -> int:
+        """Multiple that offsets, lengths and addresses must keep: 1 when the file is buffered."""
+        return self._core.alignment_nbytes(file)
+
+    def submit(
+        self, operation: Operation, segments: Sequence[Segment], priority: Priority
+    ) -> Ticket:
+        if operation not in ("read", "write"):
+            raise ValueError(f"{operation=}, expected 'read' or 'write'")
+        fields = [(each.file, each.offset_nbytes, each.address, each.nbytes) for each in segments]
+        for file, offset_nbytes, address, nbytes in fields:
+            if offset_nbytes < 0 or nbytes < 0 or address < 0:
+                raise StorageError(
+                    EINVAL,
+                    operation=operation,
+                    path=self._path_of(file),
+                    offset_nbytes=offset_nbytes,
+                    nbytes=nbytes,
+                    detail="offset, length and address must not be negative",
+                )
+        return self._core.submit(operation == "write", fields, Priority(priority))
+
+    def sync(self, file: int) -> None:
+        self._core.sync(file)
+
+    def drain(self) -> None:
+        self._core.drain()
+
+    def stats(self) -> EngineStats:
+        return EngineStats(tuple(FileStats(*fields) for fields in self._core.stats()))
+
+    def describe(self) -> list[dict[str, object]]:
+        """One dict per device in use: ring flags, registered buffers and files, refusals."""
+        return self._core.lanes()
+
+    def close(self) -> None:
+        self._core.close()
+
+    def _path_of(self, file: int) -> str:
+        paths = {each.file: each.path for each in self.stats().by_file}
+        return paths.get(file, f"file {file}")
+
+    def _report_buffers(self) -> None:
+        lane = self._core.lanes()[0]
+        if lane["has_registered_buffers"]:
+            return
+        code = lane["register_buffers_errno"]
+        remedy = ""
+        if code == ENOMEM:
+            limit_nbytes, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+            remedy = (
+                f" (memlock limit {format_nbytes(limit_nbytes)}; raise it with 'ulimit -l' or "
+                "LimitMEMLOCK)"
+            )
+        _log.info(
+            "io_uring without registered buffers: %s%s; plain buffers cost somewhat more CPU",
+            os.strerror(code),
+            remedy,
+        )

@@ -1,0 +1,269 @@
+"""A volume: pieces of bytes striped over one swap directory per path.
+
+Pieces are reserved once, then read and written in ranges. A volume belongs to one job and holds
+scratch data: nothing in it outlives close(), unless the files are asked to stay.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import warnings
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from infinity.errors import CapacityError, ConfigError, StorageError, UnsupportedError
+from infinity.sizes import MIB, PAGE_NBYTES, format_nbytes
+from infinity.storage.engine import Operation, Priority, Segment, StorageEngine, Ticket
+from infinity.storage.swap_directory import SwapDirectory
+from infinity.storage.volume_layout import Extent, PathSpace, slice_extents, stripe
+
+__all__ = ["Extent", "Volume", "VolumePath"]
+
+_log = logging.getLogger(__name__)
+_warned_buffered: set[str] = set()
+
+
+@dataclass(frozen=True, slots=True)
+class VolumePath:
+    """One swap directory. `capacity_nbytes` None takes the free space less a reserve.
+
+    `direct` "auto" uses O_DIRECT where the file system has it, "always" insists on it, "never" goes
+    through the page cache. `weight` is a number proportional to the path's bandwidth.
+    """
+
+    path: str
+    capacity_nbytes: int | None = None
+    direct: Literal["auto", "always", "never"] = "auto"
+    weight: float = 1.0
+
+
+class Volume:
+    """Pieces on NVMe: reserve, read, write, close.
+
+    One thread at a time reserves and closes; reads and writes may come from any thread. After a
+    write has failed, every call raises that first error: what is on the path is not known any more.
+    The engine is the caller's and outlives the volume.
+    """
+
+    def __init__(
+        self,
+        engine: StorageEngine,
+        paths: Sequence[VolumePath],
+        *,
+        stripe_nbytes: int = 4 * MIB,
+    ) -> None:
+        if not paths:
+            raise ConfigError("a volume needs at least one path")
+        if stripe_nbytes <= 0 or stripe_nbytes % PAGE_NBYTES:
+            raise ConfigError(f"{stripe_nbytes=}, expected a positive multiple of {PAGE_NBYTES}")
+        self._engine = engine
+        self._paths = tuple(paths)
+        self._stripe_nbytes = stripe_nbytes
+        self._directories: list[SwapDirectory] = []
+        self._files: list[int] = []
+        self._pending_writes: deque[Ticket] = deque()
+        self._failure: StorageError | None = None
+        self._is_closed = False
+        try:
+            for path in self._paths:
+                self._open_path(path)
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Volume:
+        return self
+
+    def __exit__(self, *unused: object) -> None:
+        self.close()
+
+    @property
+    def file_paths(self) -> tuple[str, ...]:
+        """The swap file of each path."""
+        return tuple(directory.swap_path for directory in self._directories)
+
+    def reserve(self, sizes_nbytes: Sequence[int]) -> list[tuple[Extent, ...]]:
+        """Reserves one piece per size, rounded up to 4096 bytes, and preallocates the files.
+
+        Fresh pieces read as zeros. Raises CapacityError, with the numbers of each path, before any
+        file grows. May be called again; pieces are never given back.
+        """
+        self._check_usable()
+        pieces = stripe(sizes_nbytes, self._spaces(), stripe_nbytes=self._stripe_nbytes)
+        ends = [directory.size_nbytes for directory in self._directories]
+        for extents in pieces:
+            for extent in extents:
+                end_nbytes = extent.offset_nbytes + extent.nbytes
+                ends[extent.path_index] = max(ends[extent.path_index], end_nbytes)
+        self._check_devices(ends)
+        for directory, end_nbytes in zip(self._directories, ends, strict=True):
+            directory.grow(end_nbytes)
+        return pieces
+
+    def read(
+        self,
+        extents: Sequence[Extent],
+        *,
+        offset_nbytes: int,
+        nbytes: int,
+        address: int,
+        priority: Priority,
+    ) -> Ticket:
+        """Reads a range of a piece into memory. Offset, length and address: multiples of 4096."""
+        return self._submit(
+            "read", extents, offset_nbytes=offset_nbytes, nbytes=nbytes, address=address,
+            priority=priority,
+        )  # fmt: skip
+
+    def write(
+        self,
+        extents: Sequence[Extent],
+        *,
+        offset_nbytes: int,
+        nbytes: int,
+        address: int,
+        priority: Priority,
+    ) -> Ticket:
+        """Writes memory to a range of a piece. The memory must not change until the ticket is done."""
+        ticket = self._submit(
+            "write", extents, offset_nbytes=offset_nbytes, nbytes=nbytes, address=address,
+            priority=priority,
+        )  # fmt: skip
+        self._pending_writes.append(ticket)
+        return ticket
+
+    def sync(self) -> None:
+        """fdatasync of every path, after the writes whose tickets are done."""
+        self._check_usable()
+        for file in self._files:
+            try:
+                self._engine.sync(file)
+            except StorageError as error:
+                self._failure = self._failure or error
+                raise
+
+    def close(self, *, remove: bool = True) -> None:
+        """Waits for what is in flight, removes its own files, releases the locks. Idempotent.
+
+        `remove` False leaves the swap files; later volumes in the directory leave them, too.
+        """
+        if self._is_closed:
+            return
+        self._is_closed = True
+        with contextlib.ExitStack() as stack:  # One failure does not keep the others from closing.
+            for directory in self._directories:
+                stack.callback(directory.close, remove=remove)
+            for file in self._files:
+                stack.callback(self._engine.close_file, file)
+
+    def _open_path(self, path: VolumePath) -> None:
+        directory = SwapDirectory(path.path)
+        self._directories.append(directory)
+        is_direct = path.direct != "never"
+        refusal = directory.refusal_of_direct_io() if is_direct else None
+        if refusal is not None:
+            if path.direct == "always":
+                raise UnsupportedError(
+                    f"direct I/O was asked for and is not possible in {path.path!r}: {refusal}. "
+                    "Use another file system (ext4, XFS), or direct='auto'"
+                )
+            _warn_of_buffering(path.path, refusal)
+            is_direct = False
+        self._files.append(self._engine.open(directory.swap_path, direct=is_direct))
+
+    def _spaces(self) -> list[PathSpace]:
+        """What each path may still grow. Paths on one device share its free space by weight."""
+        spaces = []
+        for path, directory in zip(self._paths, self._directories, strict=True):
+            sharing = [
+                other.weight
+                for other, there in zip(self._paths, self._directories, strict=True)
+                if there.device == directory.device and other.capacity_nbytes is None
+            ]
+            free_nbytes = directory.free_nbytes()
+            if path.capacity_nbytes is not None:
+                room_nbytes = max(0, path.capacity_nbytes - directory.size_nbytes)
+                if free_nbytes is not None:
+                    room_nbytes = min(room_nbytes, free_nbytes)
+            elif free_nbytes is None:
+                room_nbytes = 1 << 62
+            else:
+                room_nbytes = int(free_nbytes * (path.weight / sum(sharing)))
+            spaces.append(PathSpace(directory.size_nbytes, room_nbytes, path.weight))
+        return spaces
+
+    def _check_devices(self, ends: Sequence[int]) -> None:
+        """Two paths on one device fill it together."""
+        for directory in self._directories:
+            free_nbytes = directory.free_nbytes()
+            growth_nbytes = sum(
+                end - other.size_nbytes
+                for end, other in zip(ends, self._directories, strict=True)
+                if other.device == directory.device
+            )
+            if free_nbytes is not None and growth_nbytes > free_nbytes:
+                raise CapacityError(
+                    "nvme",
+                    needed_nbytes=growth_nbytes,
+                    available_nbytes=free_nbytes,
+                    key="tiers.nvme.capacity",
+                    detail=f"the device of {directory.path!r} is too full "
+                    f"({format_nbytes(free_nbytes)} free)",
+                )
+
+    def _submit(
+        self,
+        operation: Operation,
+        extents: Sequence[Extent],
+        *,
+        offset_nbytes: int,
+        nbytes: int,
+        address: int,
+        priority: Priority,
+    ) -> Ticket:
+        self._check_usable()
+        if offset_nbytes % PAGE_NBYTES or nbytes % PAGE_NBYTES or address % PAGE_NBYTES:
+            raise ValueError(
+                f"{offset_nbytes=}, {nbytes=} and {address=} must be multiples of {PAGE_NBYTES}"
+            )
+        segments = [
+            Segment(self._files[extent.path_index], extent.offset_nbytes, address + at, extent.nbytes)
+            for extent, at in slice_extents(extents, offset_nbytes=offset_nbytes, nbytes=nbytes)
+        ]
+        return self._engine.submit(operation, segments, priority)
+
+    def _check_usable(self) -> None:
+        if self._is_closed:
+            raise StorageError(
+                errno.EBADF, operation="use", path=self._paths[0].path,
+                detail="the volume is closed",
+            )  # fmt: skip
+        pending = self._pending_writes
+        for _ in range(len(pending)):
+            ticket = pending.popleft()
+            if not ticket.done():
+                pending.append(ticket)
+                continue
+            try:
+                ticket.wait()
+            except StorageError as error:
+                self._failure = self._failure or error
+        if self._failure is not None:
+            raise self._failure
+
+
+def _warn_of_buffering(path: str, refusal: str) -> None:
+    message = (
+        f"swap path {path!r} goes through the page cache, because direct I/O is not possible: "
+        f"{refusal}. Expect 40-100 times the CPU use and less bandwidth; ext4 and XFS support it, "
+        "direct='never' silences this"
+    )
+    if path in _warned_buffered:
+        return
+    _warned_buffered.add(path)
+    _log.warning("%s", message)
+    warnings.warn(message, RuntimeWarning, stacklevel=4)

@@ -1,0 +1,127 @@
+"""Which byte of a piece lives where: pure functions, no file is touched."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from infinity.errors import CapacityError, ConfigError
+from infinity.sizes import PAGE_NBYTES, align_down, align_up, format_nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """A contiguous range of the swap file on path `path_index`."""
+
+    path_index: int
+    offset_nbytes: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class PathSpace:
+    """What one path offers: the next free offset of its file, the bytes it may still grow, and its
+    weight, a number proportional to its bandwidth."""
+
+    start_nbytes: int
+    room_nbytes: int
+    weight: float = 1.0
+
+
+def stripe(
+    sizes_nbytes: Sequence[int], spaces: Sequence[PathSpace], *, stripe_nbytes: int
+) -> list[tuple[Extent, ...]]:
+    """Lays pieces out over paths: extents of each piece, in order, that cover it rounded up to 4096.
+
+    Every stripe goes to the path that would have the least bytes per weight with it, so that any
+    run of stripes is shared in proportion to the weights until a path is full. Worked example:
+    weights 2 and 1, a piece of 3 stripes: path 0, 1, 0 or 0, 0, 1, never 1, 1, 0. Neighbouring
+    stripes on one path become one extent.
+
+    Raises CapacityError when the pieces do not fit all paths together.
+    """
+    if not spaces:
+        raise ConfigError("a volume needs at least one path")
+    if stripe_nbytes <= 0 or stripe_nbytes % PAGE_NBYTES:
+        raise ConfigError(f"{stripe_nbytes=}, expected a positive multiple of {PAGE_NBYTES}")
+    if any(space.weight <= 0 for space in spaces):
+        raise ConfigError(f"weights must be positive, got {[space.weight for space in spaces]}")
+    rounded = [align_up(nbytes, PAGE_NBYTES) for nbytes in sizes_nbytes]
+    rooms = [max(0, align_down(space.room_nbytes, PAGE_NBYTES)) for space in spaces]
+    if sum(rounded) > sum(rooms):
+        per_path = ", ".join(f"path {i}: {format_nbytes(room)}" for i, room in enumerate(rooms))
+        raise CapacityError(
+            "nvme",
+            needed_nbytes=sum(rounded),
+            available_nbytes=sum(rooms),
+            key="tiers.nvme.capacity",
+            detail=f"the swap paths are too small ({per_path})",
+        )
+    cursor = _Cursor(spaces, rooms)
+    return [cursor.lay_out(nbytes, stripe_nbytes) for nbytes in rounded]
+
+
+class _Cursor:
+    """The fill of each path while pieces are laid out."""
+
+    def __init__(self, spaces: Sequence[PathSpace], rooms: Sequence[int]) -> None:
+        self._spaces = spaces
+        self._rooms = rooms
+        self._used = [0] * len(spaces)
+
+    def lay_out(self, nbytes: int, stripe_nbytes: int) -> tuple[Extent, ...]:
+        extents: list[Extent] = []
+        while nbytes > 0:
+            want_nbytes = min(nbytes, stripe_nbytes)
+            path_index = self._least_loaded(want_nbytes)
+            taken_nbytes = min(want_nbytes, self._rooms[path_index] - self._used[path_index])
+            offset_nbytes = self._spaces[path_index].start_nbytes + self._used[path_index]
+            self._used[path_index] += taken_nbytes
+            nbytes -= taken_nbytes
+            _append(extents, Extent(path_index, offset_nbytes, taken_nbytes))
+        return tuple(extents)
+
+    def _least_loaded(self, want_nbytes: int) -> int:
+        open_paths = [i for i, used in enumerate(self._used) if used < self._rooms[i]]
+        return min(
+            open_paths, key=lambda i: ((self._used[i] + want_nbytes) / self._spaces[i].weight, i)
+        )
+
+
+def _append(extents: list[Extent], extent: Extent) -> None:
+    last = extents[-1] if extents else None
+    if (
+        last is not None
+        and last.path_index == extent.path_index
+        and last.offset_nbytes + last.nbytes == extent.offset_nbytes
+    ):
+        extents[-1] = Extent(last.path_index, last.offset_nbytes, last.nbytes + extent.nbytes)
+    else:
+        extents.append(extent)
+
+
+def slice_extents(
+    extents: Sequence[Extent], *, offset_nbytes: int, nbytes: int
+) -> list[tuple[Extent, int]]:
+    """The extents under the range, cut to it, each with its distance from the range's start.
+
+    Raises ValueError when the range is not inside the piece.
+    """
+    total_nbytes = sum(extent.nbytes for extent in extents)
+    if offset_nbytes < 0 or nbytes < 0 or offset_nbytes + nbytes > total_nbytes:
+        raise ValueError(
+            f"range {offset_nbytes}..{offset_nbytes + nbytes} is outside the piece of "
+            f"{total_nbytes} bytes"
+        )
+    found: list[tuple[Extent, int]] = []
+    start_nbytes = 0  # of the extent within the piece
+    for extent in extents:
+        low = max(offset_nbytes, start_nbytes)
+        high = min(offset_nbytes + nbytes, start_nbytes + extent.nbytes)
+        if low < high:
+            piece = Extent(
+                extent.path_index, extent.offset_nbytes + low - start_nbytes, high - low
+            )
+            found.append((piece, low - offset_nbytes))
+        start_nbytes += extent.nbytes
+    return found

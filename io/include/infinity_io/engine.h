@@ -1,0 +1,104 @@
+// Asynchronous file I/O in large blocks: the public face of the library.
+//
+// A request (segments, one ticket) is cut into blocks; each device has a lane that keeps at most
+// `queue_depth` blocks in flight, most urgent first. Two kinds of lane, io_uring and threads, share
+// everything but the system calls.
+//
+// Threads: every method may be called from any thread; close() and the destructor only when no
+// other call is running. Nothing here may be used in a forked child except in_child() and leaking
+// the object: the lane threads do not exist there.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <string>
+#include <vector>
+
+#include <sys/types.h>
+
+#include "infinity_io/block.h"
+#include "infinity_io/request.h"
+#include "infinity_io/status.h"
+
+namespace infinity::io {
+
+enum class Backend : std::uint8_t { kThreads, kUring };
+
+struct Options {
+  Backend backend = Backend::kThreads;
+  ArenaRange arena;
+  std::uint32_t block_nbytes = 4U << 20;
+  std::uint32_t queue_depth = 4;   // blocks in flight per device
+  std::uint32_t num_threads = 4;   // per device, thread backend only
+};
+
+// What the set-up of one lane found out.
+struct LaneInfo {
+  std::uint64_t device = 0;
+  std::uint32_t ring_flags = 0;
+  bool has_registered_buffers = false;
+  bool has_registered_files = false;
+  int register_buffers_errno = 0;
+};
+
+struct FileReport {
+  std::int32_t id = -1;
+  std::string path;
+  bool is_open = false;
+  FileStats stats;
+};
+
+class Engine {
+ public:
+  static Result<std::unique_ptr<Engine>> open(const Options& options);
+
+  Engine(const Engine&) = delete;
+  Engine& operator=(const Engine&) = delete;
+  ~Engine();
+
+  // Opens an existing file for reading and writing. The id is never reused.
+  Result<std::int32_t> open_file(const std::string& path, bool direct);
+
+  // Waits until nothing of the file is queued or in flight, then closes it.
+  Error close_file(std::int32_t file);
+
+  // Alignment that offsets, lengths and addresses of `file` must keep; 1 when it is buffered.
+  Result<std::uint32_t> alignment_nbytes(std::int32_t file) const;
+
+  Result<Ticket> submit(Operation operation, std::span<const Segment> segments, Priority priority);
+
+  // fdatasync on the calling thread. Says nothing about requests that are not done yet.
+  Error sync(std::int32_t file);
+
+  // Waits until nothing is queued or in flight, at most `timeout`. Returns whether that is so.
+  [[nodiscard]] bool drain(std::chrono::nanoseconds timeout);
+
+  // Drains, ends the threads, closes the files. Idempotent.
+  void close();
+
+  [[nodiscard]] std::vector<FileReport> stats() const;
+  [[nodiscard]] std::vector<LaneInfo> lanes() const;
+  [[nodiscard]] bool in_child() const noexcept;
+
+ private:
+  struct LaneEntry {
+    std::uint64_t device = 0;
+    std::unique_ptr<Lane> lane;
+  };
+
+  explicit Engine(const Options& options);
+  [[nodiscard]] std::shared_ptr<File> find(std::int32_t id) const;  // null when not open
+  Result<Lane*> lane_of(std::uint64_t device);
+
+  const Options options_;
+  const pid_t pid_;
+  mutable std::mutex mutex_;  // guards the three below
+  std::vector<std::shared_ptr<File>> files_;
+  std::vector<LaneEntry> lanes_;
+  bool is_closed_ = false;
+};
+
+}  // namespace infinity::io

@@ -1,0 +1,114 @@
+// What a caller asks for (Request), and its share on one device (Part).
+//
+// Ownership. A Request is shared by the caller's ticket and by every Part that is not finished; the
+// buffers named in its segments belong to it from submit() until done(). A Part lives inside its
+// Request and is linked into one lane's queue; it drops its own reference when its last block is
+// settled, so a Request whose ticket was thrown away still finishes safely.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "infinity_io/status.h"
+
+namespace infinity::io {
+
+// Smaller is more urgent.
+enum class Priority : std::uint8_t { kForward, kBackward, kState, kWriteBack };
+inline constexpr std::size_t kNumPriorities = 4;
+
+// A contiguous range of one file and the memory it moves to or from. Addresses are plain integers:
+// the library never looks at the bytes itself.
+struct Segment {
+  std::int32_t file = -1;
+  std::uint64_t offset_nbytes = 0;
+  std::uintptr_t address = 0;
+  std::uint64_t nbytes = 0;
+};
+
+struct FileStats {
+  std::uint64_t read_nbytes = 0;
+  std::uint64_t write_nbytes = 0;
+  std::uint64_t num_reads = 0;   // blocks, not requests
+  std::uint64_t num_writes = 0;  // blocks, not requests
+  std::uint64_t num_retries = 0;
+  std::uint64_t num_short_transfers = 0;
+  std::uint64_t num_errors = 0;
+  std::chrono::nanoseconds busy{0};  // time with at least one block in flight
+};
+
+class Lane;
+
+// An open file. `stats` and the counters are guarded by the lane's mutex, `is_open` by the engine's;
+// `ring_slot` belongs to the lane's thread. The rest does not change from open to close.
+struct File {
+  std::int32_t id = -1;
+  int fd = -1;
+  std::string path;
+  bool is_open = false;
+  bool direct = false;
+  std::uint32_t alignment_nbytes = 1;  // of offsets and lengths; 1 when buffered
+  Lane* lane = nullptr;
+  int ring_slot = -1;  // index in the ring's table of registered files, or -1
+  std::uint32_t num_parts = 0;   // queued or in flight
+  std::uint32_t num_in_flight = 0;
+  std::chrono::steady_clock::time_point busy_since;
+  FileStats stats;
+};
+
+class Request;
+
+// The segments of one request that live on one device, and how far they have been cut into blocks.
+struct Part {
+  std::shared_ptr<Request> owner;  // dropped when the part is finished
+  Part* next = nullptr;            // in the lane's queue
+  Priority priority = Priority::kForward;
+  Operation operation = Operation::kRead;
+  std::vector<Segment> segments;
+  std::vector<File*> files;  // of each segment
+  std::size_t segment_index = 0;
+  std::uint64_t cut_nbytes = 0;  // of the current segment
+  std::uint32_t num_in_flight = 0;
+
+  [[nodiscard]] bool is_cut() const noexcept { return segment_index == segments.size(); }
+};
+
+class Request {
+ public:
+  // True once every block has been settled: the buffers are the caller's again.
+  [[nodiscard]] bool done() const noexcept { return done_.load(std::memory_order_acquire); }
+
+  // Waits for done(), at most `timeout`. Returns done().
+  [[nodiscard]] bool wait_for(std::chrono::nanoseconds timeout) noexcept;
+
+  // The first failure; stable once done().
+  [[nodiscard]] Error error() const noexcept;
+  [[nodiscard]] std::string error_path() const;
+
+  // Lane threads only, from here on.
+  [[nodiscard]] bool failed() const noexcept { return failed_.load(std::memory_order_acquire); }
+  void fail(const Error& error) noexcept;  // The first one wins.
+  void finish_part() noexcept;
+
+ private:
+  friend class Engine;
+
+  std::vector<std::shared_ptr<File>> files_;
+  std::vector<Part> parts_;
+  std::atomic<std::size_t> num_parts_left_{0};
+  std::atomic<bool> failed_{false};
+  std::atomic<bool> done_{false};
+  mutable std::mutex mutex_;
+  std::condition_variable finished_;
+  Error error_;
+};
+
+using Ticket = std::shared_ptr<Request>;
+
+}  // namespace infinity::io

@@ -1,0 +1,229 @@
+#include "infinity_io/engine.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <utility>
+
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <sys/sysmacros.h>
+#include <unistd.h>
+
+#include "infinity_io/probe.h"
+#include "lane.h"
+
+namespace infinity::io {
+
+namespace {
+
+// Where the kernel does not tell: a multiple of every logical block size in use.
+constexpr std::uint32_t kDefaultAlignmentNbytes = 4096;
+
+Error bad_file(Operation operation, std::int32_t file) noexcept {
+  return {EBADF, operation, file, 0, 0, "no such open file in this engine"};
+}
+
+// Direct I/O would answer EINVAL without saying what for.
+const char* misalignment(const Segment& segment, const File& file) noexcept {
+  const std::uint32_t alignment = file.alignment_nbytes;
+  if (segment.offset_nbytes % alignment != 0) return "the offset is not aligned for direct I/O";
+  if (segment.nbytes % alignment != 0) return "the length is not aligned for direct I/O";
+  if (segment.address % alignment != 0) return "the address is not aligned for direct I/O";
+  return nullptr;
+}
+
+}  // namespace
+
+Engine::Engine(const Options& options) : options_(options), pid_(getpid()) {}
+
+Result<std::unique_ptr<Engine>> Engine::open(const Options& options) {
+  INF_ASSERT(options.block_nbytes > 0 && options.block_nbytes % kDefaultAlignmentNbytes == 0);
+  INF_ASSERT(options.queue_depth > 0 && options.num_threads > 0);
+  if (options.backend == Backend::kUring) {
+    if (const UringProbe probe = probe_uring(); !probe.usable) {
+      return Error{probe.code, Operation::kSetup, -1, 0, 0, probe.step};
+    }
+  }
+  return std::unique_ptr<Engine>(new Engine(options));  // NOLINT: the constructor is private.
+}
+
+Engine::~Engine() { close(); }
+
+bool Engine::in_child() const noexcept { return getpid() != pid_; }
+
+// `mutex_` must be held.
+std::shared_ptr<File> Engine::find(std::int32_t id) const {
+  if (id < 0 || static_cast<std::size_t>(id) >= files_.size()) return nullptr;
+  const std::shared_ptr<File>& found = files_[static_cast<std::size_t>(id)];
+  return found->is_open ? found : nullptr;
+}
+
+// `mutex_` must be held.
+Result<Lane*> Engine::lane_of(std::uint64_t device) {
+  for (LaneEntry& entry : lanes_) {
+    if (entry.device == device) return entry.lane.get();
+  }
+  std::unique_ptr<Lane> lane = options_.backend == Backend::kUring ? make_uring_lane(options_)
+                                                                   : make_thread_lane(options_);
+  INF_ASSERT(lane != nullptr);  // open() has probed.
+  if (const Error error = lane->start()) return error;
+  lanes_.push_back({device, std::move(lane)});
+  return lanes_.back().lane.get();
+}
+
+Result<std::int32_t> Engine::open_file(const std::string& path, bool direct) {
+  std::lock_guard lock(mutex_);
+  if (is_closed_) return Error{EBADF, Operation::kOpen, -1, 0, 0, "the engine is closed"};
+  const int fd = ::open(path.c_str(), O_RDWR | O_CLOEXEC | (direct ? O_DIRECT : 0));
+  if (fd < 0) return Error{errno, Operation::kOpen};
+  struct stat status {};
+  if (fstat(fd, &status) != 0) {
+    const Error error{errno, Operation::kOpen};
+    ::close(fd);
+    return error;
+  }
+  Result<Lane*> lane = lane_of(status.st_dev);
+  if (!lane.ok()) {
+    ::close(fd);
+    return lane.error();
+  }
+  auto file = std::make_shared<File>();
+  file->id = static_cast<std::int32_t>(files_.size());
+  file->fd = fd;
+  file->path = path;
+  file->direct = direct;
+  if (direct) {
+    const DirectAlignment asked = direct_alignment(fd);
+    const std::uint32_t strictest = std::max(asked.memory_nbytes, asked.offset_nbytes);
+    file->alignment_nbytes = strictest == 0 ? kDefaultAlignmentNbytes : strictest;
+  }
+  file->lane = lane.value();
+  file->is_open = true;
+  files_.push_back(file);
+  return file->id;
+}
+
+Error Engine::close_file(std::int32_t id) {
+  std::shared_ptr<File> file;
+  {
+    std::lock_guard lock(mutex_);
+    file = find(id);
+    if (file == nullptr) return bad_file(Operation::kClose, id);
+    file->is_open = false;  // From here on find() does not see it.
+  }
+  file->lane->wait_file_idle(*file);
+  file->lane->forget(file.get());
+  const int fd = std::exchange(file->fd, -1);
+  return ::close(fd) == 0 ? Error{} : Error{errno, Operation::kClose, id};
+}
+
+Result<std::uint32_t> Engine::alignment_nbytes(std::int32_t id) const {
+  std::lock_guard lock(mutex_);
+  const std::shared_ptr<File> file = find(id);
+  if (file == nullptr) return bad_file(Operation::kOpen, id);
+  return file->alignment_nbytes;
+}
+
+Result<Ticket> Engine::submit(Operation operation, std::span<const Segment> segments,
+                              Priority priority) {
+  INF_ASSERT(operation == Operation::kRead || operation == Operation::kWrite);
+  auto request = std::make_shared<Request>();
+  std::lock_guard lock(mutex_);  // Until all is queued: close_file() then waits for it.
+  for (const Segment& segment : segments) {
+    const std::shared_ptr<File> file = find(segment.file);
+    if (file == nullptr) return bad_file(operation, segment.file);
+    if (const char* detail = misalignment(segment, *file)) {
+      return Error{EINVAL,         operation, segment.file, segment.offset_nbytes,
+                   segment.nbytes, detail};
+    }
+    if (segment.nbytes == 0) continue;
+    auto part = std::find_if(request->parts_.begin(), request->parts_.end(), [&](const Part& each) {
+      return each.files.front()->lane == file->lane;
+    });
+    if (part == request->parts_.end()) {
+      request->parts_.emplace_back();
+      part = request->parts_.end() - 1;
+      part->operation = operation;
+      part->priority = priority;
+    }
+    part->segments.push_back(segment);
+    part->files.push_back(file.get());
+    if (std::find(request->files_.begin(), request->files_.end(), file) == request->files_.end()) {
+      request->files_.push_back(file);
+    }
+  }
+  request->num_parts_left_ = request->parts_.size();
+  if (request->parts_.empty()) request->done_ = true;
+  for (Part& part : request->parts_) {
+    part.owner = request;
+    part.files.front()->lane->enqueue(&part);
+  }
+  return request;
+}
+
+Error Engine::sync(std::int32_t id) {
+  std::shared_ptr<File> file;
+  {
+    std::lock_guard lock(mutex_);
+    file = find(id);
+  }
+  if (file == nullptr) return bad_file(Operation::kSync, id);
+  while (fdatasync(file->fd) != 0) {
+    if (errno != EINTR) return {errno, Operation::kSync, id};
+  }
+  return {};
+}
+
+bool Engine::drain(std::chrono::nanoseconds timeout) {
+  const auto deadline = std::chrono::steady_clock::now() + timeout;
+  std::vector<Lane*> lanes;
+  {
+    std::lock_guard lock(mutex_);
+    for (LaneEntry& entry : lanes_) lanes.push_back(entry.lane.get());
+  }
+  return std::all_of(lanes.begin(), lanes.end(),
+                     [&](Lane* lane) { return lane->wait_idle(deadline); });
+}
+
+void Engine::close() {
+  std::vector<LaneEntry> lanes;
+  {
+    std::lock_guard lock(mutex_);
+    is_closed_ = true;
+    lanes.swap(lanes_);
+  }
+  for (LaneEntry& entry : lanes) {
+    while (!entry.lane->wait_idle(std::chrono::steady_clock::now() + std::chrono::hours(1))) {
+    }
+    entry.lane->stop();
+  }
+  std::lock_guard lock(mutex_);
+  for (const std::shared_ptr<File>& file : files_) {
+    if (file->fd >= 0) ::close(file->fd);
+    file->fd = -1;
+    file->is_open = false;
+    file->lane = nullptr;
+  }
+}
+
+std::vector<FileReport> Engine::stats() const {
+  std::lock_guard lock(mutex_);
+  std::vector<FileReport> reports;
+  for (const std::shared_ptr<File>& file : files_) {
+    const FileStats stats = file->lane == nullptr ? file->stats : file->lane->stats_of(*file);
+    reports.push_back({file->id, file->path, file->is_open, stats});
+  }
+  return reports;
+}
+
+std::vector<LaneInfo> Engine::lanes() const {
+  std::lock_guard lock(mutex_);
+  std::vector<LaneInfo> infos;
+  for (const LaneEntry& entry : lanes_) {
+    infos.push_back(entry.lane->info());
+    infos.back().device = entry.device;
+  }
+  return infos;
+}
+
+}  // namespace infinity::io

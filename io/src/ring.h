@@ -1,0 +1,35 @@
+// Setting up a ring with the best flags this kernel takes. Only built with liburing.
+#pragma once
+
+#include <cerrno>
+#include <cstdint>
+
+#include <liburing.h>
+
+#ifndef IORING_SETUP_SINGLE_ISSUER
+#define IORING_SETUP_SINGLE_ISSUER (1U << 12)
+#endif
+#ifndef IORING_SETUP_DEFER_TASKRUN
+#define IORING_SETUP_DEFER_TASKRUN (1U << 13)
+#endif
+
+namespace infinity::io {
+
+// Tries SINGLE_ISSUER|DEFER_TASKRUN (6.1), COOP_TASKRUN (5.19), then nothing. `flags` receives what
+// was granted. Returns 0 or a positive errno. The calling thread must be the one that uses the ring.
+[[nodiscard]] inline int set_up_ring(io_uring& ring, unsigned num_entries,
+                                     std::uint32_t& flags) noexcept {
+  constexpr std::uint32_t kLadder[] = {
+      IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_DEFER_TASKRUN, IORING_SETUP_COOP_TASKRUN, 0};
+  int code = EINVAL;
+  for (const std::uint32_t rung : kLadder) {
+    io_uring_params params{};
+    params.flags = rung | IORING_SETUP_CLAMP;
+    code = -io_uring_queue_init_params(num_entries, &ring, &params);
+    flags = rung;
+    if (code != EINVAL) break;
+  }
+  return code;
+}
+
+}  // namespace infinity::io

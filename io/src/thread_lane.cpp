@@ -1,0 +1,96 @@
+// Blocking pread and pwrite in a few threads: the engine for kernels and containers without
+// io_uring. Same bandwidth at 2-3 times the CPU.
+#include <cerrno>
+#include <ctime>
+#include <memory>
+#include <vector>
+
+#include <unistd.h>
+
+#include "lane.h"
+#include "thread.h"
+
+namespace infinity::io {
+
+namespace {
+
+std::int64_t transfer(const Block& block) noexcept {
+  const auto offset = static_cast<off_t>(block.offset_nbytes);
+  void* address = reinterpret_cast<void*>(block.address);  // NOLINT: addresses come as integers.
+  const ssize_t moved = block.operation == Operation::kRead
+                            ? pread(block.file->fd, address, block.nbytes, offset)
+                            : pwrite(block.file->fd, address, block.nbytes, offset);
+  return moved < 0 ? -errno : moved;
+}
+
+class ThreadLane final : public Lane {
+ public:
+  explicit ThreadLane(const Options& options) : Lane(options) {}
+
+  Error start() override {
+    const std::uint32_t count = std::min(options_.num_threads, options_.queue_depth);
+    threads_.reserve(count);
+    for (std::uint32_t index = 0; index < count; ++index) {
+      threads_.emplace_back();
+      if (const int code = threads_.back().start(&ThreadLane::body, this, "infinity-io")) {
+        threads_.pop_back();
+        stop();
+        return {code, Operation::kSetup, -1, 0, 0, "cannot start an I/O thread"};
+      }
+    }
+    return {};
+  }
+
+  void stop() noexcept override {
+    {
+      std::lock_guard lock(mutex_);
+      is_stopping_ = true;
+      work_.notify_all();
+    }
+    for (Thread& thread : threads_) thread.join();
+    threads_.clear();
+  }
+
+  void forget(File*) noexcept override {}
+
+ private:
+  static void* body(void* self) noexcept {
+    static_cast<ThreadLane*>(self)->run();
+    return nullptr;
+  }
+
+  void wake() noexcept override { work_.notify_all(); }
+
+  void run() noexcept {
+    for (Block block; wait_for_block(block);) {
+      while (settle(block, transfer(block)) == Verdict::kAgain) {
+        if (block.num_retries > 0) back_off();
+      }
+    }
+  }
+
+  [[nodiscard]] bool wait_for_block(Block& block) noexcept {
+    std::unique_lock lock(mutex_);
+    while (!take(block)) {
+      if (is_stopping_) return false;
+      work_.wait(lock);
+    }
+    return true;
+  }
+
+  static void back_off() noexcept {
+    const timespec one_ms{0, 1'000'000};
+    nanosleep(&one_ms, nullptr);
+  }
+
+  std::condition_variable work_;
+  std::vector<Thread> threads_;
+};
+
+}  // namespace
+
+std::unique_ptr<Lane> make_thread_lane(const Options& options) {
+  return std::make_unique<ThreadLane>(options);
+}
+
+}  // namespace infinity::io

@@ -1,0 +1,322 @@
+// One ring, owned by one thread.
+//
+// The thread sleeps in io_uring_enter. New work wakes it through an eventfd on which a poll is
+// armed; a full window needs no waking, since the next completion does it. Only this thread touches
+// the ring (SINGLE_ISSUER); others speak to it through the queue and `forgotten_`.
+#include <algorithm>
+#include <bit>
+#include <cerrno>
+#include <ctime>
+#include <memory>
+#include <vector>
+
+#include <poll.h>
+#include <sys/eventfd.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+#include "lane.h"
+#include "ring.h"
+#include "thread.h"
+
+namespace infinity::io {
+
+namespace {
+
+constexpr std::uint64_t kWakeToken = ~std::uint64_t{0};
+constexpr unsigned kNumFileSlots = 64;
+constexpr unsigned kMaxWorkers = 4;  // of the kernel's own pool, for what it must punt
+
+struct Slot {
+  Block block;
+  std::uint32_t generation = 0;  // A stale completion trips an assert instead of hurting bytes.
+  bool is_busy = false;
+};
+
+class UringLane final : public Lane {
+ public:
+  explicit UringLane(const Options& options)
+      : Lane(options), slots_(options.queue_depth), file_slots_(kNumFileSlots, nullptr) {
+    free_slots_.reserve(slots_.size());
+    for (std::uint32_t slot = 0; slot < options.queue_depth; ++slot) free_slots_.push_back(slot);
+  }
+
+  Error start() override {
+    wake_fd_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    if (wake_fd_ < 0) return {errno, Operation::kSetup, -1, 0, 0, "cannot create an eventfd"};
+    if (const int code = thread_.start(&UringLane::body, this, "infinity-uring")) {
+      ::close(wake_fd_);
+      return {code, Operation::kSetup, -1, 0, 0, "cannot start the ring's thread"};
+    }
+    std::unique_lock lock(mutex_);
+    answered_.wait(lock, [this] { return is_answered_; });
+    if (setup_code_ == 0) return {};
+    lock.unlock();
+    thread_.join();
+    ::close(wake_fd_);
+    return {setup_code_, Operation::kSetup, -1, 0, 0, "io_uring_setup refused the ring"};
+  }
+
+  void stop() noexcept override {
+    {
+      std::lock_guard lock(mutex_);
+      is_stopping_ = true;
+      notify();
+    }
+    thread_.join();
+    ::close(wake_fd_);
+  }
+
+  void forget(File* file) noexcept override {
+    std::unique_lock lock(mutex_);
+    const auto is_free = [this] { return forgotten_ == nullptr || has_ended_; };
+    answered_.wait(lock, is_free);  // Another file's turn.
+    if (has_ended_ || file->ring_slot < 0) return;
+    forgotten_ = file;
+    notify();
+    answered_.wait(lock, is_free);
+  }
+
+ private:
+  static void* body(void* self) noexcept {
+    static_cast<UringLane*>(self)->run();
+    return nullptr;
+  }
+
+  void wake() noexcept override {
+    if (is_asleep_) notify();
+  }
+
+  void notify() noexcept {
+    is_asleep_ = false;
+    const std::uint64_t one = 1;
+    [[maybe_unused]] const ssize_t written = write(wake_fd_, &one, sizeof one);
+  }
+
+  void run() noexcept {
+    const int code = set_up();
+    {
+      std::lock_guard lock(mutex_);
+      setup_code_ = code;
+      is_answered_ = true;
+      answered_.notify_all();
+    }
+    if (code != 0) return;
+    while (fill()) {
+      const int answer = io_uring_submit_and_wait(&ring_, 1);
+      if (answer < 0 && !is_passing(answer)) {
+        break_down(-answer);
+        break;
+      }
+      if (reap() == 0 && answer == -EAGAIN) back_off();
+    }
+    tear_down();
+  }
+
+  [[nodiscard]] int set_up() noexcept {
+    // One entry per slot, one for the wake-up, and room to be rounded to a power of two.
+    const auto num_entries = static_cast<unsigned>(std::bit_ceil(slots_.size() + 2));
+    std::uint32_t flags = 0;
+    if (const int code = set_up_ring(ring_, num_entries, flags)) return code;
+    io_uring_ring_dontfork(&ring_);
+    unsigned workers[2] = {kMaxWorkers, kMaxWorkers};
+    io_uring_register_iowq_max_workers(&ring_, workers);
+    LaneInfo found;
+    found.ring_flags = flags;
+    found.register_buffers_errno = register_arena();
+    found.has_registered_buffers =
+        options_.arena.nbytes != 0 && found.register_buffers_errno == 0;
+    const std::vector<int> none(kNumFileSlots, -1);
+    found.has_registered_files =
+        io_uring_register_files(&ring_, none.data(), kNumFileSlots) == 0;
+    std::lock_guard lock(mutex_);
+    info_ = found;
+    has_buffers_ = found.has_registered_buffers;
+    has_files_ = found.has_registered_files;
+    return 0;
+  }
+
+  // 0, or the errno with which the kernel refused (ENOMEM: RLIMIT_MEMLOCK).
+  [[nodiscard]] int register_arena() noexcept {
+    const ArenaRange& arena = options_.arena;
+    if (arena.nbytes == 0) return 0;
+    std::vector<iovec> buffers;
+    for (std::uint64_t at = 0; at < arena.nbytes; at += kRegisteredBufferNbytes) {
+      void* base = reinterpret_cast<void*>(arena.address + at);  // NOLINT
+      buffers.push_back({base, std::min(kRegisteredBufferNbytes, arena.nbytes - at)});
+    }
+    return -io_uring_register_buffers(&ring_, buffers.data(),
+                                      static_cast<unsigned>(buffers.size()));
+  }
+
+  // Moves queued blocks into the free slots. False when the thread has nothing left to live for.
+  [[nodiscard]] bool fill() noexcept {
+    std::lock_guard lock(mutex_);
+    if (forgotten_ != nullptr) {
+      release_file_slot(forgotten_);
+      forgotten_ = nullptr;
+      answered_.notify_all();
+    }
+    while (!free_slots_.empty()) {
+      const std::uint32_t index = free_slots_.back();
+      if (!take(slots_[index].block)) break;
+      free_slots_.pop_back();
+      slots_[index].is_busy = true;
+      prepare(index);
+    }
+    const bool is_unused = free_slots_.size() == slots_.size();
+    if (is_stopping_ && is_unused) return false;
+    if (!is_wake_armed_) arm_wake();
+    is_asleep_ = !free_slots_.empty();
+    return true;
+  }
+
+  void prepare(std::uint32_t index) noexcept {
+    Slot& slot = slots_[index];
+    const Block& block = slot.block;
+    io_uring_sqe* sqe = io_uring_get_sqe(&ring_);
+    INF_ASSERT(sqe != nullptr);  // The ring has more entries than there are slots.
+    void* address = reinterpret_cast<void*>(block.address);  // NOLINT
+    const int fd = block.file->fd;
+    const bool is_read = block.operation == Operation::kRead;
+    if (has_buffers_ && options_.arena.holds(block.address, block.nbytes)) {
+      const auto buffer = static_cast<int>((block.address - options_.arena.address) /
+                                           kRegisteredBufferNbytes);
+      is_read ? io_uring_prep_read_fixed(sqe, fd, address, block.nbytes, block.offset_nbytes, buffer)
+              : io_uring_prep_write_fixed(sqe, fd, address, block.nbytes, block.offset_nbytes,
+                                          buffer);
+    } else {
+      is_read ? io_uring_prep_read(sqe, fd, address, block.nbytes, block.offset_nbytes)
+              : io_uring_prep_write(sqe, fd, address, block.nbytes, block.offset_nbytes);
+    }
+    if (const int file_slot = file_slot_of(block.file); file_slot >= 0) {
+      sqe->fd = file_slot;
+      sqe->flags |= IOSQE_FIXED_FILE;
+    }
+    if (block.num_retries > 0) sqe->flags |= IOSQE_ASYNC;  // It would only say EAGAIN again.
+    ++slot.generation;
+    sqe->user_data = std::uint64_t{slot.generation} << 32 | index;
+  }
+
+  void arm_wake() noexcept {
+    io_uring_sqe* sqe = io_uring_get_sqe(&ring_);
+    INF_ASSERT(sqe != nullptr);
+    io_uring_prep_poll_add(sqe, wake_fd_, POLLIN);
+    sqe->user_data = kWakeToken;
+    is_wake_armed_ = true;
+  }
+
+  // Registers the file at its first use. -1: no free slot, use the descriptor itself.
+  [[nodiscard]] int file_slot_of(File* file) noexcept {
+    if (file->ring_slot >= 0 || !has_files_) return file->ring_slot;
+    const auto free = std::find(file_slots_.begin(), file_slots_.end(), nullptr);
+    if (free == file_slots_.end()) return -1;
+    const auto index = static_cast<unsigned>(free - file_slots_.begin());
+    if (io_uring_register_files_update(&ring_, index, &file->fd, 1) != 1) return -1;
+    *free = file;
+    return file->ring_slot = static_cast<int>(index);
+  }
+
+  void release_file_slot(File* file) noexcept {
+    const auto index = static_cast<unsigned>(file->ring_slot);
+    const int none = -1;
+    io_uring_register_files_update(&ring_, index, &none, 1);
+    file_slots_[index] = nullptr;
+    file->ring_slot = -1;
+  }
+
+  // Returns the number of completions examined.
+  unsigned reap() noexcept {
+    unsigned head = 0, reaped = 0;
+    io_uring_cqe* cqe = nullptr;
+    io_uring_for_each_cqe(&ring_, head, cqe) {
+      ++reaped;
+      if (cqe->user_data == kWakeToken) {
+        std::uint64_t count = 0;
+        [[maybe_unused]] const ssize_t got = read(wake_fd_, &count, sizeof count);
+        is_wake_armed_ = false;
+      } else {
+        absorb(*cqe);
+      }
+    }
+    io_uring_cq_advance(&ring_, reaped);
+    return reaped;
+  }
+
+  void absorb(const io_uring_cqe& cqe) noexcept {
+    const auto index = static_cast<std::uint32_t>(cqe.user_data);
+    INF_ASSERT(index < slots_.size());
+    Slot& slot = slots_[index];
+    INF_ASSERT(slot.is_busy && slot.generation == static_cast<std::uint32_t>(cqe.user_data >> 32));
+    if (settle(slot.block, cqe.res) == Verdict::kAgain) {
+      prepare(index);
+    } else {
+      slot.is_busy = false;
+      free_slots_.push_back(index);
+    }
+  }
+
+  // Answers of io_uring_enter that pass when completions are reaped or by trying again.
+  [[nodiscard]] static bool is_passing(int answer) noexcept {
+    return answer == -EINTR || answer == -EAGAIN || answer == -EBUSY;
+  }
+
+  static void back_off() noexcept {
+    const timespec one_ms{0, 1'000'000};
+    nanosleep(&one_ms, nullptr);
+  }
+
+  // The ring itself failed (EBADR: a completion was lost). Its state is unknown, so nothing can be
+  // awaited any more. The ring is closed first: the kernel then takes back what it has not begun.
+  void break_down(int code) noexcept {
+    const char* detail = "the ring failed; its completions are lost";
+    tear_down();
+    for (Slot& slot : slots_) {
+      if (!slot.is_busy) continue;
+      while (settle(slot.block, -code) == Verdict::kAgain) {
+      }
+      slot.is_busy = false;
+    }
+    std::lock_guard lock(mutex_);
+    die(code, detail);
+  }
+
+  void tear_down() noexcept {
+    if (!has_ring_) return;
+    if (has_buffers_) io_uring_unregister_buffers(&ring_);  // Unpins now, not some time later.
+    io_uring_queue_exit(&ring_);
+    has_ring_ = false;
+    std::lock_guard lock(mutex_);
+    has_ended_ = true;
+    forgotten_ = nullptr;
+    answered_.notify_all();
+  }
+
+  // Shared with the callers, guarded by `mutex_`.
+  int wake_fd_ = -1;
+  std::condition_variable answered_;
+  bool is_answered_ = false;
+  bool is_asleep_ = false;
+  bool has_ended_ = false;
+  int setup_code_ = 0;
+  File* forgotten_ = nullptr;
+  Thread thread_;
+
+  // The ring thread's own.
+  io_uring ring_{};
+  bool has_ring_ = true;
+  bool has_buffers_ = false;
+  bool has_files_ = false;
+  bool is_wake_armed_ = false;
+  std::vector<Slot> slots_;
+  std::vector<std::uint32_t> free_slots_;
+  std::vector<File*> file_slots_;
+};
+
+}  // namespace
+
+std::unique_ptr<Lane> make_uring_lane(const Options& options) {
+  return std::make_unique<UringLane>(options);
+}
+
+}  // namespace infinity::io

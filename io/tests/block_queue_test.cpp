@@ -1,0 +1,63 @@
+#include "infinity_io/block_queue.h"
+
+#include <vector>
+
+#include "check.h"
+
+using namespace infinity::io;
+
+namespace {
+
+Part* take(BlockQueue& queue) {
+  Part* part = queue.choose();
+  if (part != nullptr) {
+    queue.charge(part);
+    queue.pop(part);
+  }
+  return part;
+}
+
+}  // namespace
+
+TEST(MoreUrgentGoesFirstAndOlderWithinOnePriority) {
+  std::vector<Part> parts(6);
+  const Priority priorities[] = {Priority::kState,    Priority::kWriteBack, Priority::kForward,
+                                 Priority::kBackward, Priority::kForward,   Priority::kState};
+  BlockQueue queue;
+  for (std::size_t index = 0; index < parts.size(); ++index) {
+    parts[index].priority = priorities[index];
+    queue.push(&parts[index]);
+  }
+  for (const std::size_t expected : {2U, 4U, 3U, 0U, 5U, 1U}) CHECK(take(queue) == &parts[expected]);
+  CHECK(queue.empty());
+  CHECK(take(queue) == nullptr);
+}
+
+TEST(WriteBackIsOvertakenEightTimesNotMore) {
+  std::vector<Part> reads(20), writes(3);
+  BlockQueue queue;
+  for (Part& read : reads) queue.push(&read);
+  for (Part& write : writes) {
+    write.priority = Priority::kWriteBack;
+    queue.push(&write);
+  }
+  std::vector<std::size_t> at;
+  for (std::size_t turn = 0; turn < 23; ++turn) {
+    if (take(queue)->priority == Priority::kWriteBack) at.push_back(turn);
+  }
+  CHECK((at == std::vector<std::size_t>{8, 17, 22}));
+}
+
+TEST(OvertakingIsCountedOnlyWhileAWriteBackWaits) {
+  std::vector<Part> reads(30);
+  Part write;
+  write.priority = Priority::kWriteBack;
+  BlockQueue queue;
+  for (Part& read : reads) queue.push(&read);
+  for (int turn = 0; turn < 20; ++turn) CHECK(take(queue)->priority == Priority::kForward);
+  queue.push(&write);
+  for (int turn = 0; turn < 8; ++turn) CHECK(take(queue)->priority == Priority::kForward);
+  CHECK(take(queue) == &write);
+}
+
+int main() { return check::run_all_tests(); }

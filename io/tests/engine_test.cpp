@@ -1,0 +1,277 @@
+#include "infinity_io/engine.h"
+
+#include <cerrno>
+#include <cstring>
+#include <functional>
+#include <thread>
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include "check.h"
+#include "infinity_io/probe.h"
+
+using namespace infinity::io;
+using namespace std::chrono_literals;
+
+namespace {
+
+constexpr std::uint64_t kKiB = 1024;
+constexpr std::uint32_t kBlockNbytes = 64 * kKiB;
+
+// Page-aligned memory that is never registered unless asked.
+class Memory {
+ public:
+  explicit Memory(std::size_t nbytes) : nbytes_(nbytes) {
+    bytes_ = static_cast<unsigned char*>(mmap(nullptr, nbytes, PROT_READ | PROT_WRITE,
+                                              MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+    CHECK(bytes_ != MAP_FAILED);
+  }
+  Memory(const Memory&) = delete;
+  Memory& operator=(const Memory&) = delete;
+  ~Memory() { munmap(bytes_, nbytes_); }
+
+  unsigned char& operator[](std::size_t index) { return bytes_[index]; }
+  [[nodiscard]] std::uintptr_t address() const { return reinterpret_cast<std::uintptr_t>(bytes_); }
+  [[nodiscard]] ArenaRange range() const { return {address(), nbytes_}; }
+
+  void fill(unsigned seed) {
+    for (std::size_t i = 0; i < nbytes_; ++i) {
+      bytes_[i] = static_cast<unsigned char>((i * 2654435761U + seed) >> 13);
+    }
+  }
+
+ private:
+  unsigned char* bytes_ = nullptr;
+  std::size_t nbytes_;
+};
+
+// A file of zeros in the working directory, gone at the end.
+class TempFile {
+ public:
+  explicit TempFile(std::uint64_t nbytes) {
+    std::strcpy(path_, "engine_test_XXXXXX");
+    const int fd = mkstemp(path_);
+    CHECK(fd >= 0 && ftruncate(fd, static_cast<off_t>(nbytes)) == 0);
+    close(fd);
+  }
+  TempFile(const TempFile&) = delete;
+  TempFile& operator=(const TempFile&) = delete;
+  ~TempFile() { unlink(path_); }
+  [[nodiscard]] const char* path() const { return path_; }
+
+ private:
+  char path_[32];
+};
+
+Options options_for(Backend backend) {
+  Options options;
+  options.backend = backend;
+  options.block_nbytes = kBlockNbytes;
+  options.queue_depth = 3;
+  options.num_threads = 2;
+  return options;
+}
+
+std::unique_ptr<Engine> open_engine(const Options& options) {
+  auto engine = Engine::open(options);
+  CHECK(engine.ok());
+  return std::move(engine.value());
+}
+
+// Direct where the file system has it, which is what differs from the Python suite least.
+std::int32_t open_file(Engine& engine, const TempFile& file) {
+  auto id = engine.open_file(file.path(), true);
+  if (!id.ok()) id = engine.open_file(file.path(), false);
+  CHECK(id.ok());
+  return id.value();
+}
+
+Ticket submit(Engine& engine, Operation operation, std::vector<Segment> segments,
+              Priority priority = Priority::kForward) {
+  auto ticket = engine.submit(operation, segments, priority);
+  CHECK(ticket.ok());
+  return ticket.value();
+}
+
+void wait(const Ticket& ticket) {
+  while (!ticket->wait_for(10s)) CHECK(false);
+}
+
+void on_each_backend(const std::function<void(Backend)>& body) {
+  body(Backend::kThreads);
+  if (probe_uring().usable) body(Backend::kUring);
+}
+
+}  // namespace
+
+TEST(WhatWasWrittenIsReadBack) {
+  on_each_backend([](Backend backend) {
+    TempFile file(1024 * kKiB);
+    Memory source(1024 * kKiB), target(1024 * kKiB);
+    source.fill(1);
+    Options options = options_for(backend);
+    options.arena = target.range();  // One side through registered buffers, one through plain ones.
+    auto engine = open_engine(options);
+    const std::int32_t id = open_file(*engine, file);
+    wait(submit(*engine, Operation::kWrite, {{id, 0, source.address(), 1024 * kKiB}}));
+    wait(submit(*engine, Operation::kRead,
+                {{id, 512 * kKiB, target.address() + 512 * kKiB, 512 * kKiB},
+                 {id, 0, target.address(), 512 * kKiB}}));
+    CHECK(std::memcmp(&source[0], &target[0], 1024 * kKiB) == 0);
+    const FileStats stats = engine->stats()[0].stats;
+    CHECK(stats.write_nbytes == 1024 * kKiB && stats.read_nbytes == 1024 * kKiB);
+    CHECK(stats.num_writes == 16 && stats.num_reads == 16 && stats.num_errors == 0);
+    CHECK(stats.busy > 0ns);
+  });
+}
+
+TEST(ReadingPastTheEndFailsAndNamesTheRange) {
+  on_each_backend([](Backend backend) {
+    TempFile file(128 * kKiB);
+    Memory target(256 * kKiB);
+    auto engine = open_engine(options_for(backend));
+    const std::int32_t id = open_file(*engine, file);
+    const Ticket ticket =
+        submit(*engine, Operation::kRead, {{id, 64 * kKiB, target.address(), 256 * kKiB}});
+    wait(ticket);
+    const Error error = ticket->error();
+    CHECK(error.code == EIO && error.operation == Operation::kRead && error.file == id);
+    CHECK(error.offset_nbytes >= 128 * kKiB && error.nbytes == kBlockNbytes);
+    CHECK(ticket->error_path() == file.path());
+    CHECK(engine->drain(10s));
+  });
+}
+
+TEST(OneFailureDoesNotHurtOtherRequests) {
+  on_each_backend([](Backend backend) {
+    constexpr std::uint64_t kNumRounds = 20;
+    TempFile file(512 * kKiB);
+    Memory target(kNumRounds * 512 * kKiB), unused(512 * kKiB);
+    auto engine = open_engine(options_for(backend));
+    const std::int32_t id = open_file(*engine, file);
+    std::vector<Ticket> good, bad;
+    for (std::uint64_t round = 0; round < kNumRounds; ++round) {
+      bad.push_back(submit(*engine, Operation::kRead,
+                           {{id, 2048 * kKiB, unused.address(), 512 * kKiB}}));
+      good.push_back(submit(*engine, Operation::kRead,
+                            {{id, 0, target.address() + round * 512 * kKiB, 512 * kKiB}}));
+    }
+    for (const Ticket& ticket : bad) {
+      wait(ticket);
+      CHECK(ticket->failed());
+    }
+    for (const Ticket& ticket : good) {
+      wait(ticket);
+      CHECK(!ticket->failed());
+    }
+  });
+}
+
+TEST(UnreadableMemoryIsAnErrorNotACrash) {
+  on_each_backend([](Backend backend) {
+    TempFile file(64 * kKiB);
+    auto engine = open_engine(options_for(backend));
+    const std::int32_t id = open_file(*engine, file);
+    const Ticket ticket = submit(*engine, Operation::kRead, {{id, 0, 4096, 4096}});
+    wait(ticket);
+    CHECK(ticket->error().code == EFAULT);
+  });
+}
+
+TEST(UnknownAndClosedFilesAreRefused) {
+  on_each_backend([](Backend backend) {
+    TempFile file(64 * kKiB);
+    Memory target(64 * kKiB);
+    auto engine = open_engine(options_for(backend));
+    const std::int32_t id = open_file(*engine, file);
+    const Segment segment{id, 0, target.address(), 4096};
+    CHECK(!engine->close_file(id));
+    CHECK(engine->submit(Operation::kRead, {{segment}}, Priority::kForward).error().code == EBADF);
+    CHECK(engine->close_file(id).code == EBADF);
+    CHECK(engine->sync(-1).code == EBADF);
+    CHECK(engine->open_file("no/such/file", false).error().code == ENOENT);
+    CHECK(open_file(*engine, file) != id);
+    engine->close();
+    engine->close();
+    CHECK(engine->open_file(file.path(), false).error().code == EBADF);
+  });
+}
+
+TEST(ClosingWaitsForWorkWhoseTicketsWereThrownAway) {
+  on_each_backend([](Backend backend) {
+    TempFile file(4096 * kKiB);
+    Memory source(4096 * kKiB);
+    source.fill(2);
+    {
+      auto engine = open_engine(options_for(backend));
+      const std::int32_t id = open_file(*engine, file);
+      for (std::uint64_t at = 0; at < 4096 * kKiB; at += 256 * kKiB) {
+        submit(*engine, Operation::kWrite, {{id, at, source.address() + at, 256 * kKiB}},
+               Priority::kWriteBack);
+      }
+    }
+    Memory target(4096 * kKiB);
+    auto engine = open_engine(options_for(backend));
+    wait(submit(*engine, Operation::kRead,
+                {{open_file(*engine, file), 0, target.address(), 4096 * kKiB}}));
+    CHECK(std::memcmp(&source[0], &target[0], 4096 * kKiB) == 0);
+  });
+}
+
+TEST(FilesOpenAndCloseWhileOthersWork) {
+  on_each_backend([](Backend backend) {
+    TempFile steady_file(1024 * kKiB), passing_file(64 * kKiB);
+    Memory target(1024 * kKiB), small(64 * kKiB);
+    auto engine = open_engine(options_for(backend));
+    const std::int32_t steady = open_file(*engine, steady_file);
+    std::vector<Ticket> tickets;
+    for (int round = 0; round < 100; ++round) {  // More than there are slots in the ring's table.
+      tickets.push_back(
+          submit(*engine, Operation::kWrite, {{steady, 0, target.address(), 1024 * kKiB}}));
+      const std::int32_t passing = open_file(*engine, passing_file);
+      submit(*engine, Operation::kWrite, {{passing, 0, small.address(), 64 * kKiB}});
+      CHECK(!engine->close_file(passing));
+    }
+    for (const Ticket& ticket : tickets) {
+      wait(ticket);
+      CHECK(!ticket->failed());
+    }
+  });
+}
+
+TEST(ManyThreadsShareOneEngine) {
+  on_each_backend([](Backend backend) {
+    constexpr std::size_t kNumThreads = 4;
+    constexpr std::uint64_t kShareNbytes = 256 * kKiB;
+    TempFile file(kNumThreads * kShareNbytes);
+    auto engine = open_engine(options_for(backend));
+    const std::int32_t id = open_file(*engine, file);
+    std::vector<std::thread> threads;
+    for (std::size_t index = 0; index < kNumThreads; ++index) {
+      threads.emplace_back([&, index] {
+        Memory source(kShareNbytes), target(kShareNbytes);
+        for (unsigned round = 0; round < 20; ++round) {
+          source.fill(round * 7 + static_cast<unsigned>(index));
+          const std::uint64_t offset = index * kShareNbytes;
+          wait(submit(*engine, Operation::kWrite, {{id, offset, source.address(), kShareNbytes}},
+                      Priority::kWriteBack));
+          wait(submit(*engine, Operation::kRead, {{id, offset, target.address(), kShareNbytes}}));
+          CHECK(std::memcmp(&source[0], &target[0], kShareNbytes) == 0);
+        }
+      });
+    }
+    for (std::thread& thread : threads) thread.join();
+    CHECK(engine->drain(10s));
+  });
+}
+
+TEST(AnEmptyRequestIsDoneAtOnce) {
+  on_each_backend([](Backend backend) {
+    auto engine = open_engine(options_for(backend));
+    CHECK(submit(*engine, Operation::kRead, {})->done());
+  });
+}
+
+int main() { return check::run_all_tests(); }
