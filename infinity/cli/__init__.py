@@ -1,0 +1,105 @@
+"""The `infinity` command. Subcommands are imported when they are called, torch with them."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from infinity.errors import InfinityError
+
+# name -> (module, attribute, one line of help). A Typer is a group, a function one command.
+_COMMANDS = {
+    "config": ("infinity.cli.config", "app", "Check, show and describe swap-tier files."),
+    "train": ("infinity.cli.train", "train", "Fine-tune a model as a swap-tier file says."),
+}
+
+
+def _stub(name: str) -> Any:
+    """What the list of commands shows: a name and a line, nothing imported."""
+    stub = typer.Typer(add_completion=False)
+    stub.command(name, help=_COMMANDS[name][2])(lambda: None)
+    return typer.main.get_command(stub)
+
+
+class _LazyGroup(TyperGroup):
+    """Knows every subcommand by name and imports one when it is called."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.commands = {name: _stub(name) for name in _COMMANDS}
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name, command, rest = super().resolve_command(ctx, args)
+        return name, command and _import_command(args[0]), rest
+
+    def invoke(self, ctx: Any) -> Any:
+        """Turns the package's own errors into one line and exit code 2."""
+        try:
+            return super().invoke(ctx)
+        except InfinityError as error:
+            if ctx.params.get("traceback"):
+                raise
+            typer.secho(f"error: {error}", fg=typer.colors.RED, err=True)
+            raise typer.Exit(2) from None
+
+
+def _import_command(name: str) -> Any:
+    module, attribute, line = _COMMANDS[name]
+    target = getattr(importlib.import_module(module), attribute)
+    if isinstance(target, typer.Typer):
+        return typer.main.get_command(target)
+    alone = typer.Typer(add_completion=False)
+    alone.command(name, help=target.__doc__ or line)(target)
+    return typer.main.get_command(alone)
+
+
+app = typer.Typer(
+    cls=_LazyGroup,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("infinity-offload")
+    except PackageNotFoundError:  # Run from a source tree that was not installed.
+        return "0+unknown"
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"infinity {_version()}")
+        raise typer.Exit()
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version."
+        ),
+    ] = False,
+    traceback: Annotated[
+        bool,
+        typer.Option(
+            "--traceback",
+            envvar="INFINITY_TRACEBACK",
+            help="Show where an error was raised, not just its message.",
+        ),
+    ] = False,
+) -> None:
+    """Train PyTorch models whose training state does not fit the GPU, nor the RAM."""
+
+
+def main() -> None:
+    """The console entry point."""
+    app(prog_name="infinity")

@@ -1,0 +1,53 @@
+"""The swap-tier file: one frozen schema for TOML, YAML, JSON and a dict. Imports no torch."""
+
+from infinity.config.problems import InvalidConfigError, Problem
+from infinity.config.schema import (
+    PYTHON_STDLIB,
+    SCHEMA,
+    Data,
+    DataSource,
+    DeviceTier,
+    HostTier,
+    Io,
+    Model,
+    NvmeTier,
+    Optimizer,
+    Output,
+    Placement,
+    Precision,
+    Sample,
+    Schedule,
+    TierName,
+    Tiers,
+    Train,
+)
+from infinity.config.source import Source
+from infinity.config.swap import Resolved, SwapConfig
+from infinity.config.values import Capacity
+
+__all__ = [
+    "PYTHON_STDLIB",
+    "SCHEMA",
+    "Capacity",
+    "Data",
+    "DataSource",
+    "DeviceTier",
+    "HostTier",
+    "InvalidConfigError",
+    "Io",
+    "Model",
+    "NvmeTier",
+    "Optimizer",
+    "Output",
+    "Placement",
+    "Precision",
+    "Problem",
+    "Resolved",
+    "Sample",
+    "Schedule",
+    "Source",
+    "SwapConfig",
+    "TierName",
+    "Tiers",
+    "Train",
+]

@@ -1,0 +1,489 @@
+"""The sections of the swap-tier file: every key, its kind of value, its default and its meaning.
+
+All are frozen. Sizes are bytes, paths are absolute once read, an unknown key is an error. What
+concerns more than one section is in `infinity.config.swap`.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+
+from infinity.config.values import (
+    AutoOr,
+    Budget,
+    Capacity,
+    Choice,
+    FileName,
+    Flag,
+    Integer,
+    Location,
+    Number,
+    OrOff,
+    Size,
+    Text,
+    conflict,
+    nearest,
+    refuse,
+    show_value,
+)
+from infinity.sizes import GIB, KIB, MIB, PAGE_NBYTES
+
+SCHEMA = 1
+PYTHON_STDLIB = "python-stdlib"
+_AUTO_HOST_PERCENT = 50.0
+_SEED = Integer(maximum=2**63 - 1)
+
+TierName = Literal["device", "host", "nvme"]
+DeviceKind = Literal["auto", "cpu", "cuda"]
+DirectIo = Literal["auto", "always", "never"]
+ComputeDtype = Literal["float32", "bfloat16"]
+GradientDtype = Literal["float32"]
+OptimizerName = Literal["adamw"]
+LrSchedule = Literal["constant", "linear", "cosine"]
+IoEngineName = Literal["auto", "io_uring", "threads"]
+
+
+class Section(BaseModel):
+    """One table of the swap-tier file."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+def _one_as_list(value: Any) -> Any:
+    return [value] if isinstance(value, (str, os.PathLike)) else value
+
+
+def _distinct(tiers: tuple[str, ...]) -> tuple[str, ...]:
+    if not tiers or len(set(tiers)) < len(tiers):
+        raise refuse("a list of tiers, not empty, each named once", tiers)
+    return tiers
+
+
+_Tier = Annotated[TierName, Choice(TierName)]
+TierList = Annotated[
+    tuple[_Tier, ...],
+    BeforeValidator(_one_as_list, json_schema_input_type=tuple[_Tier, ...] | _Tier),
+    AfterValidator(_distinct),
+]
+
+
+def defaults() -> Any:
+    """A section that may be left out: read from an empty table, so that its own rules apply."""
+    return Field(default_factory=dict, validate_default=True)
+
+
+def null_as_empty(value: Any, *, is_list: bool = False) -> Any:
+    """A section of YAML whose every key is commented out is null; it means the defaults."""
+    return ([] if is_list else {}) if value is None else value
+
+
+class DeviceTier(Section):
+    """The memory that computes."""
+
+    kind: Annotated[DeviceKind, Choice(DeviceKind)] = Field(
+        "auto", description='Where the model computes. "auto" takes CUDA where there is one.'
+    )
+    capacity: Annotated[Capacity, Budget()] = Field(
+        Capacity(),
+        description="Device memory for resident parameters, the fetch window and state placed on "
+        "the device. A share is of the whole device memory. On cpu it bounds only the state "
+        'placed on the device. "auto" leaves it to the engine.',
+    )
+
+
+class HostTier(Section):
+    """Host memory: one arena, preallocated to its budget, pinned where the device is CUDA."""
+
+    capacity: Annotated[Capacity, Budget()] = Field(
+        Capacity(),
+        description="Bytes of the arena. A share is of the memory available when the run starts "
+        '(inside a container: under its limit). "auto" takes half of that.',
+    )
+    huge_pages: Annotated[bool, Flag()] = Field(
+        True, description="Back the arena with huge pages where the kernel has them."
+    )
+
+    def budget_nbytes(self, available_nbytes: int) -> int:
+        """Bytes of the arena where `available_nbytes` of memory are there to be had."""
+        return self.capacity.resolve(available_nbytes, auto_percent=_AUTO_HOST_PERCENT)
+
+
+class NvmeTier(Section):
+    """One directory on a drive. Several are striped."""
+
+    path: Annotated[Path, Location()] = Field(
+        description="Directory for swap files. Its parent must exist; the directory is made."
+    )
+    capacity: Annotated[Capacity, Budget()] = Field(
+        Capacity(),
+        description="Most bytes that swap files may take here. A share is of the file system's "
+        'free space; "auto" is the free space less a reserve.',
+    )
+    direct: Annotated[DirectIo, Choice(DirectIo)] = Field(
+        "auto",
+        description='Direct I/O, past the page cache. "auto" falls back to buffered I/O with a '
+        'warning where the file system refuses it; "always" makes that an error.',
+    )
+    weight: Annotated[float, Number(above=0)] = Field(
+        1.0, description="Share of the stripes that this path gets, relative to the others."
+    )
+
+
+class Tiers(Section):
+    """The places that training state may live in."""
+
+    device: DeviceTier = defaults()
+    host: HostTier = defaults()
+    nvme: tuple[NvmeTier, ...] = Field((), description="One entry per mounted drive.")
+
+    @field_validator("device", "host", "nvme", mode="before")
+    @classmethod
+    def _empty(cls, value: Any, info: ValidationInfo) -> Any:
+        return null_as_empty(value, is_list=info.field_name == "nvme")
+
+    @field_validator("nvme")
+    @classmethod
+    def _each_path_once(cls, entries: tuple[NvmeTier, ...]) -> tuple[NvmeTier, ...]:
+        seen: dict[str, int] = {}
+        for index, entry in enumerate(entries):
+            first = seen.setdefault(os.path.realpath(entry.path), index)
+            if first != index:
+                raise conflict(
+                    f"entry [{index}] names the same directory as entry [{first}]: "
+                    f"{show_value(str(entry.path))}; give each drive one entry"
+                )
+        return entries
+
+
+_NVME_DEFAULT: dict[str, Any] = {"x-default": '`["nvme"]` with an nvme tier, else `["host"]`'}
+
+
+class Placement(Section):
+    """Which tiers hold each kind of training state.
+
+    Each key is one tier or a list of tiers, filled in that order: a kind that does not fit the
+    first tier goes on in the next.
+    """
+
+    parameters: TierList = Field(
+        ("host",),
+        description="The weights that forward and backward read.",
+        json_schema_extra=_NVME_DEFAULT,
+    )
+    master: TierList = Field(
+        ("host",),
+        description="The fp32 weights that the optimizer updates.",
+        json_schema_extra=_NVME_DEFAULT,
+    )
+    moments: TierList = Field(
+        ("host",),
+        description="The optimizer's first and second moments.",
+        json_schema_extra=_NVME_DEFAULT,
+    )
+    gradients: TierList = Field(("host",), description="Accumulated gradients.")
+
+
+class Io(Section):
+    """How bytes reach the drives."""
+
+    engine: Annotated[IoEngineName, Choice(IoEngineName)] = Field(
+        "auto",
+        description='"auto" takes io_uring, and threads with a warning where it is forbidden. '
+        'The environment variable INFINITY_IO_ENGINE decides an "auto".',
+    )
+    block_size: Annotated[int, Size(minimum=64 * KIB, maximum=GIB, multiple=PAGE_NBYTES)] = Field(
+        4 * MIB, description="Largest single request to a drive."
+    )
+    queue_depth: Annotated[int, Integer(1, 4096)] = Field(
+        2, description="Requests in flight on one path. More adds latency, seldom bandwidth."
+    )
+    threads: Annotated[int, Integer(1, 1024)] = Field(
+        4, description="Workers of the thread engine."
+    )
+    stripe: Annotated[int, Size(minimum=PAGE_NBYTES, multiple=PAGE_NBYTES)] = Field(
+        4 * MIB, description="Consecutive bytes on one path before the next path's turn."
+    )
+
+
+class Schedule(Section):
+    """When bytes move."""
+
+    prefetch: Annotated[bool, Flag()] = Field(
+        True, description="Fetch parameters ahead of their use. Never changes a result."
+    )
+    window: Annotated[Literal["auto"] | int, AutoOr(Size())] = Field(
+        "auto", description="Host bytes that parameters fetched ahead may take."
+    )
+    update_chunk: Annotated[int, Size(minimum=PAGE_NBYTES, multiple=PAGE_NBYTES)] = Field(
+        16 * MIB, description="Bytes of each kind of state that one move of the optimizer takes."
+    )
+
+
+class Precision(Section):
+    """Number formats. The master weights and the moments are always float32."""
+
+    compute: Annotated[ComputeDtype, Choice(ComputeDtype)] = Field(
+        "float32", description="Weights and arithmetic of forward and backward."
+    )
+    gradients: Annotated[GradientDtype, Choice(GradientDtype)] = Field(
+        "float32", description="Accumulated gradients."
+    )
+
+
+_BETA = Number(minimum=0, below=1)
+_Name = Annotated[str, Text("a name or a pattern")]
+
+
+def _pair(betas: Any) -> Any:
+    if not isinstance(betas, (list, tuple)) or len(betas) != 2:
+        raise refuse("two numbers, such as [0.9, 0.999]", betas)
+    return betas
+
+
+class Optimizer(Section):
+    """The optimizer of `infinity train`."""
+
+    name: Annotated[OptimizerName, Choice(OptimizerName)] = Field(
+        "adamw", description="The update rule."
+    )
+    lr: Annotated[float, Number(minimum=0)] = Field(1e-4, description="Peak learning rate.")
+    betas: Annotated[
+        tuple[Annotated[float, _BETA], Annotated[float, _BETA]], BeforeValidator(_pair)
+    ] = Field((0.9, 0.999), description="Decay of the first and second moment.")
+    eps: Annotated[float, Number(minimum=0)] = Field(
+        1e-8, description="Added to the denominator of the update."
+    )
+    weight_decay: Annotated[float, Number(minimum=0)] = Field(
+        0.01, description="Decoupled weight decay of the parameters that `no_decay` leaves."
+    )
+    max_grad_norm: Annotated[float | None, OrOff(Number(above=0))] = Field(
+        1.0, description="Clip the global norm of the gradients to this."
+    )
+    no_decay: Annotated[
+        tuple[_Name, ...],
+        BeforeValidator(_one_as_list, json_schema_input_type=tuple[_Name, ...] | _Name),
+    ] = Field(
+        ("bias", "norm"),
+        description="Parameters without weight decay, by name, upper and lower case alike: a "
+        "pattern with *, ? or [ matches the full name, any other text matches anywhere in it.",
+    )
+
+    def has_decay(self, parameter_name: str) -> bool:
+        """Whether weight decay applies to the parameter of this name."""
+        name = parameter_name.lower()
+        for pattern in map(str.lower, self.no_decay):
+            is_glob = any(sign in pattern for sign in "*?[")
+            if fnmatch.fnmatchcase(name, pattern) if is_glob else pattern in name:
+                return False
+        return True
+
+
+def _plain(value: Any, place: str, depth: int = 0) -> None:
+    """Refuses what JSON could not hold: `config` is handed to transformers as it is."""
+    if depth > 16:
+        raise conflict(f"{place} is nested too deeply")
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            if not isinstance(key, str):
+                raise conflict(f"{place} has the key {show_value(key)}: keys are text")
+            _plain(inner, f"{place}.{key}" if place else key, depth + 1)
+    elif isinstance(value, (list, tuple)):
+        for index, inner in enumerate(value):
+            _plain(inner, f"{place}[{index}]", depth + 1)
+    elif not (value is None or isinstance(value, (str, bool, int, float))):
+        raise conflict(f"{place}: expected text, a number, true or false; got {show_value(value)}")
+
+
+def _model_type_present(config: dict[str, Any] | None) -> dict[str, Any] | None:
+    if config is not None:
+        _plain(config, "")
+        model_type = config.get("model_type")
+        if not isinstance(model_type, str) or not model_type:
+            near = "" if "model_type" in config else nearest("model_type", list(config)) or ""
+            hint = f' (did "{near}" mean that?)' if near else ""
+            raise conflict(
+                'expected model_type, the architecture\'s name in transformers, such as "gpt2"; '
+                f"got {show_value(model_type) if 'model_type' in config else 'none'}{hint}"
+            )
+    return config
+
+
+class Model(Section):
+    """The model that `infinity train` trains: exactly one of `path` and `[model.config]`."""
+
+    path: Annotated[Path, Location()] | None = Field(
+        None, description="A local Hugging Face directory: config.json and safetensors."
+    )
+    config: Annotated[dict[str, Any] | None, AfterValidator(_model_type_present)] = Field(
+        None,
+        description="A transformers configuration for seeded random weights: `model_type` and any "
+        "key of that architecture.",
+    )
+    seed: Annotated[int, _SEED] = Field(
+        0, description="Seed of weights that no checkpoint holds. Same seed, same weights."
+    )
+
+    @model_validator(mode="after")
+    def _one_origin(self) -> Model:
+        if (self.path is None) == (self.config is None):
+            came = "neither" if self.path is None else "both"
+            raise conflict(f"expected exactly one of path and [model.config]; got {came}")
+        return self
+
+
+class DataSource(Section):
+    """One place that text is read from."""
+
+    path: Annotated[Path | Literal["python-stdlib"], Location((PYTHON_STDLIB,))] = Field(
+        description="A directory or one file; "
+        '"python-stdlib" is the running interpreter\'s standard library.'
+    )
+    pattern: Annotated[str, Text("a glob pattern")] = Field(
+        "**/*.txt",
+        description="Files to take, below a directory; one file is taken whatever its name.",
+        json_schema_extra={"x-default": '`"**/*.txt"`, for python-stdlib `"**/*.py"`'},
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_text(cls, value: Any) -> Any:
+        return {"path": value} if isinstance(value, (str, os.PathLike)) else value
+
+    @model_validator(mode="after")
+    def _python_files(self) -> DataSource:
+        if self.path == PYTHON_STDLIB and "pattern" not in self.model_fields_set:
+            self.__dict__["pattern"] = "**/*.py"
+        return self
+
+    @property
+    def location(self) -> Path:
+        """The directory or file that `path` stands for on this machine."""
+        if isinstance(self.path, str):
+            import sysconfig
+
+            return Path(sysconfig.get_path("stdlib"))
+        return self.path
+
+
+def _not_empty(sources: tuple[DataSource, ...]) -> tuple[DataSource, ...]:
+    if not sources:
+        raise refuse("at least one path", sources)
+    return sources
+
+
+class Data(Section):
+    """The text that `infinity train` reads."""
+
+    paths: Annotated[
+        tuple[DataSource, ...],
+        BeforeValidator(_one_as_list, json_schema_input_type=tuple[DataSource | str, ...] | str),
+        AfterValidator(_not_empty),
+    ] = Field(description="Files and directories: each a path, or a table with path and pattern.")
+    tokenizer: Annotated[
+        Path | Literal["bytes"],
+        Location(("bytes",), "the directory of a local Hugging Face tokenizer"),
+    ] = Field(
+        "bytes",
+        description='"bytes" takes UTF-8 bytes as tokens (vocabulary 256). A directory of the '
+        'name bytes is written "./bytes".',
+    )
+    sequence_length: Annotated[int, Integer(2)] = Field(512, description="Tokens per sequence.")
+    held_out: Annotated[float, Number(minimum=0, maximum=0.5)] = Field(
+        0.05, description="Fraction of the sequences kept for evaluation."
+    )
+    max_bytes: Annotated[int | None, OrOff(Size())] = Field(
+        None, description="Most bytes of text to read."
+    )
+    seed: Annotated[int, _SEED] = Field(0, description="Seed of the split and the order.")
+    shuffle: Annotated[bool, Flag()] = Field(True, description="Shuffle the sequences.")
+
+
+class Sample(Section):
+    """A text that the trained model writes at the end."""
+
+    prompt: Annotated[str, Text("the text to go on from")] = Field(description="How it begins.")
+    new_tokens: Annotated[int, Integer(1)] = Field(200, description="Tokens to generate.")
+    temperature: Annotated[float, Number(minimum=0)] = Field(
+        0.8, description="Randomness of the choice; 0 always takes the likeliest token."
+    )
+    top_k: Annotated[int | None, OrOff(Integer(1))] = Field(
+        None, description="Choose among this many likeliest tokens."
+    )
+
+
+class Train(Section):
+    """The main job: `infinity train`."""
+
+    steps: Annotated[int, Integer(1)] = Field(description="Optimizer steps.")
+    batch_size: Annotated[int, Integer(1)] = Field(
+        description="Sequences in one forward. A step sees batch_size * accumulation of them."
+    )
+    accumulation: Annotated[int, Integer(1)] = Field(
+        1, description="Backward passes whose gradients make one step."
+    )
+    schedule: Annotated[LrSchedule, Choice(LrSchedule)] = Field(
+        "constant", description="Course of the learning rate after the warm-up."
+    )
+    warmup_steps: Annotated[int, Integer(0)] = Field(
+        0, description="Steps over which the learning rate rises from 0; at most `steps`."
+    )
+    min_lr_ratio: Annotated[float, Number(minimum=0, maximum=1)] = Field(
+        0.0, description="Learning rate at the end of linear and cosine, relative to the peak."
+    )
+    eval_every: Annotated[int, Integer(0)] = Field(
+        0, description="Evaluate on held-out data every so many steps; 0 is never."
+    )
+    eval_batches: Annotated[int, Integer(1)] = Field(8, description="Batches per evaluation.")
+    activation_checkpointing: Annotated[bool, Flag()] = Field(
+        False, description="Recompute activations in the backward."
+    )
+    seed: Annotated[int, _SEED] = Field(0, description="Seed of dropout and other randomness.")
+    log_every: Annotated[int, Integer(1)] = Field(1, description="Steps between log lines.")
+    threads: Annotated[Literal["auto"] | int, AutoOr(Integer(1, 4096))] = Field(
+        "auto", description="CPU threads that compute."
+    )
+    sample: Sample | None = Field(None, description="Generate a sample at the end.")
+
+    @field_validator("warmup_steps")
+    @classmethod
+    def _warmup_ends(cls, warmup_steps: int, info: ValidationInfo) -> int:
+        steps = info.data.get("steps")
+        if steps is not None and warmup_steps > steps:
+            raise refuse(f"at most train.steps, {steps}", warmup_steps)
+        return warmup_steps
+
+
+class Output(Section):
+    """What a run leaves behind."""
+
+    directory: Annotated[Path, Location()] = Field(
+        "output", validate_default=True, description="Directory of everything a run writes."
+    )
+    metrics: Annotated[str, FileName()] = Field(
+        "metrics.jsonl", description="One JSON object per step, inside the directory."
+    )
+    max_shard: Annotated[int, Size()] = Field(
+        2 * GIB, description="Largest safetensors file of the export."
+    )
+    export: Annotated[bool, Flag()] = Field(
+        True, description="Write a Hugging Face checkpoint at the end."
+    )
+
+    @property
+    def metrics_path(self) -> Path:
+        return self.directory / self.metrics

@@ -1,0 +1,263 @@
+"""The whole swap-tier file: reading it, what its sections owe one another, where values came from.
+
+One model for TOML, YAML, JSON and a dict. `SwapConfig.load` reports every fault at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Annotated, Any, Literal, NamedTuple, get_args
+
+from pydantic import Field, PrivateAttr, ValidationError, ValidationInfo, field_validator
+from pydantic_core import InitErrorDetails
+
+from infinity.config import problems
+from infinity.config.schema import (
+    SCHEMA,
+    Data,
+    Io,
+    IoEngineName,
+    Model,
+    Optimizer,
+    Output,
+    Placement,
+    Precision,
+    Schedule,
+    Section,
+    Tiers,
+    Train,
+    defaults,
+    null_as_empty,
+)
+from infinity.config.source import Source, read_file
+from infinity.config.values import Choice, Integer, Loading, conflict, show_value, write_nbytes
+from infinity.errors import ConfigError
+
+IO_ENGINE_VARIABLE = "INFINITY_IO_ENGINE"
+# Chunks that one move of the optimizer holds of each kind of state.
+_NUM_CHUNKS = {"master": 1, "moments": 2, "gradients": 1}
+
+SectionName = Literal["model", "data", "train"]
+
+
+class Resolved(NamedTuple):
+    """One value of a configuration as a file would write it, and where it came from.
+
+    `origin` is "file NAME", "dict", "default", "derived" (from other keys) or "environment".
+    """
+
+    key: str
+    value: Any
+    origin: str
+
+
+def _fault(text: str, *place: str | int) -> InitErrorDetails:
+    """A fault at `place`, relative to the section that is being validated."""
+    return InitErrorDetails(type=conflict(text), loc=place, input=None)
+
+
+def _refuse(faults: list[InitErrorDetails]) -> None:
+    if faults:
+        raise ValidationError.from_exception_data("SwapConfig", faults)
+
+
+class SwapConfig(Section):
+    """The whole swap-tier file. `[model]`, `[data]` and `[train]` serve `infinity train` only."""
+
+    _source: Source = PrivateAttr(default_factory=Source)
+    schema_version: Annotated[int, Integer(1, SCHEMA)] = Field(
+        SCHEMA, alias="schema", description="Version of this file's format."
+    )
+    tiers: Tiers = defaults()
+    placement: Placement = defaults()
+    io: Io = defaults()
+    schedule: Schedule = defaults()
+    precision: Precision = defaults()
+    optimizer: Optimizer = defaults()
+    model: Model | None = None
+    data: Data | None = None
+    train: Train | None = None
+    output: Output = defaults()
+
+    @field_validator(
+        "tiers", "placement", "io", "schedule", "precision", "optimizer", "output", mode="before"
+    )
+    @classmethod
+    def _empty(cls, value: Any) -> Any:
+        return null_as_empty(value)
+
+    @field_validator("placement")
+    @classmethod
+    def _on_tiers_that_exist(cls, placement: Placement, info: ValidationInfo) -> Placement:
+        tiers: Tiers | None = info.data.get("tiers")
+        if tiers is None:  # Its own faults are reported; nothing can be said about placement.
+            return placement
+        if tiers.nvme:
+            derived = {
+                kind: ("nvme",)
+                for kind in ("parameters", "master", "moments")
+                if kind not in placement.model_fields_set
+            }
+            return Placement.model_construct(
+                placement.model_fields_set, **placement.__dict__ | derived
+            )
+        missing = '"nvme" needs a [[tiers.nvme]] entry, and there is none'
+        _refuse(
+            [
+                _fault(missing, kind, names.index("nvme"))
+                for kind, names in placement
+                if "nvme" in names
+            ]
+        )
+        return placement
+
+    @field_validator("io")
+    @classmethod
+    def _engine_of_environment(cls, io: Io, info: ValidationInfo) -> Io:
+        word = os.environ.get(IO_ENGINE_VARIABLE)
+        if not word or io.engine != "auto":
+            return io
+        if word not in get_args(IoEngineName):
+            choice = Choice(IoEngineName).expected()
+            text = f"expected {choice} in {IO_ENGINE_VARIABLE}; got {show_value(word)}"
+            _refuse([_fault(text, "engine")])
+        if isinstance(info.context, Loading) and word != "auto":
+            info.context.environment.append("io.engine")
+        return Io.model_construct(io.model_fields_set, **io.__dict__ | {"engine": word})
+
+    @field_validator("schedule")
+    @classmethod
+    def _within_host(cls, schedule: Schedule, info: ValidationInfo) -> Schedule:
+        tiers: Tiers | None = info.data.get("tiers")
+        placement: Placement | None = info.data.get("placement")
+        budget = tiers.host.capacity.nbytes if tiers else None
+        if budget is None:
+            return schedule
+        faults = []
+        window, chunk, host = schedule.window, schedule.update_chunk, write_nbytes(budget)
+        if window != "auto" and window > budget:
+            text = f"expected at most tiers.host.capacity, {host}; got {write_nbytes(window)}"
+            faults.append(_fault(text, "window"))
+        num_chunks = sum(
+            count
+            for kind, count in _NUM_CHUNKS.items()
+            if placement and "nvme" in getattr(placement, kind)
+        )
+        # A default chunk is the engine's to shrink; one that was asked for has to fit.
+        if "update_chunk" in schedule.model_fields_set and num_chunks * chunk > budget:
+            text = (
+                f"{num_chunks} chunks of {write_nbytes(chunk)}, one for each kind of state on "
+                f"nvme, do not fit tiers.host.capacity, {host}"
+            )
+            faults.append(_fault(text, "update_chunk"))
+        _refuse(faults)
+        return schedule
+
+    @field_validator("train")
+    @classmethod
+    def _held_out_to_evaluate(cls, train: Train | None, info: ValidationInfo) -> Train | None:
+        data: Data | None = info.data.get("data")
+        if train and data and train.eval_every and not data.held_out:
+            _refuse([_fault("evaluation needs held-out data; data.held_out is 0", "eval_every")])
+        return train
+
+    def __init__(self, **sections: Any) -> None:
+        """Reads sections given as tables, like `load` of a dict. Raises ConfigError."""
+        self._read(sections, Source())
+
+    @classmethod
+    def load(
+        cls, source: str | os.PathLike[str] | Mapping[str, Any] | SwapConfig | None = None
+    ) -> SwapConfig:
+        """The configuration of a .toml, .yaml, .yml or .json file, or of a dict.
+
+        None is all defaults; a SwapConfig is returned as it is. Relative paths start at the
+        file's directory, or at the working directory. Raises one ConfigError with every fault.
+        """
+        if isinstance(source, SwapConfig):
+            return source
+        if isinstance(source, (str, os.PathLike)):
+            table, origin = read_file(source)
+        elif source is None or isinstance(source, Mapping):
+            table, origin = dict(source or {}), Source()
+        else:
+            raise ConfigError(
+                "expected a path, a dict, a SwapConfig or None as the configuration; got "
+                f"{type(source).__name__}"
+            )
+        config = cls.__new__(cls)
+        config._read(table, origin)
+        return config
+
+    def _read(self, table: dict[str, Any], source: Source) -> None:
+        version = table.get("schema")
+        if isinstance(version, int) and version > SCHEMA:
+            raise ConfigError(
+                f"{source.name}: schema {version} is newer than this infinity, which reads up to "
+                f"{SCHEMA}: upgrade infinity-offload"
+            )
+        loading = Loading(source.directory)
+        try:
+            self.__pydantic_validator__.validate_python(table, self_instance=self, context=loading)
+        except ValidationError as error:
+            raise problems.from_validation(error, SwapConfig, name=source.name) from None
+        self._source = dataclasses.replace(source, environment=tuple(loading.environment))
+
+    @property
+    def source(self) -> Source:
+        """Where this configuration was read from."""
+        return self._source
+
+    def require(self, *sections: SectionName) -> None:
+        """Raises ConfigError naming those of `sections` that the file leaves out."""
+        missing = [name for name in sections if getattr(self, name) is None]
+        if missing:
+            raise problems.InvalidConfigError(
+                (problems.Problem(name, f"the section [{name}] is missing") for name in missing),
+                name=self._source.name,
+            )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The whole configuration as a file would hold it; `load` of it gives an equal one."""
+        return self.model_dump(mode="json", by_alias=True)
+
+    def resolved(self) -> list[Resolved]:
+        """Every value, where the file is silent too, and its origin. See `Resolved`."""
+        return [
+            Resolved(problems.dotted(place), value, origin) for place, value, origin in self.walk()
+        ]
+
+    def walk(self) -> Iterator[tuple[problems.Place, Any, str]]:
+        """Like `resolved`, with places in parts; the plain values of a table precede its tables."""
+        yield from _walk(self, self.to_dict(), (), self._source)
+
+
+def _walk(
+    section: Section, written: dict[str, Any], place: problems.Place, source: Source
+) -> Iterator[tuple[problems.Place, Any, str]]:
+    tables: list[Iterable[tuple[problems.Place, Any, str]]] = []
+    for name, info in type(section).model_fields.items():
+        key = info.alias or name
+        value, here = getattr(section, name), (*place, key)
+        if isinstance(value, Section):
+            tables.append(_walk(value, written[key], here, source))
+        elif isinstance(value, tuple) and value and isinstance(value[0], Section):
+            for index, entry in enumerate(value):
+                tables.append(_walk(entry, written[key][index], (*here, index), source))
+        elif isinstance(value, dict):
+            tables.append([((*here, inner), value[inner], source.origin) for inner in value])
+        else:
+            yield here, written[key], _origin(section, name, problems.dotted(here), source)
+    for table in tables:
+        yield from table
+
+
+def _origin(section: Section, name: str, place: str, source: Source) -> str:
+    if place in source.environment:
+        return "environment"
+    if name in section.model_fields_set:
+        return source.origin
+    extra = type(section).model_fields[name].json_schema_extra
+    return "derived" if isinstance(extra, dict) and "x-default" in extra else "default"

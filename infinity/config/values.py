@@ -1,0 +1,508 @@
+"""The value types of the swap-tier file: sizes, budgets, numbers, words and places.
+
+A `Kind` is put into an annotation, `Annotated[int, Size(multiple=4096)]`. It reads what a file may
+hold, names what it expects when it refuses, and writes the value back as a file would hold it, so
+that reading a written value gives the same value.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import os
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from decimal import Decimal
+from pathlib import Path
+from typing import Any, get_args
+
+from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler, ValidationInfo
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+
+from infinity.sizes import GIB, KIB, MIB, TIB, parse_nbytes
+
+# Sizes travel to the kernel as signed 64-bit offsets.
+MAX_NBYTES = 2**63 - 1
+
+_WRITTEN_UNITS = (
+    ("TiB", TIB), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB),
+    ("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3),
+)  # fmt: skip
+_PERCENT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*")
+_VARIABLE = re.compile(r"\$(?:(\w+)|\{([^}]*)\})")
+_WORDS_OF_BOOL = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+_OFF = (None, "none", "null", "off")
+
+# What other tools call the same thing: word -> our words, the first that is allowed is suggested.
+_SYNONYMS = {
+    "gpu": ("cuda", "device"), "cpu": ("host",), "ram": ("host",), "memory": ("host",),
+    "disk": ("nvme",), "ssd": ("nvme",), "none": ("never",), "off": ("never",), "no": ("never",),
+    "on": ("always",), "yes": ("always",), "true": ("always",), "false": ("never",),
+    "fp32": ("float32",), "f32": ("float32",), "bf16": ("bfloat16",),
+    "uring": ("io_uring",), "thread": ("threads",), "threadpool": ("threads",),
+}  # fmt: skip
+
+
+def write_nbytes(nbytes: int) -> str:
+    """The shortest exact form: 4194304 -> "4MiB", 10**9 -> "1GB", 4097 -> "4097B"."""
+    for unit, unit_nbytes in _WRITTEN_UNITS:
+        if nbytes and nbytes % unit_nbytes == 0:
+            return f"{nbytes // unit_nbytes}{unit}"
+    return f"{nbytes}B"
+
+
+def show_value(value: object) -> str:
+    """A value as an error message quotes it: the way a file writes it, cut to one line."""
+    if isinstance(value, Mapping):
+        return "a table"
+    if isinstance(value, (list, tuple)):
+        inner = ", ".join(show_value(item) for item in value)
+        return f"[{inner}]" if len(inner) <= 60 else f"a list of {len(value)}"
+    if value is None or isinstance(value, (bool, str)):
+        text = json.dumps(value)
+    else:
+        text = str(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def nearest(word: str, known: Sequence[str], *, cutoff: float = 0.6) -> str | None:
+    """The known word that `word` most likely stands for, or None."""
+    plain = {name.lower(): name for name in known}
+    lower = word.lower().replace("-", "_")
+    for synonym in (lower, *_SYNONYMS.get(lower, ())):
+        if synonym in plain:
+            return plain[synonym]
+    found = difflib.get_close_matches(lower, list(plain), n=1, cutoff=cutoff)
+    return plain[found[0]] if found else None
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """The budget of a tier as it was asked for: bytes, a share of what there is, or "auto".
+
+    Exactly one of `nbytes` and `percent` is set, or neither: that is "auto". The share stays a
+    share here, because what there is belongs to the machine that runs, not to the file.
+    """
+
+    nbytes: int | None = None
+    percent: float | None = None
+
+    @property
+    def is_auto(self) -> bool:
+        return self.nbytes is None and self.percent is None
+
+    def resolve(self, total_nbytes: int, *, auto_percent: float = 100.0) -> int:
+        """Bytes of this budget where `total_nbytes` are there to be had.
+
+        "auto" takes `auto_percent` of the total, a share is rounded down to whole bytes, and a
+        size is returned as asked even when it exceeds the total: refusing is the tier's part.
+        """
+        if self.nbytes is not None:
+            return self.nbytes
+        percent = auto_percent if self.percent is None else self.percent
+        return int(total_nbytes * Decimal(repr(percent)) / 100)
+
+    def __str__(self) -> str:
+        if self.nbytes is not None:
+            return write_nbytes(self.nbytes)
+        if self.percent is None:
+            return "auto"
+        digits = format(Decimal(repr(self.percent)), "f")
+        return f"{digits.rstrip('0').rstrip('.') if '.' in digits else digits}%"
+
+
+@dataclass(frozen=True, slots=True)
+class Loading:
+    """What one reading depends on, and what it notes.
+
+    Relative paths start at `directory`; `environment` collects the keys that an environment
+    variable decided.
+    """
+
+    directory: Path
+    environment: list[str] = field(default_factory=list)
+
+
+def refuse(expected: str, value: object, detail: str = "") -> PydanticCustomError:
+    """The error of a value that is not what its key holds."""
+    text = f"expected {expected}; got {show_value(value)}" + (f" ({detail})" if detail else "")
+    return PydanticCustomError("value", "{text}", {"text": text})
+
+
+def conflict(text: str) -> PydanticCustomError:
+    """The error of a value that is right in itself and does not fit the rest."""
+    return PydanticCustomError("conflict", "{text}", {"text": text})
+
+
+class Kind(ABC):
+    """One kind of value. `read` raises ValueError with a detail, or with nothing to add."""
+
+    @abstractmethod
+    def read(self, value: Any, loading: Loading) -> Any: ...
+
+    @abstractmethod
+    def expected(self) -> str:
+        """What a file may hold here, as a phrase that follows "expected"."""
+
+    @abstractmethod
+    def json_schema(self) -> dict[str, Any]: ...
+
+    def write(self, value: Any) -> Any:
+        return value
+
+    def __get_pydantic_core_schema__(
+        self, source: Any, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+
+        def read(value: Any, info: ValidationInfo) -> Any:
+            loading = info.context if isinstance(info.context, Loading) else Loading(Path.cwd())
+            try:
+                return self.read(value, loading)
+            except (ValueError, OverflowError) as error:
+                raise refuse(self.expected(), value, str(error)) from None
+
+        return core_schema.with_info_plain_validator_function(
+            read,
+            serialization=core_schema.plain_serializer_function_ser_schema(
+                self.write, when_used="json"
+            ),
+        )
+
+    def __get_pydantic_json_schema__(
+        self, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        return self.json_schema() | {"x-expected": self.expected()}
+
+
+@dataclass(frozen=True)
+class Size(Kind):
+    """Bytes: "8GiB", "500MB" or a whole number of bytes."""
+
+    minimum: int = 1
+    maximum: int = MAX_NBYTES
+    multiple: int = 1
+
+    def read(self, value: Any, loading: Loading) -> int:
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        if isinstance(value, bool) or not isinstance(value, (int, str)):
+            raise ValueError("")
+        try:
+            nbytes = parse_nbytes(value)
+        except (ValueError, OverflowError) as error:
+            # "expected ..., got ..." is said by the caller, only the reason is news.
+            detail = str(error)
+            raise ValueError("" if detail.startswith("expected") else detail) from None
+        if nbytes < self.minimum:
+            raise ValueError(f"at least {write_nbytes(self.minimum)}")
+        if nbytes > self.maximum:
+            raise ValueError(f"at most {write_nbytes(self.maximum)}")
+        if nbytes % self.multiple:
+            raise ValueError(f"{nbytes} is not a multiple of {write_nbytes(self.multiple)}")
+        return nbytes
+
+    def write(self, value: Any) -> Any:
+        return write_nbytes(value)
+
+    def expected(self) -> str:
+        limits = []
+        if self.multiple > 1:
+            limits.append(f"a multiple of {write_nbytes(self.multiple)}")
+        if self.minimum > 1:
+            limits.append(f"at least {write_nbytes(self.minimum)}")
+        if self.maximum < MAX_NBYTES:
+            limits.append(f"at most {write_nbytes(self.maximum)}")
+        example = write_nbytes(max(self.minimum, 8 * MIB))
+        return ", ".join([f'a size such as "{example}"', *limits])
+
+    def json_schema(self) -> dict[str, Any]:
+        number = {"type": "integer", "minimum": self.minimum}
+        text = {"type": "string", "pattern": r"^\s*\d+(\.\d+)?\s*([kKMGT]i?)?B\s*$"}
+        return {"anyOf": [text, number]}
+
+
+@dataclass(frozen=True)
+class Budget(Kind):
+    """A tier's capacity: "auto", a size, or a share such as "80%". Reads to `Capacity`."""
+
+    def read(self, value: Any, loading: Loading) -> Capacity:
+        if isinstance(value, Capacity):
+            return value
+        if isinstance(value, str):
+            if value.strip().lower() == "auto":
+                return Capacity()
+            match = _PERCENT.fullmatch(value)
+            if match is not None:
+                percent = float(match.group(1))
+                if not 0 < percent <= 100:
+                    raise ValueError("a share is more than 0% and at most 100%")
+                return Capacity(percent=percent)
+        return Capacity(nbytes=Size().read(value, loading))
+
+    def write(self, value: Any) -> Any:
+        return str(value)
+
+    def expected(self) -> str:
+        return '"auto", a size such as "8GiB" or a share such as "80%"'
+
+    def json_schema(self) -> dict[str, Any]:
+        share = {"type": "string", "pattern": r"^\s*\d+(\.\d+)?\s*%\s*$"}
+        return {"anyOf": [{"const": "auto"}, *Size().json_schema()["anyOf"], share]}
+
+
+def _range(minimum: float | None, maximum: float | None, above: float | None) -> str:
+    if maximum is not None and maximum >= MAX_NBYTES:
+        maximum = None  # The limit of a machine word is no news.
+    if minimum is not None and maximum is not None:
+        return f" from {minimum} to {maximum}"
+    lower = f" >= {minimum}" if minimum is not None else f" > {above}" if above is not None else ""
+    return f"{lower} and <= {maximum}" if lower and maximum is not None else lower
+
+
+def _number_detail(value: object) -> str:
+    """Why text that looks like a number is refused, with the fix."""
+    if not isinstance(value, str):
+        return ""
+    try:
+        float(value)
+    except ValueError:
+        return ""
+    return "this is text: remove the quotes; YAML 1.1 readers also take 1e-5 for text, not 1.0e-5"
+
+
+@dataclass(frozen=True)
+class Integer(Kind):
+    minimum: int = 0
+    maximum: int | None = None
+
+    def read(self, value: Any, loading: Loading) -> int:
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)  # 1e3 is a float to TOML and YAML.
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise ValueError(_number_detail(value))
+        if value < self.minimum or (self.maximum is not None and value > self.maximum):
+            raise ValueError("")
+        return value
+
+    def expected(self) -> str:
+        if self.minimum == self.maximum:
+            return f"the integer {self.minimum}"
+        return "an integer" + _range(self.minimum, self.maximum, None)
+
+    def json_schema(self) -> dict[str, Any]:
+        bounds = {"minimum": self.minimum, "maximum": self.maximum}
+        return {"type": "integer"} | {k: v for k, v in bounds.items() if v is not None}
+
+
+@dataclass(frozen=True)
+class Number(Kind):
+    """A finite float. `above` and `below` are limits that the value itself may not take."""
+
+    minimum: float | None = None
+    maximum: float | None = None
+    above: float | None = None
+    below: float | None = None
+
+    def read(self, value: Any, loading: Loading) -> float:
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise ValueError(_number_detail(value))
+        number = float(value)
+        if not math.isfinite(number):
+            raise ValueError("not finite")
+        if (
+            (self.minimum is not None and number < self.minimum)
+            or (self.maximum is not None and number > self.maximum)
+            or (self.above is not None and number <= self.above)
+            or (self.below is not None and number >= self.below)
+        ):
+            raise ValueError("")
+        return number
+
+    def expected(self) -> str:
+        below = f" and < {self.below:g}" if self.below is not None else ""
+        return "a number" + _range(self.minimum, self.maximum, self.above) + below
+
+    def json_schema(self) -> dict[str, Any]:
+        bounds = {
+            "minimum": self.minimum,
+            "maximum": self.maximum,
+            "exclusiveMinimum": self.above,
+            "exclusiveMaximum": self.below,
+        }
+        return {"type": "number"} | {k: v for k, v in bounds.items() if v is not None}
+
+
+@dataclass(frozen=True)
+class Flag(Kind):
+    """true or false. The words of YAML 1.1 (on, off, yes, no) are read as it means them."""
+
+    def read(self, value: Any, loading: Loading) -> bool:
+        if isinstance(value, bool):
+            return value
+        if isinstance(value, str) and value.lower() in _WORDS_OF_BOOL:
+            return _WORDS_OF_BOOL[value.lower()]
+        raise ValueError("")
+
+    def expected(self) -> str:
+        return "true or false"
+
+    def json_schema(self) -> dict[str, Any]:
+        return {"type": "boolean"}
+
+
+class Choice(Kind):
+    """One of some words: those of the Literal that it annotates."""
+
+    def __init__(self, literal: Any) -> None:
+        self.words: tuple[str, ...] = get_args(literal)
+
+    def read(self, value: Any, loading: Loading) -> str:
+        if isinstance(value, bool):
+            raise ValueError("quote the word: YAML 1.1 takes on, off, yes and no for booleans")
+        if not isinstance(value, str):
+            raise ValueError("")
+        if value not in self.words:
+            near = nearest(value, self.words)
+            raise ValueError(f'did you mean "{near}"?' if near else "")
+        return value
+
+    def expected(self) -> str:
+        quoted = [f'"{word}"' for word in self.words]
+        return quoted[0] if len(quoted) == 1 else f"{', '.join(quoted[:-1])} or {quoted[-1]}"
+
+    def json_schema(self) -> dict[str, Any]:
+        return {"type": "string", "enum": list(self.words)}
+
+
+@dataclass(frozen=True)
+class Text(Kind):
+    """Text that is not empty. `what` names it in messages."""
+
+    what: str = "text"
+
+    def read(self, value: Any, loading: Loading) -> str:
+        if isinstance(value, bool):
+            raise ValueError("quote the word: YAML 1.1 takes on, off, yes and no for booleans")
+        if not isinstance(value, str) or not value:
+            raise ValueError("")
+        return value
+
+    def expected(self) -> str:
+        return self.what
+
+    def json_schema(self) -> dict[str, Any]:
+        return {"type": "string", "minLength": 1}
+
+
+@dataclass(frozen=True)
+class FileName(Kind):
+    """The name of a file inside a directory that another key names."""
+
+    def read(self, value: Any, loading: Loading) -> str:
+        if not isinstance(value, str) or not value.strip():
+            raise ValueError("")
+        path = Path(value)
+        if path.is_absolute() or ".." in path.parts or path == Path("."):
+            raise ValueError("it stays inside that directory")
+        return value
+
+    def expected(self) -> str:
+        return "a file name inside the directory"
+
+    def json_schema(self) -> dict[str, Any]:
+        return {"type": "string", "minLength": 1}
+
+
+@dataclass(frozen=True)
+class Location(Kind):
+    """A path, absolute once read: ~ and $VARIABLES expanded, relative to the file's directory.
+
+    `words` are not paths but stand for themselves.
+    """
+
+    words: tuple[str, ...] = ()
+    what: str = "a path"
+
+    def read(self, value: Any, loading: Loading) -> Path | str:
+        if isinstance(value, str) and value in self.words:
+            return value
+        if value is None:
+            raise ValueError("a bare ~ is null in YAML: quote it")
+        if isinstance(value, bool) or not isinstance(value, (str, os.PathLike)):
+            raise ValueError("")
+        text = os.fspath(value)
+        if not isinstance(text, str) or not text.strip():
+            raise ValueError("a path is not empty")
+        if "\0" in text:
+            raise ValueError("a path holds no NUL")
+        text = os.path.expanduser(_expand_variables(text))
+        if text.startswith("~"):
+            raise ValueError("there is no such home directory; write ./~ for a file of that name")
+        path = Path(loading.directory, text)
+        # ".." is followed as the kernel does, through links; other paths stay as written.
+        return Path(os.path.realpath(path)) if ".." in path.parts else path
+
+    def write(self, value: Any) -> Any:
+        return str(value)
+
+    def expected(self) -> str:
+        return " or ".join([*(f'"{word}"' for word in self.words), self.what])
+
+    def json_schema(self) -> dict[str, Any]:
+        return {"type": "string", "minLength": 1}
+
+
+def _expand_variables(text: str) -> str:
+    def value_of(match: re.Match[str]) -> str:
+        name = match.group(1) or match.group(2)
+        if not name or name not in os.environ:
+            raise ValueError(f"the environment variable {name or match.group(0)} is not set")
+        return os.environ[name]
+
+    return _VARIABLE.sub(value_of, text)
+
+
+@dataclass(frozen=True)
+class AutoOr(Kind):
+    """What `kind` reads, or the word "auto"."""
+
+    kind: Kind = field(default_factory=Size)
+
+    def read(self, value: Any, loading: Loading) -> Any:
+        if isinstance(value, str) and value.strip().lower() == "auto":
+            return "auto"
+        return self.kind.read(value, loading)
+
+    def write(self, value: Any) -> Any:
+        return value if value == "auto" else self.kind.write(value)
+
+    def expected(self) -> str:
+        return f'"auto" or {self.kind.expected()}'
+
+    def json_schema(self) -> dict[str, Any]:
+        return {"anyOf": [{"const": "auto"}, self.kind.json_schema()]}
+
+
+@dataclass(frozen=True)
+class OrOff(Kind):
+    """What `kind` reads, or None for 0, null and "none". Written back as 0: TOML has no null."""
+
+    kind: Kind = field(default_factory=Size)
+
+    def read(self, value: Any, loading: Loading) -> Any:
+        is_zero = isinstance(value, (int, float)) and not isinstance(value, bool) and value == 0
+        if is_zero or value is None or (isinstance(value, str) and value.lower() in _OFF):
+            return None
+        return self.kind.read(value, loading)
+
+    def write(self, value: Any) -> Any:
+        return 0 if value is None else self.kind.write(value)
+
+    def expected(self) -> str:
+        return f"{self.kind.expected()}, or 0 for off"
+
+    def json_schema(self) -> dict[str, Any]:
+        return {"anyOf": [self.kind.json_schema(), {"const": 0}, {"type": "null"}]}
