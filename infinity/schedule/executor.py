@@ -1,0 +1,411 @@
+"""Weights between their tier and the device: the only writer of residency.
+
+A unit's weights are, at any moment, in one of these states:
+
+  state      host block            device region   next
+  ABSENT     none                  empty           READING
+  READING    being filled          empty           READY (read done), ABSENT (failed)
+  READY      valid                 empty           ATTACHED, ABSENT (evicted)
+  ATTACHED   valid, or freed once  valid           READY (detached), ABSENT (detached, evicted)
+             copied to a device
+             with own memory
+
+`holds` counts the uses in progress; a held unit is ATTACHED and never evicted. A unit that rests on
+the host always has its block; one that rests on the device is always ATTACHED.
+
+Note [Dirty weights]
+  `check_out` hands the host bytes to the optimizer (or to a user who modifies them) and `check_in`
+  starts the write to where they rest. A block that is being written stays valid for readers; it is
+  only freed, or changed again, after the write is done.
+
+Training thread, or an autograd thread while the training thread waits for it; the engine's lock
+orders them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum, auto
+
+import torch
+
+from infinity.errors import CapacityError
+from infinity.observe import Counters
+from infinity.schedule.plan import choose_victim
+from infinity.schedule.trace import Trace
+from infinity.state.store import DeviceHome, HostHome, StateStore, Transfer
+from infinity.state.units import Piece, Unit
+from infinity.storage.engine import Priority
+from infinity.tiers.device import FINISHED, Copy, DeviceAdapter, Region
+from infinity.tiers.host import Block
+from infinity.tiers.pool import HostPool
+
+
+class State(Enum):
+    ABSENT = auto()
+    READING = auto()
+    READY = auto()
+    ATTACHED = auto()
+
+
+@dataclass(eq=False, slots=True)
+class Weights:
+    """One unit's weights on their way. Written by the executor alone."""
+
+    unit: Unit
+    region: Region
+    rests_on_host: bool
+    rests_on_device: bool
+    state: State = State.ABSENT
+    holds: int = 0
+    block: Block | None = None
+    reading: Transfer | None = None
+    writing: Transfer | None = None
+    copying: Copy = FINISHED
+    dirty_nbytes: int = 0  # The head of the block that is newer than where it rests.
+    is_checked_out: bool = False
+
+
+class Executor:
+    """Fetches weights before use, keeps what is used soonest, lets go of the rest."""
+
+    def __init__(
+        self,
+        store: StateStore,
+        *,
+        pool: HostPool,
+        device: DeviceAdapter,
+        counters: Counters,
+        window_nbytes: int,
+        device_window_nbytes: int | None,
+    ) -> None:
+        self._store = store
+        self._pool = pool
+        self._device = device
+        self._counters = counters
+        self._window_nbytes = window_nbytes  # 0: nothing is fetched ahead.
+        self._device_window_nbytes = device_window_nbytes
+        self._attached_nbytes = 0
+        self.traces = {"train": Trace(), "eval": Trace()}
+        self._trace = self.traces["train"]
+        self.weights = [self._weights_of(unit) for unit in store.units]
+
+    def _weights_of(self, unit: Unit) -> Weights:
+        home = self._store.home(unit, Piece.PARAMETERS)
+        if isinstance(home, DeviceHome):
+            region = self._device.reserve_resident(home.memory)
+            return Weights(unit, region, False, True, State.ATTACHED)
+        region = self._device.reserve(unit.weight_nbytes)
+        if isinstance(home, HostHome):
+            return Weights(unit, region, True, False, State.READY, block=home.block)
+        return Weights(unit, region, False, False)
+
+    # -- Uses ------------------------------------------------------------------------------------
+
+    def begin_pass(self, kind: str) -> None:
+        """A forward of the whole model starts; `kind` is "train" or "eval"."""
+        self._trace = self.traces[kind]
+        self._trace.begin()
+
+    def hold(self, unit: int, priority: Priority) -> bool:
+        """Makes the unit's weights usable on the device until `release`.
+
+        Returns whether this is the first hold. Raises CapacityError when the held units of this
+        moment do not fit, StorageError when a read failed.
+        """
+        weights = self.weights[unit]
+        assert not weights.is_checked_out, f"{weights.unit.name} is being updated"
+        if weights.holds == 0:
+            if not self._trace.visit(unit):
+                self._counters.add("fetches_unplanned", 1)
+            self._bring_in(weights, priority)
+        weights.holds += 1
+        if weights.holds == 1:
+            self._prefetch(priority)
+            return True
+        return False
+
+    def release(self, unit: int) -> bool:
+        """Ends one use. Returns whether it was the last. The bytes stay until room is needed."""
+        weights = self.weights[unit]
+        assert weights.holds > 0, f"{weights.unit.name} is not held"
+        weights.holds -= 1
+        return weights.holds == 0
+
+    def held(self) -> list[str]:
+        """Names of the units in use."""
+        return [weights.unit.name for weights in self.weights if weights.holds]
+
+    def _bring_in(self, weights: Weights, priority: Priority) -> None:
+        self._counters.add("fetches", 1)
+        if weights.state is State.ABSENT:
+            self._start_read(weights, self._require(weights), priority)
+        if weights.state is State.READING:
+            self._finish_read(weights)
+        if weights.state is State.READY:
+            self._attach(weights)
+        weights.copying.order()
+
+    def _require(self, weights: Weights) -> Block:
+        unit = weights.unit
+        return self._pool.require(unit.weight_nbytes, f"parameters of {unit.name}")
+
+    def _start_read(self, weights: Weights, block: Block, priority: Priority) -> None:
+        weights.block = block
+        try:
+            weights.reading = self._store.read(
+                weights.unit, Piece.PARAMETERS, block, priority=priority
+            )
+        except BaseException:
+            self._drop_block(weights)
+            raise
+        weights.state = State.READING
+
+    def _finish_read(self, weights: Weights) -> None:
+        assert weights.reading is not None
+        try:
+            if not weights.reading.done():
+                self._counters.add("fetches_late", 1)
+                with self._counters.timed("read_wait_s"):
+                    weights.reading.wait()
+            else:
+                weights.reading.wait()  # Over, but it may have failed.
+        except Exception:
+            weights.reading, weights.state = None, State.ABSENT
+            self._drop_block(weights)
+            raise
+        weights.reading, weights.state = None, State.READY
+
+    # -- Device ----------------------------------------------------------------------------------
+
+    def _attach(self, weights: Weights) -> None:
+        assert weights.block is not None
+        self._make_device_room(weights.unit)
+        if weights.writing is not None and self._device.shares_host_memory:
+            self._finish_write(weights)  # The pages leave the address the write reads from.
+        weights.copying = self._device.attach(weights.region, weights.block)
+        self._attached_nbytes += weights.unit.weight_nbytes
+        weights.state = State.ATTACHED
+
+    def _detach(self, weights: Weights) -> None:
+        assert weights.state is State.ATTACHED and not weights.holds and not weights.rests_on_device
+        weights.copying.wait()
+        weights.copying = FINISHED
+        self._device.detach(weights.region)
+        self._attached_nbytes -= weights.unit.weight_nbytes
+        weights.state = State.ABSENT if weights.block is None else State.READY
+
+    def _make_device_room(self, unit: Unit) -> None:
+        """Detaches what is used last until the unit fits the device window."""
+        if self._device_window_nbytes is None:
+            return
+        while self._attached_nbytes + unit.weight_nbytes > self._device_window_nbytes:
+            victim = choose_victim(self._trace, self._idle_on_device())
+            if victim is None:
+                raise CapacityError(
+                    "device",
+                    needed_nbytes=unit.weight_nbytes,
+                    available_nbytes=max(0, self._device_window_nbytes - self._attached_nbytes),
+                    key="tiers.device.capacity",
+                    detail=f"parameters of {unit.name!r} (in use: {', '.join(self.held())})",
+                )
+            self._detach(self.weights[victim])
+
+    def _idle_on_device(self) -> Iterable[int]:
+        for weights in self.weights:
+            if weights.state is State.ATTACHED and not weights.holds and not weights.rests_on_device:
+                yield weights.unit.index
+
+    # -- Fetching ahead, and letting go ------------------------------------------------------------
+
+    def _prefetch(self, priority: Priority) -> None:
+        """Starts reads for the next units of the prediction, up to the window."""
+        if not self._window_nbytes:
+            return
+        ahead_nbytes = 0
+        for index in self._trace.upcoming():
+            weights = self.weights[index]
+            ahead_nbytes += weights.unit.weight_nbytes
+            if ahead_nbytes > self._window_nbytes:
+                return
+            if weights.state is State.ABSENT and not self._read_ahead(weights, priority):
+                return
+            if weights.state is State.READING and weights.reading and weights.reading.done():
+                self._finish_read(weights)
+            if weights.state is State.READY and not self._device.shares_host_memory:
+                self._attach_ahead(weights)
+
+    def _read_ahead(self, weights: Weights, priority: Priority) -> bool:
+        """Starts a read if room can be had without dropping anything needed sooner."""
+        unit = weights.unit
+        label = f"parameters of {unit.name}"
+        while (block := self._pool.try_allocate(unit.weight_nbytes, label)) is None:
+            victim = choose_victim(self._trace, self._evictable(), nearer_than=unit.index)
+            if victim is None:
+                return False
+            self._evict(self.weights[victim])
+        self._start_read(weights, block, priority)
+        return True
+
+    def _attach_ahead(self, weights: Weights) -> None:
+        window = self._device_window_nbytes
+        if weights.is_checked_out:
+            return
+        if window is None or self._attached_nbytes + weights.unit.weight_nbytes <= window:
+            self._attach(weights)
+
+    def _evictable(self) -> Iterable[int]:
+        """Units whose host block may be freed: not resting here, not in use by the device."""
+        for weights in self.weights:
+            if weights.block is None or weights.rests_on_host or weights.is_checked_out:
+                continue
+            if weights.holds == 0 or not self._device.shares_host_memory:
+                yield weights.unit.index
+
+    def reclaim(self) -> bool:
+        """Frees the block that is needed last. Called by the pool when it is out of room."""
+        victim = choose_victim(self._trace, self._evictable())
+        if victim is None:
+            return False
+        self._evict(self.weights[victim])
+        return True
+
+    def _evict(self, weights: Weights) -> None:
+        if weights.state is State.READING:
+            self._finish_read(weights)  # A read in flight owns the block until it is over.
+        if weights.state is State.ATTACHED:
+            if self._device.shares_host_memory:
+                self._detach(weights)
+            else:
+                weights.copying.wait()
+        self._start_write(weights)
+        self._finish_write(weights)
+        self._drop_block(weights)
+        if weights.state is State.READY:
+            weights.state = State.ABSENT
+
+    def _drop_block(self, weights: Weights) -> None:
+        assert weights.block is not None and not weights.rests_on_host
+        self._pool.free(weights.block)
+        weights.block = None
+
+    # -- Changing weights ----------------------------------------------------------------------------
+
+    def is_held(self, unit: int) -> bool:
+        return self.weights[unit].holds > 0
+
+    def check_out(self, unit: int, *, read: bool) -> torch.Tensor:
+        """The unit's weights as host bytes to change: uint8, shape (weight_nbytes,).
+
+        With `read` false the caller overwrites all of it, so nothing is fetched. Nobody may hold the
+        unit. Ends with `check_in`.
+        """
+        weights = self.weights[unit]
+        assert not weights.holds and not weights.is_checked_out, weights.unit.name
+        if weights.rests_on_device and self._device.shares_host_memory:
+            weights.is_checked_out = True
+            resting = self._store.resting(weights.unit, Piece.PARAMETERS)
+            assert resting is not None
+            return resting
+        if weights.state is State.ATTACHED and not weights.rests_on_device:
+            self._detach(weights)
+        self._finish_write(weights)
+        if weights.state is State.READING:
+            self._finish_read(weights)
+        if weights.block is None:
+            block = self._require(weights)
+            if read:
+                self._start_read(weights, block, Priority.STATE)
+                self._finish_read(weights)
+            else:
+                weights.block = block
+            weights.state = State.ATTACHED if weights.rests_on_device else State.READY
+        weights.is_checked_out = True
+        assert weights.block is not None
+        return self._pool.tensor(weights.block)
+
+    def fetch_for_update(self, unit: int) -> None:
+        """Starts reading weights that will be checked out soon, if there is room to spare."""
+        weights = self.weights[unit]
+        if weights.state is State.ABSENT and not weights.rests_on_device and self._window_nbytes:
+            label = f"parameters of {weights.unit.name}"
+            block = self._pool.try_allocate(weights.unit.weight_nbytes, label)
+            if block is not None:
+                self._start_read(weights, block, Priority.STATE)
+
+    def check_in(self, unit: int, *, dirty_nbytes: int, write_now: bool = True) -> None:
+        """Ends `check_out`; the first `dirty_nbytes` were changed and go to where they rest.
+
+        With `write_now` false the write waits until the block is evicted or `finish_writes`.
+        """
+        weights = self.weights[unit]
+        assert weights.is_checked_out
+        weights.is_checked_out = False
+        if weights.rests_on_host or (weights.rests_on_device and weights.block is None):
+            return
+        weights.dirty_nbytes = max(weights.dirty_nbytes, dirty_nbytes)
+        if write_now or weights.rests_on_device:
+            self._start_write(weights)
+        if weights.rests_on_device:
+            self._finish_write(weights)
+            self._drop_block(weights)
+
+    def absorb(self, unit: int) -> None:
+        """What was changed on the device since the unit was held becomes the unit's weights.
+
+        Nobody may hold it any more. The write waits until the block is evicted or `finish_writes`.
+        """
+        weights = self.weights[unit]
+        assert not weights.holds and weights.state is State.ATTACHED
+        if weights.rests_on_device:
+            return
+        weights.copying.wait()
+        self._finish_write(weights)
+        if weights.block is None:
+            weights.block = self._require(weights)
+        self._device.bring_back(weights.region, weights.block).wait()
+        self._detach(weights)
+        if not weights.rests_on_host:
+            weights.dirty_nbytes = weights.unit.weight_nbytes
+
+    def _start_write(self, weights: Weights) -> None:
+        if weights.dirty_nbytes == 0:
+            return
+        assert weights.block is not None
+        self._finish_write(weights)
+        weights.writing = self._store.write(
+            weights.unit, Piece.PARAMETERS, weights.block, nbytes=weights.dirty_nbytes
+        )
+        weights.dirty_nbytes = 0
+
+    def _finish_write(self, weights: Weights) -> None:
+        if weights.writing is None:
+            return
+        with self._counters.timed("write_wait_s"):
+            weights.writing.wait()
+        weights.writing = None
+
+    def finish_writes(self) -> None:
+        """Waits until every changed weight is where it rests."""
+        for weights in self.weights:
+            if weights.dirty_nbytes:
+                if weights.state is State.ATTACHED and self._device.shares_host_memory:
+                    self._detach(weights)
+                self._start_write(weights)
+        for weights in self.weights:
+            self._finish_write(weights)
+
+    def close(self) -> None:
+        """Waits for everything in flight and lets go of all regions. Errors of reads are dropped."""
+        for weights in self.weights:
+            weights.holds = 0
+            for transfer in (weights.reading, weights.writing, weights.copying):
+                if transfer is not None:
+                    try:
+                        transfer.wait()
+                    except Exception:  # noqa: BLE001 - closing: the first error was already raised.
+                        pass
+            if weights.state is State.ATTACHED and not weights.rests_on_device:
+                self._device.detach(weights.region)
+            weights.reading = weights.writing = None

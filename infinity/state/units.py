@@ -1,0 +1,190 @@
+"""What training state is: units, the pieces of a unit, and where each tensor lies in a piece.
+
+A unit is the set of parameters that move together. Its state is flattened, per piece, into one
+contiguous run of bytes, so that a unit is a handful of large transfers and not thousands of small
+ones. Everything here is a pure function of shapes and dtypes.
+
+Layout of a unit (docs/formats/unit.md):
+  parameters   every tensor in its own dtype, trainable ones first, then, on a page of their own,
+               the frozen ones; each tensor starts at a multiple of TENSOR_ALIGNMENT_NBYTES
+  master, exp_avg, exp_avg_sq, gradients
+               fp32 arrays over the trainable tensors only, all four with the same element offsets
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+import torch
+
+from infinity.errors import UnsupportedError
+from infinity.sizes import PAGE_NBYTES, align_up
+
+TENSOR_ALIGNMENT_NBYTES = 256
+# The same alignment in fp32 elements: a cut at such a place leaves vector kernels' lanes as they are.
+STATE_ALIGNMENT = TENSOR_ALIGNMENT_NBYTES // 4
+STATE_ITEM_NBYTES = 4
+
+_TRAINABLE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Piece(StrEnum):
+    """One contiguous run of bytes of a unit."""
+
+    PARAMETERS = "parameters"  # what the forward reads, in the compute dtype
+    MASTER = "master"  # fp32 copy that the optimizer updates, when parameters are narrower
+    EXP_AVG = "exp_avg"  # first moment
+    EXP_AVG_SQ = "exp_avg_sq"  # second moment
+    GRADIENTS = "gradients"  # fp32, summed over the backward passes of a step
+
+    @property
+    def kind(self) -> str:
+        """The name by which `[placement]` speaks of it."""
+        return "moments" if self in (Piece.EXP_AVG, Piece.EXP_AVG_SQ) else self.value
+
+
+@dataclass(frozen=True, slots=True)
+class TensorFacts:
+    """What the layout needs to know of one parameter."""
+
+    name: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    is_trainable: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TensorSpec:
+    """One parameter and its place in the unit's pieces."""
+
+    facts: TensorFacts
+    numel: int
+    weight_offset_nbytes: int
+    state_offset: int  # In fp32 elements; -1 for a frozen parameter, which has no state.
+
+    @property
+    def name(self) -> str:
+        return self.facts.name
+
+    @property
+    def weight_nbytes(self) -> int:
+        return self.numel * self.facts.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Unit:
+    """Parameters that move together, and how their state is laid out."""
+
+    index: int
+    name: str
+    tensors: tuple[TensorSpec, ...]
+    trainable_nbytes: int  # The head of `parameters` that an update rewrites, in whole pages.
+    weight_nbytes: int
+    state_numel: int
+    has_master: bool
+
+    def nbytes(self, piece: Piece) -> int:
+        """Bytes of the piece; 0 when the unit has none of it."""
+        if piece is Piece.PARAMETERS:
+            return self.weight_nbytes
+        if piece is Piece.MASTER and not self.has_master:
+            return 0
+        return self.state_numel * STATE_ITEM_NBYTES
+
+    def trainable(self) -> Iterator[TensorSpec]:
+        return (tensor for tensor in self.tensors if tensor.state_offset >= 0)
+
+
+def layout_unit(index: int, name: str, tensors: Sequence[TensorFacts]) -> Unit:
+    """Places the tensors of one unit. Order among trainable and among frozen ones is kept.
+
+    Raises UnsupportedError for a trainable tensor whose dtype has no fp32 optimizer state.
+    """
+    specs: list[TensorSpec] = []
+    offset_nbytes = state_offset = 0
+    for facts in (facts for facts in tensors if facts.is_trainable):
+        if facts.dtype not in _TRAINABLE_DTYPES:
+            raise UnsupportedError(
+                f"parameter {facts.name!r} is trainable and {facts.dtype}; expected float32, "
+                "bfloat16 or float16. Freeze it (requires_grad_(False)) or convert the model"
+            )
+        spec = _place(facts, offset_nbytes, state_offset)
+        specs.append(spec)
+        offset_nbytes = align_up(offset_nbytes + spec.weight_nbytes, TENSOR_ALIGNMENT_NBYTES)
+        state_offset = align_up(state_offset + spec.numel, STATE_ALIGNMENT)
+    trainable_nbytes = offset_nbytes = align_up(offset_nbytes, PAGE_NBYTES)
+    for facts in (facts for facts in tensors if not facts.is_trainable):
+        spec = _place(facts, offset_nbytes, -1)
+        specs.append(spec)
+        offset_nbytes = align_up(offset_nbytes + spec.weight_nbytes, TENSOR_ALIGNMENT_NBYTES)
+    return Unit(
+        index=index,
+        name=name,
+        tensors=tuple(specs),
+        trainable_nbytes=trainable_nbytes,
+        weight_nbytes=align_up(offset_nbytes, PAGE_NBYTES),
+        state_numel=align_up(state_offset, PAGE_NBYTES // STATE_ITEM_NBYTES),
+        has_master=any(
+            spec.state_offset >= 0 and spec.facts.dtype is not torch.float32 for spec in specs
+        ),
+    )
+
+
+def _place(facts: TensorFacts, offset_nbytes: int, state_offset: int) -> TensorSpec:
+    numel = 1
+    for extent in facts.shape:
+        numel *= extent
+    return TensorSpec(facts, numel, offset_nbytes, state_offset)
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """Elements [start, stop) of one trainable tensor, in memory order."""
+
+    tensor: TensorSpec
+    start: int
+    stop: int
+
+    @property
+    def state_start(self) -> int:
+        return self.tensor.state_offset + self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Elements [start, stop) of a unit's fp32 arrays, and the slices of tensors within."""
+
+    unit: Unit
+    start: int
+    stop: int
+    slices: tuple[Slice, ...]
+
+    @property
+    def offset_nbytes(self) -> int:
+        return self.start * STATE_ITEM_NBYTES
+
+    @property
+    def nbytes(self) -> int:
+        return (self.stop - self.start) * STATE_ITEM_NBYTES
+
+
+def chunk_unit(unit: Unit, chunk_nbytes: int) -> Iterator[Chunk]:
+    """Cuts a unit's fp32 arrays into chunks of at most `chunk_nbytes`, in whole pages.
+
+    Worked example: with pages of 1024 elements, 2500 elements (padded to 3072) and chunks of
+    8 KiB (2048 elements) give [0, 2048) and [2048, 3072).
+    """
+    assert chunk_nbytes >= PAGE_NBYTES and chunk_nbytes % PAGE_NBYTES == 0
+    step = chunk_nbytes // STATE_ITEM_NBYTES
+    for start in range(0, unit.state_numel, step):
+        stop = min(start + step, unit.state_numel)
+        slices = []
+        for tensor in unit.trainable():
+            low = max(start, tensor.state_offset)
+            high = min(stop, tensor.state_offset + tensor.numel)
+            if low < high:
+                slices.append(Slice(tensor, low - tensor.state_offset, high - tensor.state_offset))
+        yield Chunk(unit, start, stop, tuple(slices))

@@ -1,0 +1,127 @@
+"""Compute in host memory: pages of the arena are moved under the tensors, no byte is copied.
+
+A region is a reserved range of addresses. Attaching moves the block's pages there (mremap(2),
+MREMAP_DONTUNMAP, Linux 5.7), detaching moves them back: 10 us for 28 MiB of huge pages where a
+memcpy takes 1400 us, and the bytes exist once. Where the kernel or a sandbox refuses, the bytes are
+copied into a resized storage instead.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from infinity.observe import Counters
+from infinity.storage.arena import Window, can_remap
+from infinity.tiers.device import (
+    FINISHED,
+    Copy,
+    Region,
+    ResidentRegion,
+    ResizedRegion,
+    all_of,
+    tensor_over,
+)
+from infinity.tiers.host import Block, HostTier
+from infinity.tiers.ranges import rounded_nbytes
+
+
+class WindowRegion:
+    """A range of addresses into which arena pages are moved."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.window = Window(rounded_nbytes(nbytes))
+        raw = (ctypes.c_char * nbytes).from_address(self.window.address)
+        self._storage = torch.frombuffer(raw, dtype=torch.uint8).untyped_storage()
+        self.block: Block | None = None
+
+    @property
+    def is_attached(self) -> bool:
+        return self.block is not None
+
+    def tensor(
+        self, offset_nbytes: int, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype
+    ) -> torch.Tensor:
+        return tensor_over(self._storage, offset_nbytes, shape, stride, dtype)
+
+
+@dataclass
+class CpuDevice:
+    """The device tier of a machine without a GPU. Training thread only."""
+
+    host: HostTier
+    counters: Counters
+    name: str = "cpu"
+    shares_host_memory: bool = True
+    torch_device: torch.device = torch.device("cpu")
+
+    def __post_init__(self) -> None:
+        self._can_remap = can_remap()
+        self._windows: list[Window] = []
+
+    def reserve(self, nbytes: int) -> Region:
+        if not self._can_remap or nbytes == 0:
+            return ResizedRegion(nbytes, self.torch_device)
+        region = WindowRegion(nbytes)
+        self._windows.append(region.window)
+        return region
+
+    def reserve_resident(self, memory: torch.Tensor) -> Region:
+        return ResidentRegion(memory)
+
+    def attach(self, region: Region, block: Block) -> Copy:
+        assert not region.is_attached
+        if isinstance(region, WindowRegion):
+            region.window.map(self.host.arena, block.range.offset_nbytes, _span_nbytes(region))
+            region.block = block
+            block.is_mapped_away = True
+        else:
+            assert isinstance(region, ResizedRegion)
+            region.storage.resize_(region.nbytes)
+            all_of(region).copy_(self.host.tensor(block, nbytes=region.nbytes))
+            region.is_attached = True
+        return FINISHED
+
+    def bring_back(self, region: Region, block: Block) -> Copy:
+        if isinstance(region, ResizedRegion):
+            self.host.tensor(block, nbytes=region.nbytes).copy_(all_of(region))
+        else:
+            assert isinstance(region, WindowRegion) and region.block is block
+        return FINISHED
+
+    def detach(self, region: Region) -> None:
+        assert region.is_attached
+        if isinstance(region, WindowRegion):
+            block = region.block
+            assert block is not None
+            region.window.unmap(self.host.arena, block.range.offset_nbytes, _span_nbytes(region))
+            region.block = None
+            block.is_mapped_away = False
+        else:
+            assert isinstance(region, ResizedRegion)
+            region.storage.resize_(0)
+            region.is_attached = False
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        return torch.zeros(nbytes, dtype=torch.uint8)
+
+    def copy(self, source: torch.Tensor, target: torch.Tensor) -> Copy:
+        target.copy_(source)
+        return FINISHED
+
+    def synchronize(self) -> None:
+        return None
+
+    def close(self) -> None:
+        # Parameters may outlive the engine; the addresses behind them stay reserved, without
+        # memory, so that a late use faults instead of reading something else.
+        self._windows.clear()
+
+
+def _span_nbytes(region: WindowRegion) -> int:
+    """All the pages of the block: a huge page that moves only in part would be split."""
+    return rounded_nbytes(region.nbytes)

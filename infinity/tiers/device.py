@@ -1,0 +1,145 @@
+"""Where compute happens: one small adapter, and what every implementation promises.
+
+A *region* is the permanent identity of one unit's weights on the device: the tensors made over it
+live as long as the model, while the memory behind them comes and goes. That is what keeps views
+which autograd saved in the forward valid in the backward (`F.linear` saves `weight.t()`).
+
+Note [Ordering]
+  `attach` only starts bringing bytes in. Compute may use the region after `Copy.order()`, which on
+  a stream device makes the compute stream wait and returns at once, and elsewhere blocks.
+  `Copy.wait()` blocks the calling thread until the source may be reused. `detach` may be called
+  as soon as the last use has been *issued*; the adapter orders the release after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from infinity.tiers.host import Block
+
+
+class Copy(Protocol):
+    """One transfer in progress between host and device."""
+
+    def done(self) -> bool: ...
+    def order(self) -> None:
+        """Everything computed from now on sees the copied bytes."""
+    def wait(self) -> None:
+        """Blocks until the transfer is over: the source may be overwritten, the target read."""
+
+
+class Region(Protocol):
+    """Device bytes of one unit. `is_attached` tells whether memory stands behind the tensors."""
+
+    nbytes: int
+    is_attached: bool
+
+    def tensor(
+        self, offset_nbytes: int, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype
+    ) -> torch.Tensor:
+        """A tensor over the region; every call shares one storage."""
+
+
+class DeviceAdapter(Protocol):
+    """The only thing above the tiers that knows what the device is."""
+
+    name: str
+    torch_device: torch.device
+    # True when compute reads host memory itself, so that nothing has to be copied.
+    shares_host_memory: bool
+
+    def reserve(self, nbytes: int) -> Region:
+        """A region without memory."""
+    def reserve_resident(self, memory: torch.Tensor) -> Region:
+        """A region that is always attached, over `memory` from `allocate`."""
+    def attach(self, region: Region, block: Block) -> Copy:
+        """Starts bringing the block's bytes in. The block stays lent until `Copy.wait` or,
+        where memory is shared, until `detach`."""
+    def bring_back(self, region: Region, block: Block) -> Copy:
+        """Starts making the block, from which the region was attached or any other, hold the
+        region's bytes. Valid for the host after `Copy.wait` and, where memory is shared, `detach`."""
+    def detach(self, region: Region) -> None:
+        """Takes the memory away, ordered after the compute issued so far."""
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """Zeroed device memory that stays: uint8, shape (nbytes,)."""
+    def copy(self, source: torch.Tensor, target: torch.Tensor) -> Copy:
+        """Starts copying between a host and a device tensor of one shape, converting the dtype."""
+    def synchronize(self) -> None:
+        """Blocks until the device has nothing left to do."""
+    def close(self) -> None: ...
+
+
+class Finished:
+    """A copy that was over before it began."""
+
+    def done(self) -> bool:
+        return True
+
+    def order(self) -> None:
+        return None
+
+    def wait(self) -> None:
+        return None
+
+
+FINISHED = Finished()
+
+
+def tensor_over(
+    storage: torch.UntypedStorage,
+    offset_nbytes: int,
+    shape: Sequence[int],
+    stride: Sequence[int],
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """A tensor at a byte offset of a storage. `offset_nbytes` is a multiple of the item size."""
+    assert offset_nbytes % dtype.itemsize == 0
+    empty = torch.empty(0, dtype=dtype, device=storage.device)
+    return empty.set_(storage, offset_nbytes // dtype.itemsize, tuple(shape), tuple(stride))
+
+
+class ResizedRegion:
+    """A region whose storage is resized between nothing and all of it."""
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self.nbytes = nbytes
+        self.is_attached = False
+        # Sized once at birth so that tensors of full shape may be made over it, then emptied.
+        self.storage = torch.empty(nbytes, dtype=torch.uint8, device=device).untyped_storage()
+        self.storage.resize_(0)
+
+    def tensor(
+        self, offset_nbytes: int, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype
+    ) -> torch.Tensor:
+        size_nbytes = self.storage.nbytes()
+        if size_nbytes == 0:
+            # `set_` grows a storage that is too small, so lend it its size while we look.
+            self.storage.resize_(self.nbytes)
+        view = tensor_over(self.storage, offset_nbytes, shape, stride, dtype)
+        if size_nbytes == 0:
+            self.storage.resize_(0)
+        return view
+
+
+def all_of(region: ResizedRegion | ResidentRegion) -> torch.Tensor:
+    """The region's bytes as one uint8 tensor, shape (nbytes,)."""
+    memory = torch.empty(0, dtype=torch.uint8, device=region.storage.device)
+    return memory.set_(region.storage)  # type: ignore[call-overload]
+
+
+class ResidentRegion:
+    """A region over memory that never leaves."""
+
+    is_attached = True
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self.nbytes = memory.numel()
+        self.storage = memory.untyped_storage()
+
+    def tensor(
+        self, offset_nbytes: int, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype
+    ) -> torch.Tensor:
+        return tensor_over(self.storage, offset_nbytes, shape, stride, dtype)

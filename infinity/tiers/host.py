@@ -1,0 +1,96 @@
+"""The host tier: blocks lent out of one preallocated arena.
+
+Every byte that travels between a drive and the device passes through here, and state placed on
+"host" rests here. The arena is made once, to its budget; nothing else in the package allocates
+host memory that grows with the model.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+
+import torch
+
+from infinity.observe import Counters
+from infinity.storage.arena import Arena
+from infinity.tiers.ranges import Range, RangeAllocator
+
+
+@dataclass(eq=False, slots=True)
+class Block:
+    """A range of the arena with one owner until `HostTier.free`.
+
+    `is_mapped_away` is set by the device adapter while the pages stand in a window: the arena's own
+    address of the range must not be touched then.
+    """
+
+    range: Range
+    nbytes: int
+    address: int
+    label: str
+    is_mapped_away: bool = False
+
+
+class HostTier:
+    """Lends blocks of the arena. Thread-safe. All sizes are bytes."""
+
+    def __init__(self, arena: Arena, counters: Counters) -> None:
+        self.arena = arena
+        self.capacity_nbytes = arena.capacity_nbytes
+        self._bytes = torch.frombuffer(arena.memory(0, arena.capacity_nbytes), dtype=torch.uint8)
+        self._ranges = RangeAllocator(arena.capacity_nbytes)
+        self._counters = counters
+        self._lock = threading.Lock()
+        self._lent: set[Block] = set()
+        self.high_water_nbytes = 0
+
+    @property
+    def free_nbytes(self) -> int:
+        return self._ranges.free_nbytes
+
+    @property
+    def in_use_nbytes(self) -> int:
+        return self.capacity_nbytes - self._ranges.free_nbytes
+
+    def allocate(self, nbytes: int, label: str) -> Block | None:
+        """A block of at least `nbytes`, or None when no hole is large enough. Not zeroed."""
+        with self._lock:
+            taken = self._ranges.allocate(nbytes)
+            if taken is None:
+                return None
+            block = Block(taken, nbytes, self.arena.address + taken.offset_nbytes, label)
+            self._lent.add(block)
+            self._note_use()
+            return block
+
+    def free(self, block: Block) -> None:
+        with self._lock:
+            assert block in self._lent, f"block of {block.label} was freed twice"
+            assert not block.is_mapped_away, f"block of {block.label} is still mapped"
+            self._lent.remove(block)
+            self._ranges.free(block.range)
+            self._note_use()
+
+    def tensor(self, block: Block, offset_nbytes: int = 0, nbytes: int | None = None) -> torch.Tensor:
+        """uint8 view, shape (nbytes,), of the block's memory; valid until the block is freed."""
+        assert not block.is_mapped_away, f"block of {block.label} is mapped away"
+        start = block.range.offset_nbytes + offset_nbytes
+        length = block.nbytes - offset_nbytes if nbytes is None else nbytes
+        assert offset_nbytes + length <= block.range.nbytes
+        return self._bytes[start : start + length]
+
+    def owns(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor lies in the arena."""
+        start = self.arena.address
+        return start <= tensor.data_ptr() < start + self.capacity_nbytes
+
+    def lent(self) -> list[str]:
+        """Labels of the blocks in use, for error messages and leak tests."""
+        with self._lock:
+            return sorted(block.label for block in self._lent)
+
+    def _note_use(self) -> None:
+        used_nbytes = self.capacity_nbytes - self._ranges.free_nbytes
+        self.high_water_nbytes = max(self.high_water_nbytes, used_nbytes)
+        self._counters.set("host_in_use_nbytes", used_nbytes)

@@ -1,0 +1,50 @@
+"""Working memory on the host tier: blocks that are found by letting go of others.
+
+Whoever keeps blocks it could do without registers a reclaimer. `require` asks the reclaimers, in the
+order they registered, until a block of the wanted size exists or none has anything left to give.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from infinity.errors import CapacityError
+from infinity.tiers.host import Block, HostTier
+
+
+class HostPool:
+    """Allocation with reclaim over the host tier."""
+
+    def __init__(self, host: HostTier) -> None:
+        self._host = host
+        self._reclaimers: list[Callable[[], bool]] = []
+
+    def add_reclaimer(self, reclaim: Callable[[], bool]) -> None:
+        """`reclaim()` frees at least one block, waiting if it must, or returns False."""
+        self._reclaimers.append(reclaim)
+
+    def try_allocate(self, nbytes: int, label: str) -> Block | None:
+        """A block if there is room right now."""
+        return self._host.allocate(nbytes, label)
+
+    def require(self, nbytes: int, label: str) -> Block:
+        """A block, at the price of reclaiming. Raises CapacityError when nothing is left to reclaim."""
+        while (block := self._host.allocate(nbytes, label)) is None:
+            if not any(reclaim() for reclaim in self._reclaimers):
+                raise CapacityError(
+                    "host",
+                    needed_nbytes=nbytes,
+                    available_nbytes=self._host.free_nbytes,
+                    key="tiers.host.capacity",
+                    detail=f"{label} (in use: {', '.join(self._host.lent()[:8])})",
+                )
+        return block
+
+    def tensor(self, block: Block) -> torch.Tensor:
+        """uint8, shape (block.nbytes,)."""
+        return self._host.tensor(block)
+
+    def free(self, block: Block) -> None:
+        self._host.free(block)

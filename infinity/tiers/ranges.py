@@ -1,0 +1,92 @@
+"""Which byte ranges of an arena are free: a pure first-fit allocator.
+
+Large ranges come from the bottom, aligned to huge pages; small ones come from the top, aligned to
+pages. Kept apart like this a small range never splits a huge page that a large one needs whole,
+and long-lived small pieces do not scatter over the space large ones are taken from.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass
+
+from infinity.sizes import HUGE_PAGE_NBYTES, PAGE_NBYTES, align_down, align_up
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """`nbytes` bytes from `offset_nbytes`; both multiples of PAGE_NBYTES."""
+
+    offset_nbytes: int
+    nbytes: int
+
+    @property
+    def end_nbytes(self) -> int:
+        return self.offset_nbytes + self.nbytes
+
+
+def rounded_nbytes(nbytes: int) -> int:
+    """Bytes that `allocate(nbytes)` takes: whole huge pages when large, whole pages when small."""
+    granule = HUGE_PAGE_NBYTES if nbytes >= HUGE_PAGE_NBYTES else PAGE_NBYTES
+    return align_up(max(nbytes, 1), granule)
+
+
+class RangeAllocator:
+    """Free list over `capacity_nbytes`. Not thread-safe; the owner locks."""
+
+    def __init__(self, capacity_nbytes: int) -> None:
+        self.capacity_nbytes = align_down(capacity_nbytes, PAGE_NBYTES)
+        self.free_nbytes = self.capacity_nbytes
+        # Disjoint, sorted, never adjacent: neighbours are merged when freed.
+        self._starts: list[int] = [0] if self.capacity_nbytes else []
+        self._ends: list[int] = [self.capacity_nbytes] if self.capacity_nbytes else []
+
+    def allocate(self, nbytes: int) -> Range | None:
+        """A free range of `rounded_nbytes(nbytes)`, or None when no hole is large enough."""
+        size_nbytes = rounded_nbytes(nbytes)
+        place = self._from_bottom if size_nbytes >= HUGE_PAGE_NBYTES else self._from_top
+        taken = place(size_nbytes)
+        if taken is not None:
+            self.free_nbytes -= size_nbytes
+        return taken
+
+    def free(self, taken: Range) -> None:
+        """Gives back a range that `allocate` lent. A range that is already free asserts."""
+        start, end = taken.offset_nbytes, taken.end_nbytes
+        index = bisect_left(self._starts, start)
+        assert index == 0 or self._ends[index - 1] <= start, f"{taken} is already free"
+        assert index == len(self._starts) or end <= self._starts[index], f"{taken} is already free"
+        self._starts.insert(index, start)
+        self._ends.insert(index, end)
+        if index + 1 < len(self._starts) and self._ends[index] == self._starts[index + 1]:
+            del self._ends[index], self._starts[index + 1]
+        if index > 0 and self._ends[index - 1] == self._starts[index]:
+            del self._ends[index - 1], self._starts[index]
+        self.free_nbytes += taken.nbytes
+
+    def largest_nbytes(self) -> int:
+        """The largest hole, huge-page aligned as a large range would see it."""
+        holes = zip(self._starts, self._ends, strict=True)
+        return max((end - align_up(start, HUGE_PAGE_NBYTES) for start, end in holes), default=0)
+
+    def _from_bottom(self, nbytes: int) -> Range | None:
+        for index, (start, end) in enumerate(zip(self._starts, self._ends, strict=True)):
+            aligned = align_up(start, HUGE_PAGE_NBYTES)
+            if aligned + nbytes <= end:
+                return self._take(index, aligned, nbytes)
+        return None
+
+    def _from_top(self, nbytes: int) -> Range | None:
+        for index in range(len(self._starts) - 1, -1, -1):
+            if self._ends[index] - self._starts[index] >= nbytes:
+                return self._take(index, self._ends[index] - nbytes, nbytes)
+        return None
+
+    def _take(self, index: int, offset_nbytes: int, nbytes: int) -> Range:
+        """Cuts the range out of hole `index`, leaving what is before and after it."""
+        start, end = self._starts[index], self._ends[index]
+        rest = [(start, offset_nbytes), (offset_nbytes + nbytes, end)]
+        rest = [(low, high) for low, high in rest if low < high]
+        self._starts[index : index + 1] = [low for low, _ in rest]
+        self._ends[index : index + 1] = [high for _, high in rest]
+        return Range(offset_nbytes, nbytes)
