@@ -1,0 +1,51 @@
+"""infinity: train PyTorch models whose state does not fit the GPU, nor the RAM.
+
+    import infinity
+
+    with infinity.init("swap.toml"):
+        model = AutoModelForCausalLM.from_config(config)
+    infinity.offload(model, "swap.toml", weights="path/to/hf-checkpoint")
+    optimizer = infinity.AdamW(model, lr=1e-5, max_grad_norm=1.0)
+
+Importing this touches no device and no file; PyTorch is imported when a name that needs it is used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from infinity import checkpoint
+    from infinity.api import AdamW, engine_of, gather, init, offload
+    from infinity.config import SwapConfig
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AdamW",
+    "SwapConfig",
+    "checkpoint",
+    "engine_of",
+    "gather",
+    "init",
+    "offload",
+]
+
+_HOMES = {
+    "AdamW": "infinity.api",
+    "SwapConfig": "infinity.config",
+    "engine_of": "infinity.api",
+    "gather": "infinity.api",
+    "init": "infinity.api",
+    "offload": "infinity.api",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "checkpoint":
+        return importlib.import_module("infinity.checkpoint")
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'infinity' has no attribute {name!r}")
+    return getattr(importlib.import_module(home), name)

@@ -1,0 +1,78 @@
+"""The public functions: what `import infinity` offers, put together from the layers below."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from infinity.config import SwapConfig
+from infinity.engine.build import OwnDevice, build
+from infinity.engine.discover import UnitRule
+from infinity.engine.engine import Engine, engine_of
+from infinity.engine.initialise import init
+from infinity.engine.optimizer import AdamW
+from infinity.errors import ConfigError
+
+__all__ = ["AdamW", "Engine", "engine_of", "gather", "init", "offload"]
+
+
+def offload(
+    model: nn.Module,
+    config: Any = None,
+    *,
+    weights: str | os.PathLike[str] | None = None,
+    seed: int = 0,
+    units: UnitRule = "auto",
+    device: OwnDevice | None = None,
+) -> nn.Module:
+    """Moves the model's parameters to the tiers of `config`, in place, and returns the model.
+
+    From then on the model is used as before: forward, backward, `eval()`, `generate()`. Parameters
+    appear in a module only while it runs; elsewhere they are handles of true shape and dtype.
+
+    model: any module; its parameters real, or on meta as `infinity.init` leaves them
+    config: a swap-tier file's path, a dict, a SwapConfig, or None for the defaults
+    weights: a directory of safetensors in Hugging Face layout, streamed in tensor by tensor
+    seed: initialises parameters that are on meta and not in `weights`
+    units: "auto", or class names or name patterns of the modules that move as one
+    device: a device adapter of your own (infinity.testing.SimulatedDevice)
+
+    Attach adapters, freeze parameters and tie weights before. Raises ConfigError, CapacityError,
+    StorageError or UnsupportedError before anything was touched.
+    """
+    resolved = SwapConfig.load(config)
+    plan = None
+    if weights is not None:
+        from infinity.checkpoint import weight_source
+
+        plan = weight_source(weights).plan(model)
+    build(model, resolved, weights=plan, seed=seed, units=units, device=device)
+    return model
+
+
+@contextmanager
+def gather(
+    what: nn.Module | torch.Tensor | Iterable[torch.Tensor], *, modify: bool = False
+) -> Iterator[None]:
+    """Within, the parameters of a module (or given parameters) are real and may be read.
+
+    `.grad` of each is its gradient so far, or None. With `modify` true, changes are kept: the
+    fp32 master follows. May be nested. Parameters must fit the host and device budgets together.
+    Tensors taken from parameters inside are not valid after; clone what is to be kept.
+    """
+    tensors = [what] if isinstance(what, torch.Tensor) else what
+    if isinstance(tensors, nn.Module):
+        engine = engine_of(tensors)
+    else:
+        tensors = list(tensors)
+        owners = {getattr(tensor, "owner", None) for tensor in tensors}
+        if len(owners) != 1 or not isinstance(owner := owners.pop(), Engine):
+            raise ConfigError("gather expects parameters of one offloaded model")
+        engine = owner
+    with engine.gather(engine.slots_of(tensors), modify=modify):
+        yield

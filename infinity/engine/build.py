@@ -1,0 +1,421 @@
+"""From a model and a configuration to an engine: everything that can be refused is refused first."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from infinity.config import SwapConfig
+from infinity.engine.discover import Anatomy, Found, UnitRule, dissect, storage_strides
+from infinity.engine.engine import _ENGINES, Engine, Machinery, Site, Slot
+from infinity.engine.gradients import Gradients
+from infinity.engine.handles import Handle
+from infinity.engine.initialise import initialise
+from infinity.engine.master import MasterWriter
+from infinity.engine.update import Updater
+from infinity.errors import CapacityError, ConfigError, UnsupportedError
+from infinity.observe import Counters
+from infinity.schedule.executor import Executor
+from infinity.sizes import MIB, align_up, format_nbytes
+from infinity.state.placement import (
+    Placement,
+    chunk_for,
+    place,
+    resting_nbytes,
+    smallest_working_nbytes,
+)
+from infinity.state.store import StateStore
+from infinity.state.units import Piece, TensorFacts, Unit, layout_unit
+from infinity.storage.arena import Arena, available_host_nbytes
+from infinity.storage.engine import StorageEngine, open_engine
+from infinity.storage.volume import Volume, VolumePath
+from infinity.tiers.cpu import CpuDevice
+from infinity.tiers.device import DeviceAdapter
+from infinity.tiers.host import HostTier
+from infinity.tiers.pool import HostPool
+from infinity.tiers.ranges import rounded_nbytes
+
+_log = logging.getLogger("infinity")
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class LoadPlan(Protocol):
+    """Weights that were checked and can be streamed: `load(write)` calls write(name, tensor)."""
+
+    def load(self, write: Callable[[str, torch.Tensor], None]) -> Any: ...
+
+
+class OwnDevice(DeviceAdapter, Protocol):
+    """A device given by the caller, told of the host tier when there is one."""
+
+    def open(self, host: HostTier, counters: Counters) -> None: ...
+
+
+def build(
+    model: nn.Module,
+    config: SwapConfig,
+    *,
+    weights: LoadPlan | None,
+    seed: int,
+    units: UnitRule,
+    device: OwnDevice | None,
+    wrap_storage: Callable[[StorageEngine], StorageEngine] | None = None,
+) -> Engine:
+    """Moves a model's parameters to their tiers and puts handles in their place.
+
+    A failure leaves the model as it was and no swap file behind. `wrap_storage` decorates the storage
+    engine (fault injection in tests).
+    """
+    _refuse(model, has_weights=weights is not None)
+    anatomy = dissect(model, units)
+    if not anatomy.units:
+        raise ConfigError(f"{type(model).__name__} has no parameters; nothing to offload")
+    laid_out = [
+        layout_unit(index, name, [_facts(each, config) for each in members])
+        for index, (name, members) in enumerate(anatomy.units)
+    ]
+    budgets = _Budgets(config, laid_out, anatomy, device)
+    with ExitStack() as resources:
+        parts = _assemble(config, laid_out, budgets, device, wrap_storage, resources)
+        engine = Engine(model, config, parts, _slots(parts, anatomy, laid_out), _sites(anatomy))
+        for slot in engine.slots:
+            slot.handle.owner = engine
+        try:
+            _fill(engine, weights, seed)
+        except BaseException:
+            engine.uninstall()
+            engine.close()
+            raise
+        resources.pop_all()  # The engine closes them from now on.
+    engine.forget_originals()
+    _move_buffers(model, parts.device)
+    return engine
+
+
+def _refuse(model: nn.Module, *, has_weights: bool) -> None:
+    if model in _ENGINES:
+        raise ConfigError(f"{type(model).__name__} is offloaded already")
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, Handle):
+            raise ConfigError(f"{name!r} belongs to a model that is offloaded already")
+        if type(parameter.data) is not torch.Tensor:
+            raise UnsupportedError(
+                f"{name!r} is a {type(parameter.data).__name__}; expected a plain tensor. Offload the "
+                "model before it is sharded or quantized by other means"
+            )
+    for module_name, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is None or not buffer.is_meta:
+                continue
+            if not has_weights or name in module._non_persistent_buffers_set:
+                raise ConfigError(
+                    f"buffer {module_name}.{name} is on the meta device and no file has its value; build "
+                    "the model under `with infinity.init(config):`, which keeps buffers real"
+                )
+
+
+def _facts(found: Found, config: SwapConfig) -> TensorFacts:
+    parameter = found.parameter
+    dtype = parameter.dtype
+    if dtype is torch.float32:
+        dtype = _DTYPES[config.precision.compute]
+    return TensorFacts(
+        name=found.name,
+        shape=tuple(parameter.shape),
+        stride=storage_strides(parameter),
+        dtype=dtype,
+        is_trainable=parameter.requires_grad,
+    )
+
+
+# -- Budgets --------------------------------------------------------------------------------------------
+
+
+class _Budgets:
+    """What each tier may take, and where every piece goes. Pure but for asking the machine's sizes."""
+
+    def __init__(
+        self,
+        config: SwapConfig,
+        units: Sequence[Unit],
+        anatomy: Anatomy,
+        device: OwnDevice | None,
+    ) -> None:
+        self.preferences = {
+            kind: tuple(getattr(config.placement, kind))
+            for kind in ("parameters", "master", "moments", "gradients")
+        }
+        self._refuse_missing_tier(config)
+        self.is_cpu = device.shares_host_memory if device is not None else _kind(config) == "cpu"
+        self.device_nbytes = self._device_nbytes(config, device)
+        self.held_nbytes = anatomy.held_nbytes([rounded_nbytes(u.weight_nbytes) for u in units])
+        smallest = smallest_working_nbytes(units, self.preferences, held_nbytes=self.held_nbytes)
+        comfortable = self._comfortable(config, units, smallest)
+        self.host_nbytes = self._host_nbytes(config, units, comfortable)
+        self._refuse_small_host(units, smallest)
+        self.placement = self._place(units, smallest, comfortable)
+        placed_nbytes = self.placement.placed_nbytes["host"]
+        self.chunk_nbytes = chunk_for(
+            self.host_nbytes - placed_nbytes - self._weights_nbytes(units),
+            config.schedule.update_chunk,
+        )
+        self.window_nbytes = self._window_nbytes(config, self.host_nbytes - placed_nbytes)
+
+    def _refuse_missing_tier(self, config: SwapConfig) -> None:
+        if not config.tiers.nvme:
+            for kind, order in self.preferences.items():
+                if "nvme" in order:
+                    raise ConfigError(
+                        f"placement.{kind} names nvme but there is no [[tiers.nvme]] entry; add one "
+                        "with a path, or place it on host"
+                    )
+
+    def _device_nbytes(self, config: SwapConfig, device: OwnDevice | None) -> int | None:
+        capacity = config.tiers.device.capacity
+        if self.is_cpu or device is not None:
+            return capacity.nbytes  # A share of "device memory" means nothing here: unlimited.
+        free_nbytes, _ = torch.cuda.mem_get_info()
+        # Half of what is free: the rest is for activations, gradients and the user's own tensors.
+        return capacity.resolve(free_nbytes, auto_percent=50.0)
+
+    def _weights_nbytes(self, units: Sequence[Unit]) -> int:
+        largest = max(rounded_nbytes(unit.weight_nbytes) for unit in units)
+        return max(self.held_nbytes, largest)
+
+    def _comfortable(self, config: SwapConfig, units: Sequence[Unit], smallest: int) -> int:
+        """Working memory that lets fetches, gradients and updates run ahead of each other."""
+        gradients_nbytes = max(resting_nbytes(unit, Piece.GRADIENTS) for unit in units)
+        chunks_nbytes = 12 * config.schedule.update_chunk
+        return max(
+            smallest,
+            3 * self._weights_nbytes(units) + 2 * gradients_nbytes,
+            self._weights_nbytes(units) + chunks_nbytes,
+        )
+
+    def _host_nbytes(self, config: SwapConfig, units: Sequence[Unit], comfortable: int) -> int:
+        capacity = config.tiers.host.capacity
+        asked_nbytes = capacity.resolve(available_host_nbytes(), auto_percent=50.0)
+        if not capacity.is_auto:
+            return asked_nbytes
+        # More than all state and comfortable working memory would never be touched.
+        all_nbytes = sum(resting_nbytes(unit, piece) for unit in units for piece in Piece)
+        return min(asked_nbytes, align_up(all_nbytes + comfortable, 2 * MIB))
+
+    def _refuse_small_host(self, units: Sequence[Unit], smallest: int) -> None:
+        only_host = [kind for kind, order in self.preferences.items() if set(order) == {"host"}]
+        resting = sum(
+            resting_nbytes(unit, piece)
+            for unit in units
+            for piece in Piece
+            if piece.kind in only_host
+        )
+        needed_nbytes = resting + smallest
+        if self.host_nbytes < needed_nbytes:
+            largest = max(units, key=lambda unit: unit.weight_nbytes)
+            raise CapacityError(
+                "host",
+                needed_nbytes=needed_nbytes,
+                available_nbytes=self.host_nbytes,
+                key=f"tiers.host.capacity to {align_up(needed_nbytes, MIB) // MIB}MiB or more",
+                detail=(
+                    f"the smallest host budget that works is {format_nbytes(needed_nbytes)}: "
+                    f"{format_nbytes(resting)} rest there by placement, "
+                    f"{format_nbytes(smallest)} are needed to work in (largest unit "
+                    f"{largest.name!r}, {format_nbytes(largest.weight_nbytes)})"
+                ),
+            )
+
+    def _place(self, units: Sequence[Unit], smallest: int, comfortable: int) -> Placement:
+        window_nbytes = 0 if self.is_cpu else self.held_nbytes
+        device_nbytes = self.device_nbytes
+        if device_nbytes is not None:
+            device_nbytes -= window_nbytes
+        error: CapacityError | None = None
+        for reserved_nbytes in (min(comfortable, max(smallest, self.host_nbytes // 2)), smallest):
+            try:
+                return place(
+                    units,
+                    self.preferences,
+                    host_nbytes=self.host_nbytes - reserved_nbytes,
+                    device_nbytes=device_nbytes,
+                )
+            except CapacityError as refused:
+                error = refused
+        assert error is not None
+        raise error
+
+    def _window_nbytes(self, config: SwapConfig, free_nbytes: int) -> int:
+        if not config.schedule.prefetch:
+            return 0
+        return free_nbytes if config.schedule.window == "auto" else int(config.schedule.window)
+
+
+def _kind(config: SwapConfig) -> str:
+    kind = config.tiers.device.kind
+    if kind == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return kind
+
+
+# -- Parts ------------------------------------------------------------------------------------------------
+
+
+def _assemble(
+    config: SwapConfig,
+    units: Sequence[Unit],
+    budgets: _Budgets,
+    own_device: OwnDevice | None,
+    wrap_storage: Callable[[StorageEngine], StorageEngine] | None,
+    resources: ExitStack,
+) -> Machinery:
+    counters = Counters()
+    arena = Arena(budgets.host_nbytes, huge_pages=config.tiers.host.huge_pages)
+    resources.callback(arena.close)
+    volume = _open_volume(config, arena, budgets, wrap_storage, resources)
+    host = HostTier(arena, counters)
+    device = _open_device(config, host, counters, own_device)
+    resources.callback(device.close)
+    store = StateStore(
+        units, budgets.placement, host=host, volume=volume, device=device, counters=counters
+    )
+    pool = HostPool(host)
+    placed_on_device = budgets.placement.placed_nbytes["device"]
+    window = budgets.device_nbytes
+    executor = Executor(
+        store,
+        pool=pool,
+        device=device,
+        counters=counters,
+        window_nbytes=budgets.window_nbytes,
+        device_window_nbytes=(
+            None if window is None or device.shares_host_memory else window - placed_on_device
+        ),
+    )
+    gradients = Gradients(store, pool=pool, device=device, counters=counters)
+    updater = Updater(
+        store,
+        pool=pool,
+        executor=executor,
+        gradients=gradients,
+        counters=counters,
+        chunk_nbytes=budgets.chunk_nbytes,
+    )
+    # Cheapest first: what is on its way out anyway, then weights that would have to be read again.
+    for reclaim in (updater.reclaim, gradients.reclaim, executor.reclaim):
+        pool.add_reclaimer(reclaim)
+    master = MasterWriter(store, pool)
+    return Machinery(
+        store, pool, device, executor, gradients, updater, master, counters, resources
+    )
+
+
+def _open_volume(
+    config: SwapConfig,
+    arena: Arena,
+    budgets: _Budgets,
+    wrap_storage: Callable[[StorageEngine], StorageEngine] | None,
+    resources: ExitStack,
+) -> Volume | None:
+    if "nvme" not in budgets.placement.tiers.values():
+        return None
+    storage = open_engine(
+        config.io.engine,
+        arena=arena,
+        block_nbytes=config.io.block_size,
+        queue_depth=config.io.queue_depth,
+        num_threads=config.io.threads,
+    )
+    if wrap_storage is not None:
+        storage = wrap_storage(storage)
+    resources.callback(storage.close)
+    paths = [
+        VolumePath(
+            path=str(tier.path),
+            capacity_nbytes=tier.capacity.nbytes,
+            direct=tier.direct,
+            weight=tier.weight,
+        )
+        for tier in config.tiers.nvme
+    ]
+    volume = Volume(storage, paths, stripe_nbytes=config.io.stripe)
+    resources.callback(volume.close)
+    return volume
+
+
+def _open_device(
+    config: SwapConfig, host: HostTier, counters: Counters, own: OwnDevice | None
+) -> DeviceAdapter:
+    if own is not None:
+        own.open(host, counters)
+        return own
+    if _kind(config) == "cuda":
+        from infinity.tiers.cuda import CudaDevice
+
+        return CudaDevice(host, counters)
+    return CpuDevice(host, counters)
+
+
+def _slots(parts: Machinery, anatomy: Anatomy, units: Sequence[Unit]) -> list[Slot]:
+    """Slots in the order of `model.named_parameters()`."""
+    by_parameter: dict[int, Slot] = {}
+    for unit, (_, members) in zip(units, anatomy.units, strict=True):
+        region = parts.executor.weights[unit.index].region
+        by_name = {spec.name: spec for spec in unit.tensors}
+        for found in members:
+            spec = by_name[found.name]
+            facts = spec.facts
+            compute = nn.Parameter(
+                region.tensor(spec.weight_offset_nbytes, facts.shape, facts.stride, facts.dtype),
+                requires_grad=facts.is_trainable,
+            )
+            handle = Handle.make(None, found.name, compute)  # type: ignore[arg-type]
+            for face in (handle, compute):
+                face.__dict__.update(
+                    {k: v for k, v in vars(found.parameter).items() if k != "_is_hf_initialized"}
+                )
+            by_parameter[id(found.parameter)] = Slot(
+                found.name, unit, spec, handle, compute, found.aliases, found.parameter
+            )
+    return [by_parameter[id(parameter)] for parameter in anatomy.root.parameters()]
+
+
+def _sites(anatomy: Anatomy) -> list[Site]:
+    needed = anatomy.site_units()
+    return [
+        Site(found.name, found.module, units)
+        for found, units in zip(anatomy.sites, needed, strict=True)
+    ]
+
+
+# -- Values -------------------------------------------------------------------------------------------------
+
+
+def _fill(engine: Engine, weights: LoadPlan | None, seed: int) -> None:
+    """Real values first, from memory that is there; then what has to be read or made."""
+    missing = {slot.name for slot in engine.slots if slot.original is not None and slot.original.is_meta}
+    for unit in engine.parts.store.units:
+        engine.fill(unit)
+    engine.install()
+    if weights is not None:
+
+        def write(name: str, tensor: torch.Tensor) -> None:
+            engine.write_parameter(name, tensor)
+            missing.discard(name)
+
+        weights.load(write)
+    if missing:
+        initialise(engine, missing, seed)
+    engine.flush()
+
+
+def _move_buffers(model: nn.Module, device: DeviceAdapter) -> None:
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to(device.torch_device)

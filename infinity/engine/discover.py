@@ -1,0 +1,167 @@
+"""How a model falls apart into sites and units.
+
+A *site* is a module whose forward and backward need weights: a child of an outermost block list, or any
+other module that owns parameters itself. A *unit* is a set of parameters that are needed by the same
+sites, so that what moves together is used together: a block's own weights are one unit, a weight tied
+between embedding and head is another, and so is a block that several layers share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Literal
+
+import torch
+from torch import nn
+
+UnitRule = Literal["auto"] | Sequence[str]
+
+_LISTS = (nn.ModuleList, nn.ModuleDict)
+
+
+@dataclass(eq=False, slots=True)
+class Alias:
+    """One place where a parameter is registered."""
+
+    module: nn.Module
+    attribute: str
+
+
+@dataclass(eq=False, slots=True)
+class Found:
+    """A parameter, every place it is registered at, and the sites that use it."""
+
+    name: str
+    parameter: nn.Parameter
+    aliases: list[Alias] = field(default_factory=list)
+    sites: list[int] = field(default_factory=list)
+
+
+@dataclass(eq=False, slots=True)
+class FoundSite:
+    name: str
+    module: nn.Module
+
+
+@dataclass(frozen=True, slots=True)
+class Anatomy:
+    """Sites of a model, and its parameters grouped into units (lists of Found, in model order)."""
+
+    root: nn.Module
+    sites: list[FoundSite]
+    units: list[tuple[str, list[Found]]]
+
+    def site_units(self) -> list[list[int]]:
+        """For every site, the indexes of the units it needs, in unit order."""
+        needed: list[list[int]] = [[] for _ in self.sites]
+        for index, (_, members) in enumerate(self.units):
+            for site in members[0].sites:
+                needed[site].append(index)
+        return needed
+
+    def held_nbytes(self, nbytes_of_unit: Sequence[int]) -> int:
+        """The most weight bytes that sites nested in each other hold at once."""
+        needed = self.site_units()
+        index_of = {id(site.module): index for index, site in enumerate(self.sites)}
+
+        def most(module: nn.Module, held: frozenset[int]) -> int:
+            index = index_of.get(id(module))
+            if index is not None:
+                held = held | frozenset(needed[index])
+            here = sum(nbytes_of_unit[unit] for unit in held)
+            return max([here, *(most(child, held) for child in module.children())])
+
+        return most(self.root, frozenset())
+
+
+def dissect(model: nn.Module, rule: UnitRule = "auto") -> Anatomy:
+    """Finds sites and units. `rule` "auto" takes block lists; a list of class names or of name
+    patterns (fnmatch) names the block modules instead."""
+    is_block = _block_test(model, rule)
+    sites: list[FoundSite] = []
+    found: dict[int, Found] = {}
+    _visit(model, "", None, is_block, sites, found, set())
+    groups: dict[tuple[int, ...], list[Found]] = {}
+    for each in found.values():
+        groups.setdefault(tuple(each.sites), []).append(each)
+    units = [(_unit_name(members, sites), members) for members in groups.values()]
+    return Anatomy(model, sites, units)
+
+
+def _block_test(model: nn.Module, rule: UnitRule) -> Callable[[str, nn.Module], bool]:
+    if rule == "auto":
+        blocks = {id(module) for module in _blocks(model)}
+        return lambda name, module: id(module) in blocks
+    patterns = list(rule)
+    return lambda name, module: any(
+        type(module).__name__ == pattern or fnmatchcase(name, pattern) for pattern in patterns
+    )
+
+
+def _blocks(module: nn.Module) -> Iterator[nn.Module]:
+    """Callable children of the outermost module lists. Lists of lists are walked through."""
+    if isinstance(module, _LISTS):
+        for child in module.children():
+            if isinstance(child, _LISTS):
+                yield from _blocks(child)
+            else:
+                yield child
+        return
+    for child in module.children():
+        yield from _blocks(child)
+
+
+def _visit(
+    module: nn.Module,
+    name: str,
+    block: int | None,
+    is_block: Callable[[str, nn.Module], bool],
+    sites: list[FoundSite],
+    found: dict[int, Found],
+    seen: set[int],
+) -> None:
+    """Depth-first in registration order. `block` is the site of the block this module is in."""
+    site = block
+    if site is None:
+        starts_block = is_block(name, module) and any(True for _ in module.parameters())
+        if starts_block or module._parameters and any(
+            parameter is not None for parameter in module._parameters.values()
+        ):
+            site = next((i for i, s in enumerate(sites) if s.module is module), len(sites))
+            if site == len(sites):
+                sites.append(FoundSite(name or type(module).__name__, module))
+            if starts_block:
+                block = site
+    for attribute, parameter in module._parameters.items():
+        if parameter is None:
+            continue
+        full_name = f"{name}.{attribute}" if name else attribute
+        each = found.setdefault(id(parameter), Found(full_name, parameter))
+        if id(module) not in seen:
+            each.aliases.append(Alias(module, attribute))
+        assert site is not None
+        if site not in each.sites:
+            each.sites.append(site)
+    seen.add(id(module))
+    for child_name, child in module.named_children():
+        # `named_children` gives a module that is registered twice once per parent, which is what is
+        # wanted: each of its places may belong to another block.
+        full_name = f"{name}.{child_name}" if name else child_name
+        _visit(child, full_name, block, is_block, sites, found, seen)
+
+
+def _unit_name(members: list[Found], sites: list[FoundSite]) -> str:
+    first = members[0]
+    if len(first.sites) == 1:
+        return sites[first.sites[0]].name
+    return first.name
+
+
+def storage_strides(parameter: torch.Tensor) -> tuple[int, ...]:
+    """The strides a parameter keeps on its tier: its own when it fills its memory without gaps or
+    overlaps (then autograd lays its gradient out the same way), else contiguous ones."""
+    if torch.ops.aten.is_non_overlapping_and_dense(parameter):
+        return tuple(parameter.stride())
+    return tuple(torch.empty(parameter.shape, device="meta").stride())

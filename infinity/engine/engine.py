@@ -1,0 +1,611 @@
+"""The engine of one model: faces of parameters, holds of units, and what users may ask for.
+
+Every parameter has two faces. While its unit is held the module has the *compute parameter*, a plain
+persistent `nn.Parameter` over the unit's region; otherwise it has the *handle*. Both live as long as
+the engine, so that autograd, optimizers and hooks may keep them.
+
+One lock orders the training thread and autograd's device threads.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from infinity.config import SwapConfig
+from infinity.engine.discover import Alias
+from infinity.engine.gradients import Gradients
+from infinity.engine.handles import Handle, find_handles, replace_handles
+from infinity.engine.hooks import (
+    OUTSIDE_BACKWARD,
+    Backwards,
+    Site,
+    SiteHooks,
+    Stay,
+    current_backward,
+    detach_from_parameters,
+    tensors_in,
+)
+from infinity.engine.master import MasterWriter
+from infinity.engine.update import StepRecord, Updater
+from infinity.errors import InfinityError, ParameterNotResident, UnsupportedError
+from infinity.observe import Counters
+from infinity.schedule.executor import Executor
+from infinity.state.store import StateStore
+from infinity.state.units import Piece, TensorSpec, Unit
+from infinity.storage.engine import Priority
+from infinity.tiers.device import DeviceAdapter
+from infinity.tiers.pool import HostPool
+
+_log = logging.getLogger("infinity")
+
+_ENGINES: weakref.WeakKeyDictionary[nn.Module, Engine] = weakref.WeakKeyDictionary()
+
+# Units that initialisation keeps attached at once, so that views it takes stay valid a while.
+_INITIALISING_UNITS = 2
+
+
+def engine_of(model: nn.Module) -> Engine:
+    """The engine that `infinity.offload` gave to this model, or to a model around or inside it."""
+    engine = _ENGINES.get(model)
+    if engine is not None:
+        return engine
+    for module, each in _ENGINES.items():
+        inside = any(child is module for child in model.modules())
+        if inside or any(child is model for child in module.modules()):
+            return each
+    raise InfinityError(
+        f"{type(model).__name__} is not offloaded; call infinity.offload(model, config) first"
+    )
+
+
+@dataclass(eq=False, slots=True)
+class Slot:
+    """One parameter of the model: its facts, its place and its two faces."""
+
+    name: str
+    unit: Unit
+    spec: TensorSpec
+    handle: Handle
+    compute: nn.Parameter
+    aliases: list[Alias]
+    original: nn.Parameter | None  # What the module had before; back in place after a failure.
+
+    def show(self, face: nn.Parameter | Handle, other: nn.Parameter | Handle) -> None:
+        """Registers `face` wherever `other` stands."""
+        for alias in self.aliases:
+            if alias.module._parameters.get(alias.attribute) is other:
+                alias.module._parameters[alias.attribute] = face
+            else:
+                _replace_below(alias.module, other, face)
+
+
+def _replace_below(module: nn.Module, old: torch.Tensor, new: torch.Tensor) -> None:
+    """A parametrization may have moved the parameter into a child since it was found."""
+    for child in module.modules():
+        for name, parameter in child._parameters.items():
+            if parameter is old:
+                child._parameters[name] = new  # type: ignore[assignment]
+
+
+@dataclass(frozen=True, slots=True)
+class Machinery:
+    """The parts an engine is made of, already wired to each other."""
+
+    store: StateStore
+    pool: HostPool
+    device: DeviceAdapter
+    executor: Executor
+    gradients: Gradients
+    updater: Updater
+    master: MasterWriter
+    counters: Counters
+    resources: ExitStack  # Closes device, volume, storage engine and arena, in that order.
+
+
+@dataclass(eq=False)
+class Engine:
+    """What stands behind an offloaded model. Made by `infinity.offload`, found by `engine_of`."""
+
+    model: nn.Module
+    config: SwapConfig
+    parts: Machinery
+    slots: list[Slot]
+    sites: list[Site]
+    is_closed: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        self.counters = self.parts.counters
+        self._executor = self.parts.executor
+        self._gradients = self.parts.gradients
+        self._lock = threading.RLock()
+        self._backwards = Backwards(self)
+        self._site_hooks = [SiteHooks(site, self, self._backwards) for site in self.sites]
+        self._removable: list[Any] = []
+        self._by_face: dict[int, Slot] = {}
+        self._by_name = {slot.name: slot for slot in self.slots}
+        self._by_unit: dict[int, list[Slot]] = {}
+        self._regions: set[int] = set()
+        self._dirty: set[int] = set()  # Units changed on the device and not absorbed yet.
+        self._warned: set[str] = set()
+        self._initialising: list[int] | None = None  # Units held by initialisation, oldest first.
+        for slot in self.slots:
+            self._by_unit.setdefault(slot.unit.index, []).append(slot)
+            self._by_face[id(slot.handle)] = self._by_face[id(slot.compute)] = slot
+            self._regions.add(slot.compute.untyped_storage()._cdata)
+
+    # -- Attaching to the model ------------------------------------------------------------------
+
+    def install(self) -> None:
+        """Puts handles in the place of parameters and hooks on sites."""
+        for slot in self.slots:
+            assert slot.original is not None
+            slot.show(slot.handle, slot.original)
+            if slot.spec.state_offset >= 0:
+                slot.compute.register_post_accumulate_grad_hook(self._take_gradient)
+        for hooks in self._site_hooks:
+            self._removable.extend(hooks.install())
+        self._removable.append(
+            self.model.register_forward_pre_hook(self._pass_begins, prepend=True, with_kwargs=True)
+        )
+        self._refresh_caches(self.model.modules())
+        _ENGINES[self.model] = self
+
+    def uninstall(self) -> None:
+        """Puts the original parameters back, for a set-up that failed."""
+        self._remove_hooks()
+        for slot in self.slots:
+            if slot.original is not None:
+                slot.show(slot.original, slot.handle)
+        self._refresh_caches(self.model.modules())
+        _ENGINES.pop(self.model, None)
+
+    def forget_originals(self) -> None:
+        """Lets the memory of the model's own parameters go."""
+        for slot in self.slots:
+            slot.original = None
+
+    def _remove_hooks(self) -> None:
+        for removable in self._removable:
+            removable.remove()
+        self._removable.clear()
+
+    def _refresh_caches(self, modules: Iterable[nn.Module]) -> None:
+        """nn.RNN keeps its parameters a second time, in a list of its own."""
+        for module in modules:
+            if isinstance(module, nn.RNNBase):
+                module._flat_weights = [
+                    getattr(module, name, None) for name in module._flat_weights_names
+                ]
+
+    # -- Holding units: what hooks call ------------------------------------------------------------
+
+    def enter(self, units: list[int]) -> None:
+        """Makes units usable. All or none: a failure lets go of those already held."""
+        with self._lock:
+            done: list[int] = []
+            priority = (
+                Priority.FORWARD if current_backward() == OUTSIDE_BACKWARD else Priority.BACKWARD
+            )
+            try:
+                for unit in units:
+                    self._hold(unit, priority)
+                    done.append(unit)
+            except BaseException:
+                self.leave(done)
+                raise
+
+    def _hold(self, unit: int, priority: Priority) -> None:
+        if self.is_closed:
+            raise InfinityError("the engine of this model is closed; its parameters are gone")
+        if self._executor.hold(unit, priority):
+            for slot in self._by_unit[unit]:
+                slot.show(slot.compute, slot.handle)
+            self._refresh_units_caches(unit)
+
+    def leave(self, units: list[int]) -> None:
+        """Ends one use of each unit."""
+        with self._lock:
+            for unit in units:
+                if self._executor.release(unit):
+                    self._let_go(unit)
+
+    def _let_go(self, unit: int) -> None:
+        for slot in self._by_unit[unit]:
+            slot.show(slot.handle, slot.compute)
+        self._refresh_units_caches(unit)
+        if unit in self._dirty:
+            self._absorb(unit)
+        if current_backward() != OUTSIDE_BACKWARD:
+            self._gradients.write_out(self.parts.store.units[unit])
+
+    def _refresh_units_caches(self, unit: int) -> None:
+        owners = {id(a.module): a.module for s in self._by_unit[unit] for a in s.aliases}
+        self._refresh_caches(owners.values())
+
+    def is_parameter_memory(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor is, or is a view of, a compute parameter."""
+        if tensor.layout is not torch.strided or isinstance(tensor, Handle):
+            return False
+        try:
+            return tensor.untyped_storage()._cdata in self._regions
+        except (NotImplementedError, RuntimeError):
+            return False  # A wrapper subclass without storage is not our memory.
+
+    def _pass_begins(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if current_backward() != OUTSIDE_BACKWARD or self.is_closed:
+            return
+        with self._lock:
+            self.reset()
+            self._executor.begin_pass("train" if torch.is_grad_enabled() else "eval")
+
+    def backward_started(self) -> None:
+        """A backward has reached the first site."""
+
+    def backward_ended(self) -> None:
+        with self._lock:
+            self._gradients.write_out_all()
+
+    def reset(self) -> None:
+        """Lets go of what a forward or backward left behind when it was broken off.
+
+        Called by itself when the next forward begins. Gradients of backward passes that were
+        completed are kept.
+        """
+        with self._lock:
+            if self._backwards.abandon():
+                self._gradients.write_out_all()
+            for hooks in self._site_hooks:
+                hooks.reset()
+
+    def resident_units(self) -> list[str]:
+        """Names of the units in use at this moment; empty between a backward and the next forward."""
+        with self._lock:
+            self._backwards.abandon()
+            return self._executor.held()
+
+    # -- Gradients -----------------------------------------------------------------------------------
+
+    def _take_gradient(self, parameter: torch.Tensor) -> None:
+        slot = self._by_face[id(parameter)]
+        gradient = parameter.grad
+        assert gradient is not None
+        with self._lock:
+            self._backwards.ensure_armed()
+            self._gradients.add(slot.unit, slot.spec, gradient)
+            parameter.grad = None
+
+    def gradient_of(self, handle: Handle) -> torch.Tensor | None:
+        slot = self._by_face[id(handle)]
+        if not self._gradients.has(slot.spec):
+            return None
+        return Handle.make(self, slot.name, handle, is_gradient=True)
+
+    def forget_gradient(self, handle: Handle) -> None:
+        with self._lock:
+            self._gradients.forget_one(self._by_face[id(handle)].spec)
+
+    def read_gradient(self, name: str) -> torch.Tensor | None:
+        """A copy of the gradient summed so far: fp32, on the host; None if there is none."""
+        slot = self._slot(name)
+        with self._lock:
+            if not self._gradients.has(slot.spec):
+                return None
+            return self._gradients.read(slot.unit, slot.spec)
+
+    # -- Handles ---------------------------------------------------------------------------------------
+
+    def set_trainable(self, handle: Handle, is_trainable: bool) -> None:
+        slot = self._by_face[id(handle)]
+        if is_trainable and slot.spec.state_offset < 0:
+            raise UnsupportedError(
+                f"{slot.name!r} was frozen when the model was offloaded and has no optimizer state; "
+                "set requires_grad before infinity.offload"
+            )
+        slot.compute.requires_grad_(is_trainable)
+        with torch._C.DisableTorchFunctionSubclass():
+            handle.requires_grad_(is_trainable)
+
+    def compute_with(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        *,
+        changes: Handle | None,
+    ) -> Any:
+        """An operation on handles outside their module: fetch, compute, let go."""
+        handles = find_handles((args, kwargs))
+        slots = {id(h): self._slot_of(h) for h in handles if not h.is_gradient}
+        if changes is not None:
+            self._may_change(changes, function)
+        units = list(dict.fromkeys(slot.unit.index for slot in slots.values()))
+        self._note_fault([slot.name for slot in slots.values()], function)
+
+        def real(handle: Handle) -> torch.Tensor:
+            if not handle.is_gradient:
+                return slots[id(handle)].compute
+            gradient = self.read_gradient(handle.name_in_model)
+            assert gradient is not None
+            return gradient.to(handle.device)
+
+        self.enter(units)
+        try:
+            answer = function(*replace_handles(args, real), **replace_handles(dict(kwargs), real))
+            if self._initialising is not None:
+                return self._keep_initialised(units, answer, slots)
+            return self._watch_fault(units, answer)
+        finally:
+            self.leave(units)
+
+    def _slot_of(self, handle: Handle) -> Slot:
+        slot = self._by_face.get(id(handle))
+        if slot is None or self.is_closed:
+            raise ParameterNotResident(
+                handle.name_in_model, "its engine is closed, or the handle is of another model"
+            )
+        return slot
+
+    def _may_change(self, handle: Handle, function: Callable[..., Any]) -> None:
+        name = getattr(function, "__name__", str(function))
+        if handle.is_gradient:
+            raise UnsupportedError(
+                f"{name} would change a fetched copy of the gradient of {handle.name_in_model!r} "
+                "and be lost; to clip, give infinity.AdamW(..., max_grad_norm=...)"
+            )
+        if self._initialising is None:
+            raise ParameterNotResident(
+                handle.name_in_model,
+                f"{name} changes it in place; do that inside "
+                "`with infinity.gather(module, modify=True):`",
+            )
+
+    def _note_fault(self, names: list[str], function: Callable[..., Any]) -> None:
+        if self._initialising is not None:
+            return
+        self.counters.add("faults", len(names))
+        fresh = [name for name in names if name not in self._warned]
+        if fresh:
+            self._warned.update(fresh)
+            _log.info(
+                "%s used outside the module that owns it, by %s; fetched for this operation",
+                ", ".join(fresh),
+                getattr(function, "__name__", function),
+            )
+
+    def _watch_fault(self, units: list[int], answer: Any) -> Any:
+        """The result keeps no view of memory that goes away, and its backward fetches again."""
+        answer = detach_from_parameters(answer, self.is_parameter_memory)
+        for tensor in tensors_in(answer):
+            if tensor.grad_fn is not None:
+                stay = Stay(self.parts.store.units[units[0]].name, units, current_backward())
+                self._backwards.watch(stay, tensor, [])
+        return answer
+
+    def _slot(self, name: str) -> Slot:
+        slot = self._by_name.get(name)
+        if slot is None:
+            raise InfinityError(f"no parameter {name!r}; see engine.parameter_names()")
+        return slot
+
+    # -- Reading and writing from outside ----------------------------------------------------------------
+
+    def parameter_names(self) -> list[str]:
+        """Names in the order of `model.named_parameters()`; a tied parameter once."""
+        return [slot.name for slot in self.slots]
+
+    def spec(self, name: str) -> TensorSpec:
+        """Shape, stride, dtype and place of a parameter."""
+        return self._slot(name).spec
+
+    def read_parameter(self, name: str, *, master: bool = False) -> torch.Tensor:
+        """A copy on the host: the compute dtype, or with `master` the fp32 value it is rounded from."""
+        slot = self._slot(name)
+        if master and slot.unit.has_master and slot.spec.state_offset >= 0:
+            with self._lock:
+                self._quiesce()
+                return self.parts.master.read(slot.unit, slot.spec)
+        with self._holding([slot.unit.index]):
+            copy = slot.compute.detach().to("cpu", copy=True)
+        return copy.float() if master and copy.is_floating_point() else copy
+
+    def write_parameter(self, name: str, tensor: torch.Tensor) -> None:
+        """Replaces a parameter's value, master copy included. Any dtype; the parameter's shape."""
+        slot = self._slot(name)
+        if tuple(tensor.shape) != slot.spec.facts.shape:
+            raise InfinityError(
+                f"{name!r} has shape {slot.spec.facts.shape}, got {tuple(tensor.shape)}"
+            )
+        with self._lock, torch.no_grad():
+            self._quiesce()
+            self._write(slot.unit, {slot.spec: tensor})
+
+    def _write(self, unit: Unit, values: Mapping[TensorSpec, torch.Tensor]) -> None:
+        """Writes weights (and masters) of one unit; the write to NVMe is left for later."""
+        whole = len(values) == len(unit.tensors)
+        weights = self._executor.check_out(unit.index, read=not whole)
+        for spec, value in values.items():
+            start, stop = spec.weight_offset_nbytes, spec.weight_offset_nbytes + spec.weight_nbytes
+            flat = weights[start:stop].view(spec.facts.dtype)
+            flat.as_strided(spec.facts.shape, spec.facts.stride).copy_(value)
+        self._executor.check_in(unit.index, dirty_nbytes=unit.weight_nbytes, write_now=False)
+        for spec, value in values.items():
+            if unit.has_master and spec.state_offset >= 0:
+                self.parts.master.write(unit, spec, value)
+
+    def fill(self, unit: Unit) -> None:
+        """Writes one unit's original parameters to its tiers."""
+        with torch.no_grad():
+            values = {s.spec: s.original.detach() for s in self._by_unit[unit.index] if s.original is not None}
+            self._write(unit, values)
+
+    def _absorb(self, unit: int) -> None:
+        """Weights that were changed on the device become the unit's state."""
+        self._dirty.discard(unit)
+        self._executor.absorb(unit)
+        facts = self.parts.store.units[unit]
+        if facts.has_master:
+            weights = self._executor.check_out(unit, read=True)
+            for spec in facts.trainable():
+                self.parts.master.follow(facts, spec, weights)
+            self._executor.check_in(unit, dirty_nbytes=facts.weight_nbytes, write_now=False)
+
+    def flush(self) -> None:
+        """Waits until all state is where it rests."""
+        with self._lock:
+            self._gradients.settle()
+            self.parts.updater.settle()
+            self._executor.finish_writes()
+
+    def _quiesce(self) -> None:
+        """Moments and masters of the last step are where they rest."""
+        self.parts.updater.settle()
+
+    @contextmanager
+    def _holding(self, units: list[int]) -> Iterator[None]:
+        self.enter(units)
+        try:
+            yield
+        finally:
+            self.leave(units)
+
+    @contextmanager
+    def gather(self, slots: Sequence[Slot], *, modify: bool) -> Iterator[None]:
+        """Holds the units of `slots`; gradients appear as `.grad`. See `infinity.gather`."""
+        units = list(dict.fromkeys(slot.unit.index for slot in slots))
+        self.enter(units)
+        lent: list[Slot] = []
+        try:
+            if modify:
+                self._dirty.update(units)
+            for slot in slots:
+                if slot.compute.grad is None and self._gradients.has(slot.spec):
+                    gradient = self.read_gradient(slot.name)
+                    assert gradient is not None
+                    slot.compute.grad = gradient.to(slot.compute.device, slot.compute.dtype)
+                    lent.append(slot)
+            yield
+        finally:
+            for slot in lent:
+                slot.compute.grad = None
+            self.leave(units)
+
+    def slots_of(self, what: nn.Module | Iterable[torch.Tensor]) -> list[Slot]:
+        """The slots of a module's parameters, or of given parameters (either face)."""
+        tensors = what.parameters() if isinstance(what, nn.Module) else what
+        found = [self._by_face.get(id(tensor)) for tensor in tensors]
+        return [slot for slot in found if slot is not None]
+
+    # -- Initialisation ------------------------------------------------------------------------------------
+
+    @contextmanager
+    def initialising(self) -> Iterator[None]:
+        """Within, operations on handles may change them in place, and views of them stay valid until
+        the next but one unit is touched. What was touched is written to its tiers."""
+        assert self._initialising is None
+        self._initialising = []
+        try:
+            yield
+        finally:
+            kept, self._initialising = self._initialising, None
+            for unit in kept:
+                self._dirty.add(unit)
+                self.leave([unit])
+
+    def _keep_initialised(self, units: list[int], answer: Any, slots: Mapping[int, Slot]) -> Any:
+        kept = self._initialising
+        assert kept is not None
+        for unit in units:
+            if unit not in kept:
+                self.enter([unit])
+                kept.append(unit)
+            while len(kept) > max(_INITIALISING_UNITS, len(units)):
+                oldest = kept.pop(0)
+                self._dirty.add(oldest)
+                self.leave([oldest])
+        by_compute = {id(slot.compute): slot.handle for slot in slots.values()}
+        return by_compute.get(id(answer), answer)
+
+    # -- The step ---------------------------------------------------------------------------------------------
+
+    def step(self, record: StepRecord) -> None:
+        """Applies an optimizer step to every parameter in the record."""
+        with self._lock:
+            self.reset()
+            held = self._executor.held()
+            if held:
+                raise InfinityError(
+                    f"optimizer.step() while {', '.join(held[:4])} is in use; "
+                    "leave infinity.gather() and finish the backward first"
+                )
+            self._gradients.settle()
+            self.parts.updater.apply(record)
+
+    def gradient_norms(self, slots: Iterable[Slot]) -> dict[str, torch.Tensor]:
+        """2-norm of each gradient that is there, fp32 scalars on the host, in the given order."""
+        with self._lock:
+            self.reset()
+            return {
+                slot.name: self._gradients.norm(slot.unit, slot.spec)
+                for slot in slots
+                if self._gradients.has(slot.spec)
+            }
+
+    def has_gradient(self, slot: Slot) -> bool:
+        return self._gradients.has(slot.spec)
+
+    def zero_gradients(self, slots: Iterable[Slot], *, set_to_none: bool) -> None:
+        with self._lock:
+            if not set_to_none:
+                self._gradients.zero()
+                return
+            for slot in slots:
+                self._gradients.forget_one(slot.spec)
+
+    def placed_nbytes(self) -> dict[str, dict[str, int]]:
+        """Bytes by kind and tier, as they rest."""
+        table: dict[str, dict[str, int]] = {}
+        for (index, piece), home in self.parts.store.placed().items():
+            tier = type(home).__name__.removesuffix("Home").lower()
+            row = table.setdefault(Piece(piece).kind, {})
+            row[tier] = row.get(tier, 0) + self.parts.store.units[index].nbytes(piece)
+        return table
+
+    # -- The end --------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Waits for what is in flight and releases tiers and swap directory. Idempotent.
+
+        The model's parameters are gone afterwards: export first what is to be kept.
+        """
+        with self._lock:
+            if self.is_closed:
+                return
+            self.is_closed = True
+            self._remove_hooks()
+            try:
+                self._gradients.settle()
+                self.parts.updater.settle()
+            except Exception:  # noqa: BLE001 - the tiers are being thrown away.
+                _log.debug("while closing", exc_info=True)
+            for unit, slots in self._by_unit.items():
+                if self._executor.is_held(unit):
+                    for slot in slots:
+                        slot.show(slot.handle, slot.compute)
+            self._executor.close()
+            self.parts.resources.close()
+            _ENGINES.pop(self.model, None)
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *unused: object) -> None:
+        self.close()

@@ -1,0 +1,277 @@
+"""Gradients out of autograd and onto their tier, summed in fp32 over the backward passes of a step.
+
+A gradient leaves PyTorch in the hook that fires when it is complete for this backward. The first of a
+step is copied to its place, later ones are added in the order they come, exactly as autograd adds to
+`.grad`. A parameter that got no gradient stays absent: `.grad` is None, and no update touches it.
+
+Where gradients rest on NVMe a unit's are summed in a host block that is written out when the unit's
+backward is over, and read back only if another backward adds to it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from infinity.errors import UnsupportedError
+from infinity.observe import Counters
+from infinity.state.store import DeviceHome, NvmeHome, StateStore, Transfer
+from infinity.state.units import STATE_ITEM_NBYTES, Piece, TensorSpec, Unit
+from infinity.storage.engine import Priority
+from infinity.tiers.device import Copy, DeviceAdapter
+from infinity.tiers.host import Block
+from infinity.tiers.pool import HostPool
+
+
+@dataclass(eq=False, slots=True)
+class _Buffer:
+    """One unit's gradients in a host block; `writing` once they are on their way out."""
+
+    block: Block
+    array: torch.Tensor  # fp32 (state_numel,)
+    writing: Transfer | None = None
+
+
+class Gradients:
+    """The gradients of every unit. Called under the engine's lock."""
+
+    def __init__(
+        self,
+        store: StateStore,
+        *,
+        pool: HostPool,
+        device: DeviceAdapter,
+        counters: Counters,
+    ) -> None:
+        self._store = store
+        self._pool = pool
+        self._device = device
+        self._counters = counters
+        self._present: dict[TensorSpec, None] = {}  # Insertion-ordered set.
+        self._norms: dict[TensorSpec, torch.Tensor] = {}
+        self._buffers: dict[Unit, _Buffer] = {}
+        self._in_use: Unit | None = None  # Its buffer must not be reclaimed now.
+        self._copies: list[Copy] = []
+        # Clip factors of a step whose gradients are still kept and rest out of reach.
+        self._scales: dict[Unit, torch.Tensor] = {}
+
+    # -- In -----------------------------------------------------------------------------------------
+
+    def add(self, unit: Unit, spec: TensorSpec, gradient: torch.Tensor) -> None:
+        """Takes one gradient: any floating dtype, the parameter's shape, on the device."""
+        if gradient.layout is not torch.strided:
+            raise UnsupportedError(
+                f"the gradient of {spec.name!r} has layout {gradient.layout}; expected a dense one. "
+                "Build the embedding with sparse=False"
+            )
+        flat = _in_memory_order(gradient.detach(), spec)
+        first = spec not in self._present
+        self._norms.pop(spec, None)
+        home = self._store.home(unit, Piece.GRADIENTS)
+        with torch.no_grad():
+            if isinstance(home, DeviceHome):
+                self._rescale_resting(unit, home.memory)
+                _put(_slice(home.memory.view(torch.float32), spec), flat, first=first)
+            else:
+                self._add_on_host(unit, spec, flat, first=first)
+        self._present[spec] = None
+
+    def _add_on_host(
+        self, unit: Unit, spec: TensorSpec, flat: torch.Tensor, *, first: bool
+    ) -> None:
+        target = _slice(self._array(unit), spec)
+        if self._device.shares_host_memory:
+            _put(target, flat, first=first)
+        elif first:
+            self._copies.append(self._device.copy(flat, target))
+        else:
+            self.finish_copies()
+            self._in_use = unit
+            block = self._pool.require(flat.numel() * STATE_ITEM_NBYTES, f"gradient of {spec.name}")
+            self._in_use = None
+            staged = self._pool.tensor(block).view(torch.float32)
+            self._device.copy(flat, staged).wait()
+            target.add_(staged)
+            self._pool.free(block)
+
+    def _array(self, unit: Unit) -> torch.Tensor:
+        """The unit's gradients where the host can add to them: fp32 (state_numel,)."""
+        resting = self._store.resting(unit, Piece.GRADIENTS)
+        if resting is not None:
+            return resting.view(torch.float32)
+        buffer = self._buffers.get(unit)
+        if buffer is None:
+            block = self._pool.require(
+                unit.nbytes(Piece.GRADIENTS), f"gradients of {unit.name}"
+            )
+            buffer = _Buffer(block, self._pool.tensor(block).view(torch.float32))
+            if any(spec in self._present for spec in unit.trainable()):
+                try:
+                    self._wait_read(
+                        self._store.read(unit, Piece.GRADIENTS, block, priority=Priority.STATE)
+                    )
+                except BaseException:
+                    self._pool.free(block)
+                    raise
+                self._rescale_resting(unit, buffer.array.view(torch.uint8))
+            self._buffers[unit] = buffer
+        elif buffer.writing is not None:
+            self._wait_write(buffer)
+        return buffer.array
+
+    def _rescale_resting(self, unit: Unit, memory: torch.Tensor) -> None:
+        """Applies the clip factor that the last step left for later."""
+        scale = self._scales.pop(unit, None)
+        if scale is not None:
+            for spec in unit.trainable():
+                if spec in self._present:
+                    _slice(memory.view(torch.float32), spec).mul_(scale.to(memory.device))
+
+    def _wait_read(self, transfer: Transfer) -> None:
+        with self._counters.timed("read_wait_s"):
+            transfer.wait()
+
+    def _wait_write(self, buffer: _Buffer) -> None:
+        if buffer.writing is not None:
+            with self._counters.timed("write_wait_s"):
+                buffer.writing.wait()
+            buffer.writing = None
+
+    # -- Out ----------------------------------------------------------------------------------------
+
+    def finish_copies(self) -> None:
+        """Waits for gradients that are on their way from the device."""
+        if self._copies:
+            with self._counters.timed("copy_wait_s"):
+                for copy in self._copies:
+                    copy.wait()
+            self._copies.clear()
+
+    def write_out(self, unit: Unit) -> None:
+        """Starts writing a unit's gradients to where they rest; its backward is over."""
+        buffer = self._buffers.get(unit)
+        if buffer is None or buffer.writing is not None:
+            return
+        self.finish_copies()
+        for spec in unit.trainable():
+            if spec in self._present:
+                self._norms[spec] = self._norm(spec, buffer.array)
+        buffer.writing = self._store.write(unit, Piece.GRADIENTS, buffer.block)
+
+    def write_out_all(self) -> None:
+        """End of a backward: every unit's gradients go to where they rest."""
+        self.finish_copies()
+        for unit in list(self._buffers):
+            self.write_out(unit)
+
+    def reclaim(self) -> bool:
+        """Frees the oldest buffer, waiting for its write. False when there is none."""
+        for unit, buffer in self._buffers.items():
+            if unit is not self._in_use:
+                self.write_out(unit)
+                del self._buffers[unit]
+                self._wait_write(buffer)
+                self._pool.free(buffer.block)
+                return True
+        return False
+
+    def settle(self) -> None:
+        """Everything is where it rests and no block is lent."""
+        self.finish_copies()
+        while self.reclaim():
+            pass
+
+    # -- Looking ------------------------------------------------------------------------------------
+
+    def has(self, spec: TensorSpec) -> bool:
+        return spec in self._present
+
+    def norm(self, unit: Unit, spec: TensorSpec) -> torch.Tensor:
+        """2-norm of one gradient: fp32 scalar on the host, same bits wherever the gradient rests."""
+        assert spec in self._present
+        if unit in self._scales:
+            self._array(unit)
+        if spec not in self._norms:
+            self.finish_copies()
+            home = self._store.home(unit, Piece.GRADIENTS)
+            if isinstance(home, NvmeHome) or self._store.resting(unit, Piece.GRADIENTS) is not None:
+                self._norms[spec] = self._norm(spec, self._array(unit))
+            else:
+                self._norms[spec] = torch.linalg.vector_norm(self.read(unit, spec))
+        return self._norms[spec]
+
+    def _norm(self, spec: TensorSpec, array: torch.Tensor) -> torch.Tensor:
+        return torch.linalg.vector_norm(_shaped(_slice(array, spec), spec))
+
+    def read(self, unit: Unit, spec: TensorSpec) -> torch.Tensor:
+        """A copy of one gradient: fp32, the parameter's shape, on the host."""
+        assert spec in self._present
+        self.finish_copies()
+        home = self._store.home(unit, Piece.GRADIENTS)
+        if isinstance(home, DeviceHome):
+            self._rescale_resting(unit, home.memory)
+            flat = _slice(home.memory.view(torch.float32), spec).cpu().clone()
+        else:
+            flat = _slice(self._array(unit), spec).clone()
+            if isinstance(home, NvmeHome):
+                self.write_out(unit)
+        return _shaped(flat, spec)
+
+    # -- After a step -------------------------------------------------------------------------------
+
+    def note_clipped(self, unit: Unit, scale: torch.Tensor) -> None:
+        """The update multiplied this unit's gradients by `scale` in a copy it threw away."""
+        for spec in unit.trainable():
+            self._norms.pop(spec, None)
+        if self._store.resting(unit, Piece.GRADIENTS) is None:
+            self._scales[unit] = scale
+
+    def forget(self) -> None:
+        """No parameter has a gradient any more."""
+        self.finish_copies()
+        self._present.clear()
+        self._norms.clear()
+        self._scales.clear()
+
+    def forget_one(self, spec: TensorSpec) -> None:
+        self._present.pop(spec, None)
+        self._norms.pop(spec, None)
+
+    def zero(self) -> None:
+        """Every gradient that is there becomes zeros, as `zero_grad(set_to_none=False)` asks."""
+        self.finish_copies()
+        self._norms.clear()
+        self._scales.clear()
+        for unit in self._store.units:
+            specs = [spec for spec in unit.trainable() if spec in self._present]
+            home = self._store.home(unit, Piece.GRADIENTS)
+            for spec in specs:
+                if isinstance(home, DeviceHome):
+                    _slice(home.memory.view(torch.float32), spec).zero_()
+                else:
+                    _slice(self._array(unit), spec).zero_()
+            if specs and isinstance(home, NvmeHome):
+                self.write_out(unit)
+
+
+def _slice(array: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    return array[spec.state_offset : spec.state_offset + spec.numel]
+
+
+def _shaped(flat: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    return flat.as_strided(spec.facts.shape, spec.facts.stride)
+
+
+def _in_memory_order(gradient: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    """The gradient's elements as they lie in memory when it has the parameter's strides."""
+    if gradient.stride() != spec.facts.stride:
+        laid_out = torch.empty_strided(
+            spec.facts.shape, spec.facts.stride, dtype=gradient.dtype, device=gradient.device
+        )
+        gradient = laid_out.copy_(gradient)
+    return gradient.as_strided((spec.numel,), (1,))
+
+
+def _put(target: torch.Tensor, flat: torch.Tensor, *, first: bool) -> None:
+    _ = target.copy_(flat) if first else target.add_(flat)

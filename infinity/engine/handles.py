@@ -1,0 +1,306 @@
+"""What stands in a module while a parameter is away: a tensor without bytes that fails loudly.
+
+A handle is an `nn.Parameter` to everyone who asks: true shape, dtype and device, in
+`named_parameters`, in an optimizer's groups. It has no storage. Reading it outside its module fetches
+the bytes for that one operation; changing it in place, copying, pickling or converting it raises an
+error that names the parameter and the way to do it.
+
+Why a wrapper subclass and nothing simpler: a full-shape tensor over an empty storage crashes the
+interpreter when touched, a meta tensor silently computes rubbish in `F.linear`, and a one-element
+placeholder broadcasts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+
+from infinity.errors import ParameterNotResident, UnsupportedError
+
+
+class Owner(Protocol):
+    """The engine, as a handle sees it."""
+
+    def compute_with(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        *,
+        changes: Handle | None,
+    ) -> Any:
+        """Runs `function` with real tensors in the place of handles.
+
+        `changes` is the handle the function writes to, or None.
+        """
+
+    def gradient_of(self, handle: Handle) -> torch.Tensor | None: ...
+    def forget_gradient(self, handle: Handle) -> None: ...
+    def set_trainable(self, handle: Handle, is_trainable: bool) -> None: ...
+
+
+class Handle(torch.Tensor):
+    """A released parameter, or (with `is_gradient`) a gradient that rests on a tier."""
+
+    owner: Owner
+    name_in_model: str
+    is_gradient: bool
+
+    # nn.Parameter's metaclass answers isinstance() for tensor subclasses by this attribute.
+    _is_param = True
+
+    @staticmethod
+    def make(
+        owner: Owner, name: str, like: torch.Tensor, *, is_gradient: bool = False
+    ) -> Handle:
+        """A handle with the shape, stride, dtype, device and requires_grad of `like`."""
+        handle = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            Handle,
+            like.shape,
+            strides=like.stride(),
+            dtype=torch.float32 if is_gradient else like.dtype,
+            device=like.device,
+            requires_grad=like.requires_grad and not is_gradient,
+        )
+        handle.owner = owner
+        handle.name_in_model = name
+        handle.is_gradient = is_gradient
+        handle._is_param = not is_gradient
+        return handle
+
+    @property
+    def grad(self) -> torch.Tensor | None:  # type: ignore[override]
+        """The gradient summed so far, as a handle that fetches it when read; None if there is none."""
+        return None if self.is_gradient else self.owner.gradient_of(self)
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        if value is not None:
+            raise UnsupportedError(
+                f"the gradient of {self.name_in_model!r} rests on its tier and cannot be replaced; "
+                "only None may be assigned. Change the loss instead, or scale it"
+            )
+        if not self.is_gradient:
+            self.owner.forget_gradient(self)
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.owner.forget_gradient(self)
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        what = "gradient" if self.is_gradient else "parameter"
+        return (
+            f"<released {what} {self.name_in_model!r}: shape={tuple(self.shape)}, "
+            f"dtype={self.dtype}, device={self.device}>"
+        )
+
+    def __format__(self, spec: str) -> str:
+        return format(repr(self), spec)
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        raise UnsupportedError(
+            f"{self.name_in_model!r} is on a tier and cannot be pickled or copied with the model; "
+            "save with infinity.checkpoint.export_safetensors(model, directory), or read it inside "
+            "`with infinity.gather(model):`"
+        )
+
+    def __deepcopy__(self, memo: object) -> Any:
+        self.__reduce_ex__(4)
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _PLAIN:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        special = _SPECIAL.get(func)
+        if special is not None:
+            answer = special(*args, **kwargs)
+            if answer is not NotImplemented:
+                return answer
+        owner = _first_handle((args, kwargs)).owner
+        return owner.compute_with(func, args, kwargs, changes=_target(func, args, kwargs))
+
+    @classmethod
+    def __torch_dispatch__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Reached only where __torch_function__ was switched off: nothing may compute on a handle."""
+        if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
+            return args[0]
+        name = _first_handle((args, kwargs or {})).name_in_model
+        raise ParameterNotResident(
+            name, f"{func} reached it below the engine; wrap the code in infinity.gather(model)"
+        )
+
+
+def _known(names: str) -> set[Any]:
+    """Getters and methods of torch.Tensor among `names` that this PyTorch has."""
+    found: set[Any] = set()
+    for name in names.split():
+        member = getattr(torch.Tensor, name, None)
+        if member is not None:
+            found.add(member.__get__ if not callable(member) else member)
+    return found
+
+
+# What is known of a parameter without its bytes.
+_PLAIN = _known(
+    "shape dtype device layout is_leaf grad_fn ndim names is_cuda is_cpu is_meta is_sparse "
+    "is_sparse_csr is_quantized is_mkldnn is_nested is_mps is_xla is_xpu is_ipu is_vulkan is_mtia "
+    "is_maia is_hpu is_ort is_neg is_conj is_inference itemsize nbytes _version output_nr retains_grad "
+    "_backward_hooks _base name size dim numel nelement ndimension stride storage_offset element_size "
+    "is_floating_point is_complex is_signed is_contiguous is_pinned is_same_size get_device "
+    "__len__ __hash__ _is_view is_coalesced requires_grad dense_dim sparse_dim dim_order has_names"
+) | {torch.is_floating_point, torch.is_complex, torch.numel, torch.is_same_size}
+
+
+def _first_handle(tree: Any) -> Handle:
+    found = find_handles(tree)
+    assert found
+    return found[0]
+
+
+def find_handles(tree: Any) -> list[Handle]:
+    """Every handle in nested tuples, lists and dicts."""
+    if isinstance(tree, Handle):
+        return [tree]
+    if isinstance(tree, (tuple, list)):
+        return [handle for each in tree for handle in find_handles(each)]
+    if isinstance(tree, Mapping):
+        return [handle for each in tree.values() for handle in find_handles(each)]
+    return []
+
+
+def replace_handles(tree: Any, replace: Callable[[Handle], torch.Tensor]) -> Any:
+    """The same nest with every handle replaced."""
+    if isinstance(tree, Handle):
+        return replace(tree)
+    if isinstance(tree, tuple):
+        parts = [replace_handles(each, replace) for each in tree]
+        return type(tree)(*parts) if hasattr(tree, "_fields") else tuple(parts)
+    if isinstance(tree, list):
+        return [replace_handles(each, replace) for each in tree]
+    if isinstance(tree, dict):
+        return {key: replace_handles(value, replace) for key, value in tree.items()}
+    return tree
+
+
+def _target(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Handle | None:
+    """The handle that `func` writes to, judged by PyTorch's naming: `add_`, `__iadd__`, `out=`."""
+    out = find_handles(kwargs.get("out"))
+    if out:
+        return out[0]
+    name = getattr(func, "__name__", "")
+    dunder = name.startswith("__") and name.endswith("__")
+    writes = name in _WRITING_DUNDERS if dunder else name.endswith("_")
+    if not writes:
+        return None
+    first = args[0] if args else next(iter(kwargs.values()), None)
+    found = find_handles(first)
+    return found[0] if found else None
+
+
+_WRITING_DUNDERS = frozenset(
+    f"__{name}__"
+    for name in "iadd isub imul itruediv ifloordiv imod ipow iand ior ixor ilshift irshift setitem".split()
+)
+
+
+# -- Operations with a meaning of their own ------------------------------------------------------------
+
+
+def _get_data(handle: Handle) -> Handle:
+    return handle
+
+
+def _set_data(handle: Handle, value: torch.Tensor) -> None:
+    if value is not handle:
+        raise ParameterNotResident(
+            handle.name_in_model,
+            "its data cannot be replaced; change it inside `with infinity.gather(module, modify=True):`",
+        )
+
+
+def _set_requires_grad(handle: Handle, value: bool) -> None:
+    handle.owner.set_trainable(handle, value)
+
+
+def _requires_grad_(handle: Handle, requires_grad: bool = True) -> Handle:
+    handle.owner.set_trainable(handle, requires_grad)
+    return handle
+
+
+def _converted(handle: Handle, device: torch.device | None, dtype: torch.dtype | None) -> Handle:
+    """`.to()` of what it already is; anything else is refused, for the engine owns both."""
+    same_device = device is None or (
+        device.type == handle.device.type
+        and (device.index is None or handle.device.index in (None, device.index))
+    )
+    if same_device and dtype in (None, handle.dtype):
+        return handle
+    raise UnsupportedError(
+        f"{handle.name_in_model!r} cannot be converted from {handle.dtype} on {handle.device} to "
+        f"{dtype or handle.dtype} on {device or handle.device}: its tier owns it. Choose the dtype "
+        "with precision.compute and the device with tiers.device.kind before infinity.offload"
+    )
+
+
+def _to(handle: Any, *args: Any, **kwargs: Any) -> Any:
+    if not isinstance(handle, Handle):
+        other = args[0]  # tensor.to(handle): only dtype and device are asked of it.
+        return handle.to(device=other.device, dtype=other.dtype)
+    if args and isinstance(args[0], torch.Tensor):
+        return _converted(handle, args[0].device, args[0].dtype)
+    device, dtype, _, _ = torch._C._nn._parse_to(
+        *args, **{key: value for key, value in kwargs.items() if key in ("device", "dtype")}
+    )
+    return _converted(handle, device, dtype)
+
+
+def _convert_to(dtype: torch.dtype) -> Callable[..., Any]:
+    return lambda handle, *args, **kwargs: _converted(handle, None, dtype)
+
+
+def _move_to(kind: str) -> Callable[..., Any]:
+    return lambda handle, *args, **kwargs: _converted(handle, torch.device(kind), None)
+
+
+def _refuse_storage(handle: Handle, *args: Any, **kwargs: Any) -> Any:
+    raise ParameterNotResident(
+        handle.name_in_model,
+        "it has no storage while released; use `with infinity.gather(module):`",
+    )
+
+
+_SPECIAL: dict[Any, Callable[..., Any]] = {
+    torch.Tensor.data.__get__: _get_data,
+    torch.Tensor.data.__set__: _set_data,
+    torch.Tensor.requires_grad.__set__: _set_requires_grad,
+    torch.Tensor.requires_grad_: _requires_grad_,
+    torch.Tensor.to: _to,
+    torch.Tensor.half: _convert_to(torch.float16),
+    torch.Tensor.bfloat16: _convert_to(torch.bfloat16),
+    torch.Tensor.float: lambda h, *a, **k: h if h.dtype is torch.float32 else NotImplemented,
+    torch.Tensor.cuda: _move_to("cuda"),
+    torch.Tensor.data_ptr: _refuse_storage,
+    torch.Tensor.untyped_storage: _refuse_storage,
+    torch.Tensor.storage: _refuse_storage,
+    torch._has_compatible_shallow_copy_type: lambda *args: True,  # nn.Module._apply asks.
+    torch.Tensor.share_memory_: _refuse_storage,
+    torch.Tensor.pin_memory: _refuse_storage,
+}

@@ -1,0 +1,96 @@
+"""Models that are never whole in memory: built on meta, initialised tensor by tensor into the tiers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from infinity.config import SwapConfig
+from infinity.engine.engine import Engine
+from infinity.engine.handles import Handle
+from infinity.errors import ConfigError
+
+# Parameters up to this size keep the values their module's constructor gave them: a scale made by
+# torch.ones has no reset_parameters to make it again.
+_KEPT_NBYTES = 64 << 10
+
+
+@contextmanager
+def init(config: Any = None) -> Iterator[None]:
+    """Within, modules are built without memory for their parameters; buffers are real.
+
+    `config` is checked, so that a bad file is refused before a model is built. Follow with
+    `infinity.offload(model, config, weights=...)`, which streams weights in or initialises them.
+    """
+    SwapConfig.load(config)
+    register = nn.Module.register_parameter
+
+    def register_on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        register(module, name, param)
+        if param is None or param.is_meta or param.numel() * param.element_size() <= _KEPT_NBYTES:
+            return
+        on_meta = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
+        on_meta.__dict__.update(param.__dict__)
+        module._parameters[name] = on_meta
+
+    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def initialise(engine: Engine, names: set[str], seed: int) -> None:
+    """Initialises the named parameters, which were built on meta, by their modules' own rules.
+
+    The same seed gives the same values on every placement: the operations and their order are the
+    model's, only the memory they run in differs.
+    """
+    fresh = {slot.handle for slot in engine.slots if slot.name in names}
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), engine.initialising():
+        torch.manual_seed(seed)
+        covered: set[int] = set()
+        for module in _transformers_models(engine.model):
+            _initialise_transformers(module, fresh)
+            covered.update(id(child) for child in module.modules())
+        for name, module in engine.model.named_modules():
+            if id(module) in covered or not any(p in fresh for p in _own(module)):
+                continue
+            reset = getattr(module, "reset_parameters", None) or getattr(
+                module, "_reset_parameters", None
+            )
+            if reset is None:
+                raise ConfigError(
+                    f"{name or type(module).__name__} was built without memory and has no "
+                    "reset_parameters() to initialise it; give offload(weights=...), add the method, or "
+                    "build it outside infinity.init()"
+                )
+            reset()
+
+
+def _own(module: nn.Module) -> Iterator[Any]:
+    return (parameter for parameter in module._parameters.values() if parameter is not None)
+
+
+def _transformers_models(root: nn.Module) -> list[Any]:
+    """The outermost transformers models in `root`."""
+    if hasattr(root, "initialize_weights") and hasattr(root, "_init_weights"):
+        return [root]
+    return [found for child in root.children() for found in _transformers_models(child)]
+
+
+def _initialise_transformers(model: Any, fresh: set[Handle]) -> None:
+    """Runs the model's own initialisation over everything that is not there yet."""
+    for module in model.modules():
+        for parameter in _own(module):
+            # transformers.initialization passes over what carries this mark.
+            parameter._is_hf_initialized = parameter not in fresh
+        # Modules without parameters compute buffers there, and may do so again.
+        module._is_hf_initialized = False
+    model.initialize_weights()
+    for parameter in model.parameters():
+        del parameter._is_hf_initialized

@@ -1,0 +1,177 @@
+"""AdamW as users know it, over state that rests on tiers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from infinity.engine.engine import Engine, Slot, engine_of
+from infinity.engine.handles import Handle
+from infinity.engine.update import StepRecord
+from infinity.errors import ConfigError, NonFiniteError, UnsupportedError
+from infinity.ops.adamw import AdamWSettings
+
+
+class AdamW(torch.optim.Optimizer):
+    """`torch.optim.AdamW` for an offloaded model; the same bits as its fused implementation.
+
+    `params` is the model, its parameters, or groups of them, as for any torch optimizer. Learning-rate
+    schedulers work on `param_groups`. `max_grad_norm` clips the global 2-norm, exactly as
+    `torch.nn.utils.clip_grad_norm_` before the step would; `grad_norm` then holds the norm of the last
+    step (fp32 scalar), as it does with `always_norm`. `error_if_nonfinite` raises NonFiniteError
+    before anything is changed.
+
+    Source: Loshchilov and Hutter, "Decoupled weight decay regularization", 2019.
+    """
+
+    # Accelerate leaves an optimizer alone that is prepared already.
+    _is_accelerate_prepared = True
+    step_was_skipped = False
+
+    def __init__(
+        self,
+        params: nn.Module | Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        max_grad_norm: float | None = None,
+        always_norm: bool = False,
+        error_if_nonfinite: bool = False,
+    ) -> None:
+        _check(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, max_grad_norm=max_grad_norm)
+        if isinstance(params, nn.Module):
+            engine_of(params)
+            params = [parameter for parameter in params.parameters() if parameter.requires_grad]
+        defaults = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
+        self._slots: dict[int, Slot] = {}
+        self._steps: dict[int, int] = {}  # By id of the handle; a parameter steps when it has a gradient.
+        self._engine: Engine | None = None
+        self.max_grad_norm = max_grad_norm
+        self.always_norm = always_norm
+        self.error_if_nonfinite = error_if_nonfinite
+        self.grad_norm: torch.Tensor | None = None
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        params = param_group["params"]
+        param_group["params"] = params = [params] if isinstance(params, torch.Tensor) else list(params)
+        for parameter in params:
+            slot = self._find(parameter)
+            if slot.spec.state_offset < 0:
+                raise ConfigError(
+                    f"{slot.name!r} was frozen when the model was offloaded and cannot be optimized; "
+                    "set requires_grad before infinity.offload, or leave it out"
+                )
+            self._slots[id(parameter)] = slot
+        super().add_param_group(param_group)
+
+    def _find(self, parameter: Any) -> Slot:
+        if not isinstance(parameter, Handle) or parameter.is_gradient:
+            raise ConfigError(
+                f"expected parameters of an offloaded model, got {type(parameter).__name__}; build the "
+                "optimizer after infinity.offload(model, config)"
+            )
+        engine = parameter.owner
+        assert isinstance(engine, Engine)
+        if self._engine is not None and engine is not self._engine:
+            raise ConfigError("the parameters belong to two offloaded models; use one optimizer each")
+        self._engine = engine
+        return engine._slot_of(parameter)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """One step. Returns what the closure returned, if one was given."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        assert self._engine is not None
+        factor = self._clip()
+        settings = {}
+        for group in self.param_groups:
+            for handle in group["params"]:
+                slot = self._slots[id(handle)]
+                if self._engine.has_gradient(slot):
+                    self._steps[id(handle)] = self._steps.get(id(handle), 0) + 1
+                    settings[slot.spec] = _settings(group, self._steps[id(handle)])
+        if settings:
+            self._engine.step(StepRecord(settings, factor))
+        return loss
+
+    def _clip(self) -> torch.Tensor | None:
+        """The factor gradients are multiplied by, after the norm was looked at."""
+        self.grad_norm = None
+        if self.max_grad_norm is None and not self.always_norm and not self.error_if_nonfinite:
+            return None
+        assert self._engine is not None
+        mine = {id(slot) for slot in self._slots.values()}
+        # In the model's order, like clip_grad_norm_(model.parameters()), whatever the groups are.
+        ordered = [slot for slot in self._engine.slots if id(slot) in mine]
+        norms = self._engine.gradient_norms(ordered)
+        if not norms:
+            self.grad_norm = torch.tensor(0.0)
+            return None
+        self.grad_norm = torch.linalg.vector_norm(torch.stack(list(norms.values())))
+        if self.error_if_nonfinite and not torch.isfinite(self.grad_norm):
+            culprits = [name for name, norm in norms.items() if not torch.isfinite(norm)]
+            raise NonFiniteError(
+                "the gradient norm",
+                step=1 + max(self._steps.values(), default=0),
+                unit=culprits[0] if culprits else None,
+            )
+        if self.max_grad_norm is None:
+            return None
+        return torch.clamp(self.max_grad_norm / (self.grad_norm + 1e-6), max=1.0)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forgets the gradients, or with `set_to_none` false makes those that are there zero."""
+        if self._engine is not None:
+            self._engine.zero_gradients(self._slots.values(), set_to_none=set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Settings and step counts. Moments stay on their tiers; they are never put in a dict."""
+        index = 0
+        groups, steps = [], {}
+        for group in self.param_groups:
+            indexes = list(range(index, index + len(group["params"])))
+            index += len(indexes)
+            groups.append({key: value for key, value in group.items() if key != "params"} | {"params": indexes})
+            for each, handle in zip(indexes, group["params"], strict=True):
+                if id(handle) in self._steps:
+                    steps[each] = {"step": self._steps[id(handle)]}
+        return {"state": steps, "param_groups": groups}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Refused: moments are not in the dict, so continuing from it would not be the same run."""
+        raise UnsupportedError(
+            "optimizer.load_state_dict cannot bring back moments that rest on tiers; "
+            "start the optimizer anew"
+        )
+
+
+def _settings(group: dict[str, Any], step: int) -> AdamWSettings:
+    beta1, beta2 = group["betas"]
+    return AdamWSettings(
+        lr=float(group["lr"]),
+        beta1=float(beta1),
+        beta2=float(beta2),
+        eps=float(group["eps"]),
+        weight_decay=float(group["weight_decay"]),
+        step=step,
+    )
+
+
+def _check(
+    *, lr: float, betas: tuple[float, float], eps: float, weight_decay: float, max_grad_norm: float | None
+) -> None:
+    if lr < 0 or eps < 0 or weight_decay < 0:
+        raise ConfigError(f"expected {lr=}, {eps=} and {weight_decay=} to be at least 0")
+    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+        raise ConfigError(f"expected two betas in [0, 1), got {betas}")
+    if max_grad_norm is not None and max_grad_norm <= 0:
+        raise ConfigError(f"expected max_grad_norm > 0 or None, got {max_grad_norm}")
