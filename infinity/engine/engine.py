@@ -32,7 +32,7 @@ from infinity.engine.hooks import (
     Stay,
     current_backward,
     detach_from_parameters,
-    tensors_in,
+    entry_nodes,
 )
 from infinity.engine.master import MasterWriter
 from infinity.engine.update import StepRecord, Updater
@@ -135,6 +135,7 @@ class Engine:
         self._by_unit: dict[int, list[Slot]] = {}
         self._regions: set[int] = set()
         self._dirty: set[int] = set()  # Units changed on the device and not absorbed yet.
+        self._finished: set[int] = set()  # Units the running backward has left.
         self._warned: set[str] = set()
         self._initialising: list[int] | None = None  # Units held by initialisation, oldest first.
         for slot in self.slots:
@@ -195,6 +196,8 @@ class Engine:
             priority = (
                 Priority.FORWARD if current_backward() == OUTSIDE_BACKWARD else Priority.BACKWARD
             )
+            if priority is Priority.BACKWARD:
+                self._write_out_finished(entering=units)
             try:
                 for unit in units:
                     self._hold(unit, priority)
@@ -202,6 +205,15 @@ class Engine:
             except BaseException:
                 self.leave(done)
                 raise
+
+    def _write_out_finished(self, entering: list[int]) -> None:
+        """Gradients of units that the backward has left go to where they rest.
+
+        Not when it leaves them: the last gradients arrive right after the unit's last node has run.
+        """
+        for unit in self._finished - set(entering):
+            self._gradients.write_out(self.parts.store.units[unit])
+        self._finished.clear()
 
     def _hold(self, unit: int, priority: Priority) -> None:
         if self.is_closed:
@@ -225,7 +237,7 @@ class Engine:
         if unit in self._dirty:
             self._absorb(unit)
         if current_backward() != OUTSIDE_BACKWARD:
-            self._gradients.write_out(self.parts.store.units[unit])
+            self._finished.add(unit)
 
     def _refresh_units_caches(self, unit: int) -> None:
         owners = {id(a.module): a.module for s in self._by_unit[unit] for a in s.aliases}
@@ -252,6 +264,7 @@ class Engine:
 
     def backward_ended(self) -> None:
         with self._lock:
+            self._finished.clear()
             self._gradients.write_out_all()
 
     def reset(self) -> None:
@@ -384,10 +397,9 @@ class Engine:
     def _watch_fault(self, units: list[int], answer: Any) -> Any:
         """The result keeps no view of memory that goes away, and its backward fetches again."""
         answer = detach_from_parameters(answer, self.is_parameter_memory)
-        for tensor in tensors_in(answer):
-            if tensor.grad_fn is not None:
-                stay = Stay(self.parts.store.units[units[0]].name, units, current_backward())
-                self._backwards.watch(stay, tensor, [])
+        for node in entry_nodes(answer):
+            stay = Stay(self.parts.store.units[units[0]].name, units, current_backward())
+            self._backwards.watch(stay, node, [])
         return answer
 
     def _slot(self, name: str) -> Slot:
@@ -442,10 +454,15 @@ class Engine:
                 self.parts.master.write(unit, spec, value)
 
     def fill(self, unit: Unit) -> None:
-        """Writes one unit's original parameters to its tiers."""
-        with torch.no_grad():
-            values = {s.spec: s.original.detach() for s in self._by_unit[unit.index] if s.original is not None}
-            self._write(unit, values)
+        """Writes one unit's original parameters, those that have memory, to its tiers."""
+        values = {
+            slot.spec: slot.original.detach()
+            for slot in self._by_unit[unit.index]
+            if slot.original is not None and not slot.original.is_meta
+        }
+        if values:
+            with torch.no_grad():
+                self._write(unit, values)
 
     def _absorb(self, unit: int) -> None:
         """Weights that were changed on the device become the unit's state."""

@@ -1,28 +1,33 @@
 """The moments in a module's life at which weights are needed, and the order they come in.
 
-  pre-forward    the site's units are held; inputs that need gradients enter through an alias
-  post-forward   the hold ends; every output that needs a gradient remembers this use
-  pre-backward   the first gradient to reach one of those outputs holds the units again
-  post-backward  the gradients of all inputs are done: the hold ends
-  end            of a backward: whatever is still held is let go (a first unit's inputs need no
-                 gradient, an input may be unused)
+  pre-forward    the site's units are held
+  post-forward   the hold ends; the nodes of the autograd graph that this forward made are found
+  pre-backward   the first gradient to reach one of its outputs holds the units again
+  post-backward  the last of its nodes has run: the hold ends
+  end            of a backward: whatever is still held is let go (an exception, a fault)
+
+Note [Exits]
+  Autograd numbers nodes as it makes them, so the nodes of this forward are those at or above the
+  number at its start that its outputs reach. Their *exits* are the nodes with no next node among
+  them: every node of the forward lies before an exit, so when all exits have run the site's backward
+  is over, whatever else uses the same tensors. Nothing is put between the module and its inputs: an
+  alias or an identity function there would add gradients up in another order, which changes bits,
+  and would make some in-place operations illegal.
 
 Note [Nodes, not tensors]
-  The hooks sit on autograd nodes. A hook on an output tensor is lost when the output is a view and is
-  later changed in place; a full backward hook makes outputs views, which an in-place operation then
-  refuses, and fires before the children when no input needs a gradient. An alias (`view_as`) per
-  input costs nothing, keeps in-place operations legal, and its node runs exactly when this use has
-  handed back its input's gradient, no matter who else uses the same tensor.
+  Hooks sit on nodes. A hook on an output tensor is lost when the output is a view and is later changed
+  in place; a full backward hook makes outputs views, which an in-place operation then refuses, and
+  fires before the children when no input needs a gradient.
 
 Note [No cycles]
   A node's hook must not reach the node again, or the graph is never freed. An output's hook holds the
-  input nodes (graphs point that way anyway); an input's hook holds only the `Stay`.
+  exits (graphs point that way anyway); an exit's hook holds only the `Stay`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -57,7 +62,7 @@ class Stay:
     units: list[int]
     forward_in: int  # The backward this forward is a recomputation in, or OUTSIDE_BACKWARD.
     held_in: int = OUTSIDE_BACKWARD
-    entrances_left: int = 0
+    exits_left: int = 0
 
 
 class Residency(Protocol):
@@ -78,17 +83,15 @@ class Backwards:
         self._stays: dict[Stay, None] = {}
         self._armed: set[int] = set()
 
-    def watch(self, stay: Stay, output: torch.Tensor, entrances: list[Node]) -> None:
-        """Arranges that the first gradient to reach `output` holds the stay's units."""
-        node = output.grad_fn
-        assert node is not None
-        node.register_prehook(lambda gradients: self._reached(stay, entrances))
+    def watch(self, stay: Stay, node: Node, exits: list[Node]) -> None:
+        """Arranges that the first gradient to reach `node` holds the stay's units."""
+        node.register_prehook(lambda gradients: self._reached(stay, exits))
 
-    def leave_through(self, stay: Stay, entrance: Node) -> None:
-        """Arranges that the hold ends when this entrance, and all others, have been passed."""
-        entrance.register_hook(lambda inputs, outputs: self._passed(stay))
+    def leave_through(self, stay: Stay, node: Node) -> None:
+        """Arranges that the hold ends when this exit, and all others, have been passed."""
+        node.register_hook(lambda inputs, outputs: self._passed(stay))
 
-    def _reached(self, stay: Stay, entrances: list[Node]) -> None:
+    def _reached(self, stay: Stay, exits: list[Node]) -> None:
         running = current_backward()
         if stay.held_in == running:
             return
@@ -102,13 +105,13 @@ class Backwards:
         self._residency.enter(stay.units)
         stay.held_in = running
         self._stays[stay] = None
-        stay.entrances_left = sum(map(torch._C._will_engine_execute_node, entrances))
+        stay.exits_left = sum(map(torch._C._will_engine_execute_node, exits))
 
     def _passed(self, stay: Stay) -> None:
         if stay.held_in != current_backward():
             return
-        stay.entrances_left -= 1
-        if stay.entrances_left == 0:
+        stay.exits_left -= 1
+        if stay.exits_left == 0:
             self._release(stay)
 
     def _release(self, stay: Stay) -> None:
@@ -152,15 +155,15 @@ class SiteHooks:
         self._site = site
         self._residency = residency
         self._backwards = backwards
-        # One entry per forward of this module that is running: recursion is legal.
-        self._running: list[_Running] = []
+        # For every forward of this module that is running, the number of its first node.
+        self._running: list[int] = []
 
     def install(self) -> list[Any]:
         """Registers the hooks; returns their handles for removal."""
         module = self._site.module
         return [
-            module.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True),
-            module.register_forward_hook(self._after, with_kwargs=True, always_call=True),
+            module.register_forward_pre_hook(self._before, prepend=True),
+            module.register_forward_hook(self._after, always_call=True),
         ]
 
     def reset(self) -> None:
@@ -170,82 +173,65 @@ class SiteHooks:
             self._residency.leave(self._site.units)
 
     @torch._dynamo.disable  # type: ignore[untyped-decorator]
-    def _before(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _before(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         self._residency.enter(self._site.units)
-        running = _Running()
-        self._running.append(running)
-        if not torch.is_grad_enabled():
-            return args, kwargs
-
-        def alias(tensor: torch.Tensor) -> torch.Tensor:
-            if not tensor.requires_grad or tensor.layout is not torch.strided:
-                return tensor
-            aliased = tensor.view_as(tensor)
-            assert aliased.grad_fn is not None
-            running.entrances.append(aliased.grad_fn)
-            running.passed_through.update((id(tensor), id(aliased)))
-            running.kept.extend((tensor, aliased))  # So that no id is used again meanwhile.
-            return aliased
-
-        return map_tensors(args, alias), map_tensors(kwargs, alias)
+        self._running.append(torch.autograd._get_sequence_nr())
 
     @torch._dynamo.disable  # type: ignore[untyped-decorator]
-    def _after(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-    ) -> Any:
+    def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if not self._running:
             return output  # The pre-forward itself raised.
-        running = self._running.pop()
+        first = self._running.pop()
         try:
-            return self._watch(running, output) if output is not None else output
+            output = detach_from_parameters(output, self._residency.is_parameter_memory)
+            if output is not None and torch.is_grad_enabled():
+                self._watch(first, output)
+            return output
         finally:
             self._residency.leave(self._site.units)
 
-    def _watch(self, running: _Running, output: Any) -> Any:
-        output = detach_from_parameters(output, self._residency.is_parameter_memory)
-        if not torch.is_grad_enabled():
-            return output
+    def _watch(self, first: int, output: Any) -> None:
+        entries = {node for node in entry_nodes(output) if _is_made_since(first, node)}
         stay = Stay(self._site.name, self._site.units, current_backward())
-        for entrance in running.entrances:
-            self._backwards.leave_through(stay, entrance)
-        for tensor in tensors_in(output):
-            if tensor.grad_fn is None or id(tensor) in running.passed_through:
-                continue
-            self._backwards.watch(stay, tensor, running.entrances)
-            base = tensor._base
-            if base is not None and base.grad_fn is not None and not running.saw(base):
-                # An in-place change of this view would cut its own node out of the graph.
-                self._backwards.watch(stay, base, running.entrances)
-        return output
+        exits = exit_nodes(entries, first)
+        for node in exits:
+            self._backwards.leave_through(stay, node)
+        for node in entries:
+            self._backwards.watch(stay, node, exits)
 
 
-class _Running:
-    """One forward in progress: what came in."""
-
-    __slots__ = ("entrances", "kept", "passed_through")
-
-    def __init__(self) -> None:
-        self.entrances: list[Node] = []
-        self.passed_through: set[int] = set()
-        self.kept: list[torch.Tensor] = []
-
-    def saw(self, base: torch.Tensor) -> bool:
-        return any(base is tensor or base is tensor._base for tensor in self.kept)
+def entry_nodes(output: Any) -> Iterator[Node]:
+    """The nodes through which a backward enters: those of the output's tensors, and of the tensors
+    they are views of, because an in-place change of a view cuts the view's own node out."""
+    for tensor in tensors_in(output):
+        for each in (tensor, tensor._base):
+            if each is not None and each.grad_fn is not None:
+                yield each.grad_fn
 
 
-def map_tensors(tree: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """The same nest of tuples, lists and dicts with every tensor changed. Others are kept as is."""
-    if isinstance(tree, torch.Tensor):
-        return change(tree)
-    if type(tree) is tuple:
-        return tuple(map_tensors(each, change) for each in tree)
-    if type(tree) is list:
-        return [map_tensors(each, change) for each in tree]
-    if type(tree) is dict:
-        return {key: map_tensors(value, change) for key, value in tree.items()}
-    return tree
+# AccumulateGrad nodes carry the highest number there is.
+_ACCUMULATES = 2**64 - 1
+
+
+def _is_made_since(first: int, node: Node) -> bool:
+    return first <= node._sequence_nr() < _ACCUMULATES
+
+
+def exit_nodes(entries: Iterable[Node], first: int) -> list[Node]:
+    """The nodes, made since number `first` and reached from `entries`, with no such node behind them."""
+    exits: list[Node] = []
+    seen = set(entries)
+    waiting = list(seen)
+    while waiting:
+        node = waiting.pop()
+        inner = [n for n, _ in node.next_functions if n is not None and _is_made_since(first, n)]
+        if not inner:
+            exits.append(node)
+        for each in inner:
+            if each not in seen:
+                seen.add(each)
+                waiting.append(each)
+    return exits
 
 
 def tensors_in(tree: Any, depth: int = 0) -> Iterator[torch.Tensor]:

@@ -11,7 +11,6 @@ from torch import nn
 
 from infinity.config import SwapConfig
 from infinity.engine.engine import Engine
-from infinity.engine.handles import Handle
 from infinity.errors import ConfigError
 
 # Parameters up to this size keep the values their module's constructor gave them: a scale made by
@@ -50,30 +49,39 @@ def initialise(engine: Engine, names: set[str], seed: int) -> None:
     The same seed gives the same values on every placement: the operations and their order are the
     model's, only the memory they run in differs.
     """
-    fresh = {slot.handle for slot in engine.slots if slot.name in names}
-    with torch.random.fork_rng(devices=[]), torch.no_grad(), engine.initialising():
+    slots = {id(face): slot for slot in engine.slots for face in (slot.handle, slot.compute)}
+
+    def is_fresh(parameter: torch.Tensor) -> bool:
+        return slots[id(parameter)].name in names
+
+    with (
+        torch.random.fork_rng(devices=[]),
+        torch.no_grad(),
+        engine.initialising(),
+        _marked(engine, names),
+    ):
         torch.manual_seed(seed)
         covered: set[int] = set()
-        for module in _transformers_models(engine.model):
-            _initialise_transformers(module, fresh)
-            covered.update(id(child) for child in module.modules())
+        for model in _transformers_models(engine.model):
+            for module in model.modules():
+                module._is_hf_initialized = False  # A model built without memory says it is done.
+            model.initialize_weights()
+            covered.update(id(child) for child in model.modules())
         for name, module in engine.model.named_modules():
-            if id(module) in covered or not any(p in fresh for p in _own(module)):
-                continue
-            reset = getattr(module, "reset_parameters", None) or getattr(
-                module, "_reset_parameters", None
-            )
-            if reset is None:
-                raise ConfigError(
-                    f"{name or type(module).__name__} was built without memory and has no "
-                    "reset_parameters() to initialise it; give offload(weights=...), add the method, or "
-                    "build it outside infinity.init()"
-                )
-            reset()
+            own = [parameter for parameter in module._parameters.values() if parameter is not None]
+            if id(module) not in covered and any(map(is_fresh, own)):
+                _reset(name, module)
 
 
-def _own(module: nn.Module) -> Iterator[Any]:
-    return (parameter for parameter in module._parameters.values() if parameter is not None)
+def _reset(name: str, module: nn.Module) -> None:
+    reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+    if reset is None:
+        raise ConfigError(
+            f"{name or type(module).__name__} was built without memory and has no "
+            "reset_parameters() to initialise it; give offload(weights=...), add the method, or "
+            "build it outside infinity.init()"
+        )
+    reset()
 
 
 def _transformers_models(root: nn.Module) -> list[Any]:
@@ -83,14 +91,15 @@ def _transformers_models(root: nn.Module) -> list[Any]:
     return [found for child in root.children() for found in _transformers_models(child)]
 
 
-def _initialise_transformers(model: Any, fresh: set[Handle]) -> None:
-    """Runs the model's own initialisation over everything that is not there yet."""
-    for module in model.modules():
-        for parameter in _own(module):
-            # transformers.initialization passes over what carries this mark.
-            parameter._is_hf_initialized = parameter not in fresh
-        # Modules without parameters compute buffers there, and may do so again.
-        module._is_hf_initialized = False
-    model.initialize_weights()
-    for parameter in model.parameters():
-        del parameter._is_hf_initialized
+@contextmanager
+def _marked(engine: Engine, names: set[str]) -> Iterator[None]:
+    """Within, parameters that have their values carry the mark that transformers' initialisation
+    passes over."""
+    faces = [(face, slot.name) for slot in engine.slots for face in (slot.handle, slot.compute)]
+    for face, name in faces:
+        face._is_hf_initialized = name not in names  # type: ignore[union-attr]
+    try:
+        yield
+    finally:
+        for face, _ in faces:
+            del face._is_hf_initialized  # type: ignore[union-attr]

@@ -2,8 +2,9 @@
 
 `[placement]` gives, per state kind, an ordered list of tiers. Pieces are placed unit by unit in model
 order, and a piece goes to the first tier of its list that still has room; so a kind that does not
-fit the host is split: the first units on the host, the rest on NVMe. Kinds that travel more often
-are placed first, because a resident byte of theirs saves more traffic.
+fit the host is split: the first units on the host, the rest on NVMe. Kinds that may not go to NVMe
+are placed first, so that a kind that may never takes their room; among the others those that travel
+more often come first, because a resident byte of theirs saves more traffic.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def place(
     }
     tiers: dict[tuple[int, Piece], str] = {}
     placed_nbytes = dict.fromkeys(free_nbytes, 0)
-    for piece in _PLACING_ORDER:
+    for piece in sorted(_PLACING_ORDER, key=lambda piece: "nvme" in preferences[piece.kind]):
         for unit in units:
             needed_nbytes = resting_nbytes(unit, piece)
             if needed_nbytes == 0:

@@ -1,0 +1,28 @@
+"""Doubles that ship with the package, for tests of it and of code that uses it.
+
+SimulatedDevice   a device without a GPU: late copies, poisoned releases
+FaultyEngine      a storage engine that fails, delays or corrupts on request
+models            tiny models
+
+Nothing else in the package imports this.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+__all__ = ["FaultyEngine", "SimulatedDevice", "models"]
+
+_HOMES = {
+    "FaultyEngine": "infinity.testing.faulty_engine",
+    "SimulatedDevice": "infinity.testing.simulated_device",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "models":
+        return importlib.import_module("infinity.testing.models")
+    if name not in _HOMES:
+        raise AttributeError(f"module 'infinity.testing' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
