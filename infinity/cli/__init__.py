@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 from typing import Annotated, Any
 
 import typer
@@ -42,8 +43,14 @@ class _LazyGroup(TyperGroup):
         except InfinityError as error:
             if ctx.params.get("traceback"):
                 raise
-            typer.secho(f"error: {error}", fg=typer.colors.RED, err=True)
+            print_error(f"error: {error}")
             raise typer.Exit(2) from None
+
+
+def print_error(text: str) -> None:
+    """Red on a terminal, on stderr. Follows https://no-color.org."""
+    color = False if os.environ.get("NO_COLOR") else None
+    typer.secho(text, fg=typer.colors.RED, err=True, color=color)
 
 
 def _import_command(name: str) -> Any:

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from infinity.cli import print_error
 from infinity.config import InvalidConfigError, SwapConfig
 from infinity.errors import ConfigError
 from infinity.sizes import format_nbytes
@@ -34,7 +35,7 @@ def check(file: _File) -> None:
             else [str(error)]
         )
         for line in faults:
-            typer.secho(line, fg=typer.colors.RED, err=True)
+            print_error(line)
         raise typer.Exit(1) from None
     typer.echo(f"{file}: ok")
 

@@ -37,8 +37,10 @@ from infinity.config.values import (
     Size,
     Text,
     conflict,
+    fault,
     nearest,
     refuse,
+    refuse_all,
     show_value,
 )
 from infinity.sizes import GIB, KIB, MIB, PAGE_NBYTES
@@ -160,13 +162,13 @@ class Tiers(Section):
     @classmethod
     def _each_path_once(cls, entries: tuple[NvmeTier, ...]) -> tuple[NvmeTier, ...]:
         seen: dict[str, int] = {}
+        faults = []
         for index, entry in enumerate(entries):
             first = seen.setdefault(os.path.realpath(entry.path), index)
             if first != index:
-                raise conflict(
-                    f"entry [{index}] names the same directory as entry [{first}]: "
-                    f"{show_value(str(entry.path))}; give each drive one entry"
-                )
+                text = f"the same directory as tiers.nvme[{first}].path; give each drive one entry"
+                faults.append(fault(text, index, "path"))
+        refuse_all(faults)
         return entries
 
 
@@ -314,12 +316,14 @@ def _model_type_present(config: dict[str, Any] | None) -> dict[str, Any] | None:
         _plain(config, "")
         model_type = config.get("model_type")
         if not isinstance(model_type, str) or not model_type:
-            near = "" if "model_type" in config else nearest("model_type", list(config)) or ""
-            hint = f' (did "{near}" mean that?)' if near else ""
-            raise conflict(
-                'expected model_type, the architecture\'s name in transformers, such as "gpt2"; '
-                f"got {show_value(model_type) if 'model_type' in config else 'none'}{hint}"
-            )
+            expected = 'expected the name of an architecture in transformers, such as "gpt2"'
+            if "model_type" in config:
+                text = f"{expected}; got {show_value(model_type)}"
+            else:
+                near = nearest("model_type", list(config), cutoff=0.7)
+                hint = f'; "{near}" is near' if near else ""
+                text = f"a required key is missing; {expected}{hint}"
+            refuse_all([fault(text, "model_type")])
     return config
 
 

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 from pydantic import Field, PrivateAttr, ValidationError, ValidationInfo, field_validator
-from pydantic_core import InitErrorDetails
 
 from infinity.config import problems
 from infinity.config.schema import (
@@ -32,7 +31,15 @@ from infinity.config.schema import (
     null_as_empty,
 )
 from infinity.config.source import Source, read_file
-from infinity.config.values import Choice, Integer, Loading, conflict, show_value, write_nbytes
+from infinity.config.values import (
+    Choice,
+    Integer,
+    Loading,
+    fault,
+    refuse_all,
+    show_value,
+    write_nbytes,
+)
 from infinity.errors import ConfigError
 
 IO_ENGINE_VARIABLE = "INFINITY_IO_ENGINE"
@@ -51,16 +58,6 @@ class Resolved(NamedTuple):
     key: str
     value: Any
     origin: str
-
-
-def _fault(text: str, *place: str | int) -> InitErrorDetails:
-    """A fault at `place`, relative to the section that is being validated."""
-    return InitErrorDetails(type=conflict(text), loc=place, input=None)
-
-
-def _refuse(faults: list[InitErrorDetails]) -> None:
-    if faults:
-        raise ValidationError.from_exception_data("SwapConfig", faults)
 
 
 class SwapConfig(Section):
@@ -104,9 +101,9 @@ class SwapConfig(Section):
                 placement.model_fields_set, **placement.__dict__ | derived
             )
         missing = '"nvme" needs a [[tiers.nvme]] entry, and there is none'
-        _refuse(
+        refuse_all(
             [
-                _fault(missing, kind, names.index("nvme"))
+                fault(missing, kind, names.index("nvme"))
                 for kind, names in placement
                 if "nvme" in names
             ]
@@ -122,7 +119,7 @@ class SwapConfig(Section):
         if word not in get_args(IoEngineName):
             choice = Choice(IoEngineName).expected()
             text = f"expected {choice} in {IO_ENGINE_VARIABLE}; got {show_value(word)}"
-            _refuse([_fault(text, "engine")])
+            refuse_all([fault(text, "engine")])
         if isinstance(info.context, Loading) and word != "auto":
             info.context.environment.append("io.engine")
         return Io.model_construct(io.model_fields_set, **io.__dict__ | {"engine": word})
@@ -139,7 +136,7 @@ class SwapConfig(Section):
         window, chunk, host = schedule.window, schedule.update_chunk, write_nbytes(budget)
         if window != "auto" and window > budget:
             text = f"expected at most tiers.host.capacity, {host}; got {write_nbytes(window)}"
-            faults.append(_fault(text, "window"))
+            faults.append(fault(text, "window"))
         num_chunks = sum(
             count
             for kind, count in _NUM_CHUNKS.items()
@@ -151,8 +148,8 @@ class SwapConfig(Section):
                 f"{num_chunks} chunks of {write_nbytes(chunk)}, one for each kind of state on "
                 f"nvme, do not fit tiers.host.capacity, {host}"
             )
-            faults.append(_fault(text, "update_chunk"))
-        _refuse(faults)
+            faults.append(fault(text, "update_chunk"))
+        refuse_all(faults)
         return schedule
 
     @field_validator("train")
@@ -160,7 +157,7 @@ class SwapConfig(Section):
     def _held_out_to_evaluate(cls, train: Train | None, info: ValidationInfo) -> Train | None:
         data: Data | None = info.data.get("data")
         if train and data and train.eval_every and not data.held_out:
-            _refuse([_fault("evaluation needs held-out data; data.held_out is 0", "eval_every")])
+            refuse_all([fault("evaluation needs held-out data; data.held_out is 0", "eval_every")])
         return train
 
     def __init__(self, **sections: Any) -> None:
@@ -187,8 +184,16 @@ class SwapConfig(Section):
                 "expected a path, a dict, a SwapConfig or None as the configuration; got "
                 f"{type(source).__name__}"
             )
+        return cls.from_table(table, origin)
+
+    @classmethod
+    def from_table(cls, table: dict[str, Any], source: Source) -> SwapConfig:
+        """The configuration of a table that `read_file` gave, changed by the caller or not.
+
+        Paths and messages are those of `source`. Raises ConfigError as `load` does.
+        """
         config = cls.__new__(cls)
-        config._read(table, origin)
+        config._read(table, source)
         return config
 
     def _read(self, table: dict[str, Any], source: Source) -> None:

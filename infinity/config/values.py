@@ -20,7 +20,13 @@ from pathlib import Path
 from typing import Any, get_args
 
 from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler, ValidationInfo
-from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+from pydantic_core import (
+    CoreSchema,
+    InitErrorDetails,
+    PydanticCustomError,
+    ValidationError,
+    core_schema,
+)
 
 from infinity.sizes import GIB, KIB, MIB, TIB, parse_nbytes
 
@@ -135,6 +141,17 @@ def refuse(expected: str, value: object, detail: str = "") -> PydanticCustomErro
 def conflict(text: str) -> PydanticCustomError:
     """The error of a value that is right in itself and does not fit the rest."""
     return PydanticCustomError("conflict", "{text}", {"text": text})
+
+
+def fault(text: str, *place: str | int) -> InitErrorDetails:
+    """A conflict at `place`, relative to the value that is being validated."""
+    return InitErrorDetails(type=conflict(text), loc=place, input=None)
+
+
+def refuse_all(faults: list[InitErrorDetails]) -> None:
+    """Raises every fault at its own place; nothing when there is none."""
+    if faults:
+        raise ValidationError.from_exception_data("config", faults)
 
 
 class Kind(ABC):

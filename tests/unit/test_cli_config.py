@@ -1,0 +1,178 @@
+"""The command line: check, show and schema, errors as one line, nothing heavy imported."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from infinity.cli import app
+from infinity.config import SwapConfig
+from infinity.errors import ConfigError, InfinityError
+
+GOOD = '[io]\nthreads = 3\n[[tiers.nvme]]\npath = "swap"\n'
+BAD = '[io]\nthread = 3\n[tiers.host]\ncapacity = "8G"\n'
+
+
+@pytest.fixture(autouse=True)
+def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("INFINITY_IO_ENGINE", "INFINITY_TRACEBACK"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def good(tmp_path: Path) -> Path:
+    file = tmp_path / "good.toml"
+    file.write_text(GOOD)
+    return file
+
+
+@pytest.fixture
+def bad(tmp_path: Path) -> Path:
+    file = tmp_path / "bad.toml"
+    file.write_text(BAD)
+    return file
+
+
+def infinity(*arguments: str | Path, **options: Any) -> Any:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments], **options)
+
+
+def test_check_says_ok(good: Path) -> None:
+    result = infinity("config", "check", good)
+    assert (result.exit_code, result.stdout, result.stderr) == (0, f"{good}: ok\n", "")
+
+
+def test_check_prints_every_fault_on_its_line_and_exits_1(bad: Path) -> None:
+    result = infinity("config", "check", bad)
+    assert (result.exit_code, result.stdout) == (1, "")
+    lines = result.stderr.splitlines()
+    assert len(lines) == 2 and all(line.startswith(f"{bad}: ") for line in lines)
+    assert "tiers.host.capacity" in lines[0]
+    assert 'io.thread: unknown key; did you mean "threads"?' in lines[1]
+
+
+def test_check_of_a_missing_file_exits_1_with_its_name(tmp_path: Path) -> None:
+    result = infinity("config", "check", tmp_path / "nope.toml")
+    assert result.exit_code == 1 and "nope.toml: cannot be read" in result.stderr
+
+
+def test_show_prints_toml_that_reads_back_equal(good: Path) -> None:
+    result = infinity("config", "show", good)
+    assert result.exit_code == 0
+    again = good.with_name("again.toml")
+    again.write_text(result.stdout)
+    assert SwapConfig.load(again) == SwapConfig.load(good)
+
+
+def test_show_says_where_each_value_came_from(good: Path) -> None:
+    lines = infinity("config", "show", good).stdout.splitlines()
+    remark = {line.split(" = ")[0]: line.split("# ")[1] for line in lines if " = " in line}
+    assert remark["block_size"] == "default"
+    assert remark["master"] == "derived"
+    assert remark["path"] == f"file {good}"
+    shown = [line for line in lines if line.startswith("capacity") and "available now" in line]
+    assert len(shown) == 1, "an automatic host budget says what it comes to here"
+
+
+def test_show_json_holds_the_configuration_and_its_origins(good: Path) -> None:
+    shown = json.loads(infinity("config", "show", good, "--json").stdout)
+    assert SwapConfig.load(shown["config"]) == SwapConfig.load(good)
+    assert shown["origins"]["io.threads"] == f"file {good}"
+    assert shown["origins"]["placement.master"] == "derived"
+
+
+def test_schema_prints_json_schema_or_the_reference() -> None:
+    schema = json.loads(infinity("config", "schema").stdout)
+    assert "tiers" in schema["properties"] and schema["$defs"]["Io"]["description"]
+    reference = infinity("config", "schema", "--markdown").stdout
+    assert reference.startswith("# The swap-tier file") and reference.endswith("\n")
+
+
+def test_error_of_the_package_is_a_message_and_exit_code_2(bad: Path) -> None:
+    result = infinity("config", "show", bad)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith(f"error: {bad}: 2 problems\n")
+    assert "Traceback" not in result.stderr
+
+
+def test_error_is_red_on_a_terminal_that_wants_color(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    result = infinity("config", "show", tmp_path / "nope.toml", color=True)
+    assert result.stderr.startswith("\x1b[31merror: ")
+    monkeypatch.setenv("NO_COLOR", "1")
+    result = infinity("config", "show", tmp_path / "nope.toml", color=True)
+    assert result.stderr.startswith("error: ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variables"), [(["--traceback"], {}), ([], {"INFINITY_TRACEBACK": "1"})]
+)
+def test_traceback_is_shown_when_asked_for(
+    bad: Path, arguments: list[str], variables: dict[str, str]
+) -> None:
+    result = infinity(*arguments, "config", "show", bad, env=variables)
+    assert isinstance(result.exception, ConfigError)
+
+
+def test_train_is_imported_when_it_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a stand-in: a function with typer's annotations becomes `infinity train FILE`."""
+    called = []
+
+    def train(config: str, steps: int = 1) -> None:
+        """Stand in."""
+        called.append((config, steps))
+        if config == "bad.toml":
+            raise InfinityError("no such luck")
+
+    module = types.ModuleType("infinity.cli.train")
+    module.train = train  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "infinity.cli.train", module)
+    assert infinity("train", "swap.toml", "--steps", "3").exit_code == 0
+    assert called == [("swap.toml", 3)]
+    result = infinity("train", "bad.toml")
+    assert (result.exit_code, result.stderr) == (2, "error: no such luck\n")
+    assert "Stand in." in infinity("train", "--help").stdout
+
+
+def test_version_names_the_command() -> None:
+    result = infinity("--version")
+    assert result.exit_code == 0 and result.stdout.startswith("infinity ")
+
+
+def test_unknown_command_is_told_the_nearest() -> None:
+    result = infinity("trian")
+    assert result.exit_code == 2 and "train" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["--version"], ["config", "--help"], ["config", "schema"]]
+)
+def test_help_and_config_import_no_torch(arguments: list[str]) -> None:
+    code = (
+        "import sys\n"
+        "from infinity.cli import main\n"
+        "try:\n"
+        "    main()\n"
+        "except SystemExit as end:\n"
+        "    assert not end.code, end.code\n"
+        "heavy = {'torch', 'numpy', 'transformers', 'infinity.cli.train'}\n"
+        "print(sorted(heavy & set(sys.modules)), file=sys.stderr)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    assert done.stderr.strip() == "[]"
+    assert done.stdout

@@ -1,0 +1,70 @@
+"""The memory a run may take: what the kernel has, or less inside a memory cgroup."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from infinity.config.machine import available_memory_nbytes
+from infinity.sizes import GIB, KIB, MIB
+
+
+def machine(root: Path, files: dict[str, str]) -> Path:
+    """A file system root that holds `files` and 16 GiB of available memory."""
+    meminfo = f"MemTotal: {32 * GIB // KIB} kB\nMemAvailable:   {16 * GIB // KIB} kB\n"
+    for name, text in ({"proc/meminfo": meminfo} | files).items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+def test_memory_outside_cgroups_is_what_the_kernel_says(tmp_path: Path) -> None:
+    assert available_memory_nbytes(machine(tmp_path, {})) == 16 * GIB
+
+
+def test_cgroup_without_a_limit_changes_nothing(tmp_path: Path) -> None:
+    files = {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/memory.max": "max\n"}
+    assert available_memory_nbytes(machine(tmp_path, files)) == 16 * GIB
+
+
+def test_cgroup_v2_leaves_its_limit_less_use_without_droppable_cache(tmp_path: Path) -> None:
+    files = {
+        "proc/self/cgroup": "0::/jobs/one\n",
+        "sys/fs/cgroup/jobs/one/memory.max": f"{4 * GIB}\n",
+        "sys/fs/cgroup/jobs/one/memory.current": f"{3 * GIB}\n",
+        "sys/fs/cgroup/jobs/one/memory.stat": f"anon 5\ninactive_file {2 * GIB}\n",
+    }
+    assert available_memory_nbytes(machine(tmp_path, files)) == 3 * GIB
+
+
+def test_cgroup_above_limits_too(tmp_path: Path) -> None:
+    files = {"proc/self/cgroup": "0::/jobs/one\n"}
+    for group, limit in (("jobs/one", 8 * GIB), ("jobs", 2 * GIB)):
+        files[f"sys/fs/cgroup/{group}/memory.max"] = str(limit)
+        files[f"sys/fs/cgroup/{group}/memory.current"] = str(512 * MIB)
+        files[f"sys/fs/cgroup/{group}/memory.stat"] = ""
+    assert available_memory_nbytes(machine(tmp_path, files)) == 1536 * MIB
+
+
+def test_cgroup_v1_is_read_where_there_is_no_v2(tmp_path: Path) -> None:
+    files = {
+        "proc/self/cgroup": "4:memory:/box\n3:cpu,cpuacct:/box\n",
+        "sys/fs/cgroup/memory/box/memory.limit_in_bytes": str(GIB),
+        "sys/fs/cgroup/memory/box/memory.usage_in_bytes": str(256 * MIB),
+        "sys/fs/cgroup/memory/box/memory.stat": "total_inactive_file 0\n",
+    }
+    assert available_memory_nbytes(machine(tmp_path, files)) == 768 * MIB
+
+
+def test_cgroup_over_its_limit_leaves_nothing(tmp_path: Path) -> None:
+    files = {
+        "proc/self/cgroup": "0::/\n",
+        "sys/fs/cgroup/memory.max": str(GIB),
+        "sys/fs/cgroup/memory.current": str(2 * GIB),
+        "sys/fs/cgroup/memory.stat": "",
+    }
+    assert available_memory_nbytes(machine(tmp_path, files)) == 0
+
+
+def test_this_machine_has_memory() -> None:
+    assert available_memory_nbytes() > 0
