@@ -1,0 +1,34 @@
+# Two commands do everything on a fresh Debian or Ubuntu machine with Python 3.11 or newer:
+#   make demo    sets up, then trains a GPT-2-sized model whose state lives on NVMe
+#   make test    sets up, then passes the tests
+# Set-up is scripts/setup.sh: a virtual environment in .venv, liburing where it may be installed, the
+# build. It runs again only when something it depends on has changed.
+
+PYTHON := .venv/bin/python
+
+.PHONY: demo test lint format setup gpu clean
+
+demo:
+	scripts/setup.sh hf
+	.venv/bin/infinity train examples/demo.toml
+
+test: setup
+	$(PYTHON) -m pytest
+
+lint: setup
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check .
+	.venv/bin/lint-imports
+
+format: setup
+	$(PYTHON) -m ruff check --fix-only .
+	$(PYTHON) -m ruff format .
+
+gpu: setup
+	$(PYTHON) -m pytest tests/gpu
+
+setup:
+	scripts/setup.sh hf,dev
+
+clean:
+	rm -rf build .venv .pytest_cache .ruff_cache .import_linter_cache .hypothesis
