@@ -32,7 +32,7 @@ from infinity.engine.hooks import (
     Stay,
     current_backward,
     detach_from_parameters,
-    entry_nodes,
+    nodes_since,
 )
 from infinity.engine.master import MasterWriter
 from infinity.engine.update import StepRecord, Updater
@@ -350,12 +350,13 @@ class Engine:
             assert gradient is not None
             return gradient.to(handle.device)
 
+        first = torch.autograd._get_sequence_nr()
         self.enter(units)
         try:
             answer = function(*replace_handles(args, real), **replace_handles(dict(kwargs), real))
             if self._initialising is not None:
                 return self._keep_initialised(units, answer, slots)
-            return self._watch_fault(units, answer)
+            return self._watch_fault(units, answer, first)
         finally:
             self.leave(units)
 
@@ -394,12 +395,11 @@ class Engine:
                 getattr(function, "__name__", function),
             )
 
-    def _watch_fault(self, units: list[int], answer: Any) -> Any:
+    def _watch_fault(self, units: list[int], answer: Any, first: int) -> Any:
         """The result keeps no view of memory that goes away, and its backward fetches again."""
         answer = detach_from_parameters(answer, self.is_parameter_memory)
-        for node in entry_nodes(answer):
-            stay = Stay(self.parts.store.units[units[0]].name, units, current_backward())
-            self._backwards.watch(stay, node, [])
+        stay = Stay(self.parts.store.units[units[0]].name if units else "", units, current_backward())
+        self._backwards.watch(stay, *nodes_since(first, answer))
         return answer
 
     def _slot(self, name: str) -> Slot:

@@ -6,22 +6,25 @@
   post-backward  the last of its nodes has run: the hold ends
   end            of a backward: whatever is still held is let go (an exception, a fault)
 
-Note [Exits]
+Note [Nodes of a forward]
   Autograd numbers nodes as it makes them, so the nodes of this forward are those at or above the
-  number at its start that its outputs reach. Their *exits* are the nodes with no next node among
-  them: every node of the forward lies before an exit, so when all exits have run the site's backward
-  is over, whatever else uses the same tensors. Nothing is put between the module and its inputs: an
-  alias or an identity function there would add gradients up in another order, which changes bits,
-  and would make some in-place operations illegal.
+  number at its start that its outputs reach. Each of them gets a hook that holds the units before it
+  runs: also a backward that enters in the middle, through a tensor the module put aside (a router's
+  auxiliary loss), finds them. Its *exits* are the nodes with no next node among them: every node of
+  the forward lies before an exit, so when all exits have run the site's backward is over, whatever
+  else uses the same tensors. Nothing is put between the module and its inputs: an alias or an identity
+  function there would add gradients up in another order, which changes bits, and would make some
+  in-place operations illegal.
 
 Note [Nodes, not tensors]
-  Hooks sit on nodes. A hook on an output tensor is lost when the output is a view and is later changed
-  in place; a full backward hook makes outputs views, which an in-place operation then refuses, and
-  fires before the children when no input needs a gradient.
+  A hook on an output tensor is lost when the output is a view and is later changed in place; a full
+  backward hook makes outputs views, which an in-place operation then refuses, and fires before the
+  children when no input needs a gradient.
 
 Note [No cycles]
-  A node's hook must not reach the node again, or the graph is never freed. An output's hook holds the
-  exits (graphs point that way anyway); an exit's hook holds only the `Stay`.
+  A node's hook must not reach the node again, or the graph, with all it saved, waits for the garbage
+  collector. An inner node's hook holds the exits (graphs point that way anyway), an exit's hook holds
+  the `Stay` alone. So an exit that is reached first holds the units for itself only.
 """
 
 from __future__ import annotations
@@ -83,15 +86,16 @@ class Backwards:
         self._stays: dict[Stay, None] = {}
         self._armed: set[int] = set()
 
-    def watch(self, stay: Stay, node: Node, exits: list[Node]) -> None:
-        """Arranges that the first gradient to reach `node` holds the stay's units."""
-        node.register_prehook(lambda gradients: self._reached(stay, exits))
+    def watch(self, stay: Stay, inner: Iterable[Node], exits: list[Node]) -> None:
+        """Arranges that the units are held while the nodes of a forward run in a backward."""
+        for node in inner:
+            node.register_prehook(lambda gradients: self._reached(stay, exits))
+        for node in exits:
+            node.register_prehook(lambda gradients: self._reached(stay, ()))
+            node.register_hook(lambda inputs, outputs: self._passed(stay))
 
-    def leave_through(self, stay: Stay, node: Node) -> None:
-        """Arranges that the hold ends when this exit, and all others, have been passed."""
-        node.register_hook(lambda inputs, outputs: self._passed(stay))
-
-    def _reached(self, stay: Stay, exits: list[Node]) -> None:
+    def _reached(self, stay: Stay, exits: Iterable[Node]) -> None:
+        """A node of the forward is about to run; `exits` is empty when it is one itself."""
         running = current_backward()
         if stay.held_in == running:
             return
@@ -105,7 +109,7 @@ class Backwards:
         self._residency.enter(stay.units)
         stay.held_in = running
         self._stays[stay] = None
-        stay.exits_left = sum(map(torch._C._will_engine_execute_node, exits))
+        stay.exits_left = sum(map(torch._C._will_engine_execute_node, exits)) or 1
 
     def _passed(self, stay: Stay) -> None:
         if stay.held_in != current_backward():
@@ -191,47 +195,34 @@ class SiteHooks:
             self._residency.leave(self._site.units)
 
     def _watch(self, first: int, output: Any) -> None:
-        entries = {node for node in entry_nodes(output) if _is_made_since(first, node)}
-        stay = Stay(self._site.name, self._site.units, current_backward())
-        exits = exit_nodes(entries, first)
-        for node in exits:
-            self._backwards.leave_through(stay, node)
-        for node in entries:
-            self._backwards.watch(stay, node, exits)
-
-
-def entry_nodes(output: Any) -> Iterator[Node]:
-    """The nodes through which a backward enters: those of the output's tensors, and of the tensors
-    they are views of, because an in-place change of a view cuts the view's own node out."""
-    for tensor in tensors_in(output):
-        for each in (tensor, tensor._base):
-            if each is not None and each.grad_fn is not None:
-                yield each.grad_fn
+        inner, exits = nodes_since(first, output)
+        self._backwards.watch(
+            Stay(self._site.name, self._site.units, current_backward()), inner, exits
+        )
 
 
 # AccumulateGrad nodes carry the highest number there is.
 _ACCUMULATES = 2**64 - 1
 
 
-def _is_made_since(first: int, node: Node) -> bool:
-    return first <= node._sequence_nr() < _ACCUMULATES
+def nodes_since(first: int, output: Any) -> tuple[list[Node], list[Node]]:
+    """The nodes numbered `first` or higher that the output's tensors reach: (inner nodes, exits)."""
 
+    def is_new(node: Node | None) -> bool:
+        return node is not None and first <= node._sequence_nr() < _ACCUMULATES
 
-def exit_nodes(entries: Iterable[Node], first: int) -> list[Node]:
-    """The nodes, made since number `first` and reached from `entries`, with no such node behind them."""
+    inner: list[Node] = []
     exits: list[Node] = []
-    seen = set(entries)
+    seen = {t.grad_fn for t in tensors_in(output) if is_new(t.grad_fn)}
     waiting = list(seen)
     while waiting:
         node = waiting.pop()
-        inner = [n for n, _ in node.next_functions if n is not None and _is_made_since(first, n)]
-        if not inner:
-            exits.append(node)
-        for each in inner:
-            if each not in seen:
-                seen.add(each)
-                waiting.append(each)
-    return exits
+        behind = [following for following, _ in node.next_functions if is_new(following)]
+        (inner if behind else exits).append(node)
+        fresh = set(behind) - seen
+        seen |= fresh
+        waiting.extend(fresh)
+    return inner, exits
 
 
 def tensors_in(tree: Any, depth: int = 0) -> Iterator[torch.Tensor]:
