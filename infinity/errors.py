@@ -110,7 +110,7 @@ class NonFiniteError(InfinityError, ArithmeticError):
         self.step = step
         self.unit = unit
         super().__init__(
-            f"{what} is not finite at step {step}, first produced by {unit or 'an unknown module'}; "
-            "no weight was changed by this step. Lower the learning rate, check the data, or set "
+            f"{what} is not finite at step {step}, first produced by {unit or 'an unknown module'}"
+            "; no weight was changed by this step. Lower the learning rate, check the data, or set "
             "optimizer.max_grad_norm"
         )

@@ -1,4 +1,5 @@
-"""From a model and a configuration to an engine: everything that can be refused is refused first."""
+"""From a model and a configuration to an engine: everything that can be refused is refused
+first."""
 
 from __future__ import annotations
 
@@ -24,8 +25,8 @@ from infinity.schedule.executor import Executor
 from infinity.sizes import MIB, align_up, format_nbytes
 from infinity.state.placement import (
     Placement,
-    chunk_for,
     place,
+    plan_berths,
     resting_nbytes,
     smallest_working_nbytes,
 )
@@ -69,8 +70,8 @@ def build(
 ) -> Engine:
     """Moves a model's parameters to their tiers and puts handles in their place.
 
-    A failure leaves the model as it was and no swap file behind. `wrap_storage` decorates the storage
-    engine (fault injection in tests).
+    A failure leaves the model as it was and no swap file behind. `wrap_storage` decorates the
+    storage engine (fault injection in tests).
     """
     _refuse(model, has_weights=weights is not None)
     anatomy = dissect(model, units)
@@ -81,18 +82,21 @@ def build(
         for index, (name, members) in enumerate(anatomy.units)
     ]
     budgets = _Budgets(config, laid_out, anatomy, device)
-    with ExitStack() as resources:
+    resources = ExitStack()
+    try:
         parts = _assemble(config, laid_out, budgets, device, wrap_storage, resources)
         engine = Engine(model, config, parts, _slots(parts, anatomy, laid_out), _sites(anatomy))
         for slot in engine.slots:
             slot.handle.owner = engine
-        try:
-            _fill(engine, weights, seed)
-        except BaseException:
-            engine.uninstall()
-            engine.close()
-            raise
-        resources.pop_all()  # The engine closes them from now on.
+    except BaseException:
+        resources.close()
+        raise
+    try:
+        _fill(engine, weights, seed)
+    except BaseException:
+        engine.uninstall()
+        engine.close()
+        raise
     engine.forget_originals()
     _move_buffers(model, parts.device)
     return engine
@@ -106,8 +110,8 @@ def _refuse(model: nn.Module, *, has_weights: bool) -> None:
             raise ConfigError(f"{name!r} belongs to a model that is offloaded already")
         if type(parameter.data) is not torch.Tensor:
             raise UnsupportedError(
-                f"{name!r} is a {type(parameter.data).__name__}; expected a plain tensor. Offload the "
-                "model before it is sharded or quantized by other means"
+                f"{name!r} is a {type(parameter.data).__name__}; expected a plain tensor. "
+                "Offload the model before it is sharded or quantized by other means"
             )
     for module_name, module in model.named_modules():
         for name, buffer in module._buffers.items():
@@ -115,8 +119,8 @@ def _refuse(model: nn.Module, *, has_weights: bool) -> None:
                 continue
             if not has_weights or name in module._non_persistent_buffers_set:
                 raise ConfigError(
-                    f"buffer {module_name}.{name} is on the meta device and no file has its value; build "
-                    "the model under `with infinity.init(config):`, which keeps buffers real"
+                    f"buffer {module_name}.{name} is on the meta device and no file has its value; "
+                    "build the model under `with infinity.init(config):`, which keeps buffers real"
                 )
 
 
@@ -134,11 +138,12 @@ def _facts(found: Found, config: SwapConfig) -> TensorFacts:
     )
 
 
-# -- Budgets --------------------------------------------------------------------------------------------
+# -- Budgets ---------------------------------------------------------------------------------------
 
 
 class _Budgets:
-    """What each tier may take, and where every piece goes. Pure but for asking the machine's sizes."""
+    """What each tier may take, and where every piece goes. Pure but for asking the machine's
+    sizes."""
 
     def __init__(
         self,
@@ -155,25 +160,33 @@ class _Budgets:
         self.is_cpu = device.shares_host_memory if device is not None else _kind(config) == "cpu"
         self.device_nbytes = self._device_nbytes(config, device)
         self.held_nbytes = anatomy.held_nbytes([rounded_nbytes(u.weight_nbytes) for u in units])
-        smallest = smallest_working_nbytes(units, self.preferences, held_nbytes=self.held_nbytes)
+        smallest = smallest_working_nbytes(
+            units,
+            self.preferences,
+            held_nbytes=self.held_nbytes,
+            chunk_nbytes=config.schedule.update_chunk,
+        )
         comfortable = self._comfortable(config, units, smallest)
         self.host_nbytes = self._host_nbytes(config, units, comfortable)
         self._refuse_small_host(units, smallest)
         self.placement = self._place(units, smallest, comfortable)
-        placed_nbytes = self.placement.placed_nbytes["host"]
-        self.chunk_nbytes = chunk_for(
-            self.host_nbytes - placed_nbytes - self._weights_nbytes(units),
-            config.schedule.update_chunk,
+        working_nbytes = self.host_nbytes - self.placement.placed_nbytes["host"]
+        # Where less than this is free, what is kept for later gets in the way of what is needed
+        # now.
+        self.is_tight = working_nbytes < 3 * smallest
+        weights_nbytes = max(resting_nbytes(unit, Piece.PARAMETERS) for unit in units)
+        self.chunk_nbytes, self.num_berths = plan_berths(
+            working_nbytes - weights_nbytes, config.schedule.update_chunk
         )
-        self.window_nbytes = self._window_nbytes(config, self.host_nbytes - placed_nbytes)
+        self.window_nbytes = 0 if self.is_tight else self._window_nbytes(config, working_nbytes)
 
     def _refuse_missing_tier(self, config: SwapConfig) -> None:
         if not config.tiers.nvme:
             for kind, order in self.preferences.items():
                 if "nvme" in order:
                     raise ConfigError(
-                        f"placement.{kind} names nvme but there is no [[tiers.nvme]] entry; add one "
-                        "with a path, or place it on host"
+                        f"placement.{kind} names nvme but there is no [[tiers.nvme]] entry; add "
+                        "one with a path, or place it on host"
                     )
 
     def _device_nbytes(self, config: SwapConfig, device: OwnDevice | None) -> int | None:
@@ -184,18 +197,16 @@ class _Budgets:
         # Half of what is free: the rest is for activations, gradients and the user's own tensors.
         return capacity.resolve(free_nbytes, auto_percent=50.0)
 
-    def _weights_nbytes(self, units: Sequence[Unit]) -> int:
-        largest = max(rounded_nbytes(unit.weight_nbytes) for unit in units)
-        return max(self.held_nbytes, largest)
-
     def _comfortable(self, config: SwapConfig, units: Sequence[Unit], smallest: int) -> int:
         """Working memory that lets fetches, gradients and updates run ahead of each other."""
+        weights_nbytes = max(
+            self.held_nbytes, *(resting_nbytes(u, Piece.PARAMETERS) for u in units)
+        )
         gradients_nbytes = max(resting_nbytes(unit, Piece.GRADIENTS) for unit in units)
-        chunks_nbytes = 12 * config.schedule.update_chunk
         return max(
-            smallest,
-            3 * self._weights_nbytes(units) + 2 * gradients_nbytes,
-            self._weights_nbytes(units) + chunks_nbytes,
+            3 * smallest,
+            3 * weights_nbytes + 2 * gradients_nbytes,
+            weights_nbytes + 12 * config.schedule.update_chunk,
         )
 
     def _host_nbytes(self, config: SwapConfig, units: Sequence[Unit], comfortable: int) -> int:
@@ -263,7 +274,7 @@ def _kind(config: SwapConfig) -> str:
     return kind
 
 
-# -- Parts ------------------------------------------------------------------------------------------------
+# -- Parts -----------------------------------------------------------------------------------------
 
 
 def _assemble(
@@ -284,7 +295,7 @@ def _assemble(
     store = StateStore(
         units, budgets.placement, host=host, volume=volume, device=device, counters=counters
     )
-    pool = HostPool(host)
+    pool = HostPool(host, is_tight=budgets.is_tight)
     placed_on_device = budgets.placement.placed_nbytes["device"]
     window = budgets.device_nbytes
     executor = Executor(
@@ -305,14 +316,13 @@ def _assemble(
         gradients=gradients,
         counters=counters,
         chunk_nbytes=budgets.chunk_nbytes,
+        num_berths=budgets.num_berths,
     )
     # Cheapest first: what is on its way out anyway, then weights that would have to be read again.
     for reclaim in (updater.reclaim, gradients.reclaim, executor.reclaim):
         pool.add_reclaimer(reclaim)
     master = MasterWriter(store, pool)
-    return Machinery(
-        store, pool, device, executor, gradients, updater, master, counters, resources
-    )
+    return Machinery(store, pool, device, executor, gradients, updater, master, counters, resources)
 
 
 def _open_volume(
@@ -393,12 +403,14 @@ def _sites(anatomy: Anatomy) -> list[Site]:
     ]
 
 
-# -- Values -------------------------------------------------------------------------------------------------
+# -- Values ----------------------------------------------------------------------------------------
 
 
 def _fill(engine: Engine, weights: LoadPlan | None, seed: int) -> None:
     """Real values first, from memory that is there; then what has to be read or made."""
-    missing = {slot.name for slot in engine.slots if slot.original is not None and slot.original.is_meta}
+    missing = {
+        slot.name for slot in engine.slots if slot.original is not None and slot.original.is_meta
+    }
     for unit in engine.parts.store.units:
         engine.fill(unit)
     engine.install()
@@ -410,7 +422,7 @@ def _fill(engine: Engine, weights: LoadPlan | None, seed: int) -> None:
 
         weights.load(write)
     if missing:
-        initialise(engine, missing, seed)
+        initialise(engine, missing, seed, renew_all=weights is None)
     engine.flush()
 
 

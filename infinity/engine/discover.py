@@ -1,9 +1,9 @@
 """How a model falls apart into sites and units.
 
-A *site* is a module whose forward and backward need weights: a child of an outermost block list, or any
-other module that owns parameters itself. A *unit* is a set of parameters that are needed by the same
-sites, so that what moves together is used together: a block's own weights are one unit, a weight tied
-between embedding and head is another, and so is a block that several layers share.
+A *site* is a module whose forward and backward need weights: a child of an outermost block list, or
+any other module that owns parameters itself. A *unit* is a set of parameters that are needed by the
+same sites, so that what moves together is used together: a block's own weights are one unit, a
+weight tied between embedding and head is another, and so is a block that several layers share.
 """
 
 from __future__ import annotations
@@ -126,8 +126,9 @@ def _visit(
     site = block
     if site is None:
         starts_block = is_block(name, module) and any(True for _ in module.parameters())
-        if starts_block or module._parameters and any(
-            parameter is not None for parameter in module._parameters.values()
+        if starts_block or (
+            module._parameters
+            and any(parameter is not None for parameter in module._parameters.values())
         ):
             site = next((i for i, s in enumerate(sites) if s.module is module), len(sites))
             if site == len(sites):

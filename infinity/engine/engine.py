@@ -1,8 +1,8 @@
 """The engine of one model: faces of parameters, holds of units, and what users may ask for.
 
-Every parameter has two faces. While its unit is held the module has the *compute parameter*, a plain
-persistent `nn.Parameter` over the unit's region; otherwise it has the *handle*. Both live as long as
-the engine, so that autograd, optimizers and hooks may keep them.
+Every parameter has two faces. While its unit is held the module has the *compute parameter*, a
+plain persistent `nn.Parameter` over the unit's region; otherwise it has the *handle*. Both live as
+long as the engine, so that autograd, optimizers and hooks may keep them.
 
 One lock orders the training thread and autograd's device threads.
 """
@@ -67,7 +67,7 @@ def engine_of(model: nn.Module) -> Engine:
     )
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, repr=False)
 class Slot:
     """One parameter of the model: its facts, its place and its two faces."""
 
@@ -78,6 +78,10 @@ class Slot:
     compute: nn.Parameter
     aliases: list[Alias]
     original: nn.Parameter | None  # What the module had before; back in place after a failure.
+    version: int = 0  # Of the compute parameter when it was shown.
+
+    def __repr__(self) -> str:
+        return f"Slot({self.name!r})"  # A released compute parameter must not be printed.
 
     def show(self, face: nn.Parameter | Handle, other: nn.Parameter | Handle) -> None:
         """Registers `face` wherever `other` stands."""
@@ -111,7 +115,7 @@ class Machinery:
     resources: ExitStack  # Closes device, volume, storage engine and arena, in that order.
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Engine:
     """What stands behind an offloaded model. Made by `infinity.offload`, found by `engine_of`."""
 
@@ -121,6 +125,12 @@ class Engine:
     slots: list[Slot]
     sites: list[Site]
     is_closed: bool = field(default=False, init=False)
+
+    def __repr__(self) -> str:
+        units = len(self.parts.store.units)
+        return (
+            f"<Engine of {type(self.model).__name__}: {len(self.slots)} parameters, {units} units>"
+        )
 
     def __post_init__(self) -> None:
         self.counters = self.parts.counters
@@ -137,6 +147,7 @@ class Engine:
         self._dirty: set[int] = set()  # Units changed on the device and not absorbed yet.
         self._finished: set[int] = set()  # Units the running backward has left.
         self._warned: set[str] = set()
+        self._is_in_pass = False  # The model's forward is running: its own code may change weights.
         self._initialising: list[int] | None = None  # Units held by initialisation, oldest first.
         for slot in self.slots:
             self._by_unit.setdefault(slot.unit.index, []).append(slot)
@@ -154,9 +165,10 @@ class Engine:
                 slot.compute.register_post_accumulate_grad_hook(self._take_gradient)
         for hooks in self._site_hooks:
             self._removable.extend(hooks.install())
-        self._removable.append(
-            self.model.register_forward_pre_hook(self._pass_begins, prepend=True, with_kwargs=True)
-        )
+        self._removable += [
+            self.model.register_forward_pre_hook(self._pass_begins, prepend=True),
+            self.model.register_forward_hook(self._pass_ends, always_call=True),
+        ]
         self._refresh_caches(self.model.modules())
         _ENGINES[self.model] = self
 
@@ -221,6 +233,7 @@ class Engine:
         if self._executor.hold(unit, priority):
             for slot in self._by_unit[unit]:
                 slot.show(slot.compute, slot.handle)
+                slot.version = slot.compute._version
             self._refresh_units_caches(unit)
 
     def leave(self, units: list[int]) -> None:
@@ -233,6 +246,8 @@ class Engine:
     def _let_go(self, unit: int) -> None:
         for slot in self._by_unit[unit]:
             slot.show(slot.handle, slot.compute)
+            if slot.compute._version != slot.version:
+                self._dirty.add(unit)  # The module's own code changed it in place.
         self._refresh_units_caches(unit)
         if unit in self._dirty:
             self._absorb(unit)
@@ -252,12 +267,18 @@ class Engine:
         except (NotImplementedError, RuntimeError):
             return False  # A wrapper subclass without storage is not our memory.
 
-    def _pass_begins(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    @torch._dynamo.disable  # type: ignore[untyped-decorator]
+    def _pass_begins(self, module: nn.Module, args: Any) -> None:
         if current_backward() != OUTSIDE_BACKWARD or self.is_closed:
             return
         with self._lock:
             self.reset()
+            self._is_in_pass = True
             self._executor.begin_pass("train" if torch.is_grad_enabled() else "eval")
+
+    @torch._dynamo.disable  # type: ignore[untyped-decorator]
+    def _pass_ends(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._is_in_pass = False
 
     def backward_started(self) -> None:
         """A backward has reached the first site."""
@@ -280,12 +301,13 @@ class Engine:
                 hooks.reset()
 
     def resident_units(self) -> list[str]:
-        """Names of the units in use at this moment; empty between a backward and the next forward."""
+        """Names of the units in use at this moment; empty between a backward and the next
+        forward."""
         with self._lock:
             self._backwards.abandon()
             return self._executor.held()
 
-    # -- Gradients -----------------------------------------------------------------------------------
+    # -- Gradients ---------------------------------------------------------------------------------
 
     def _take_gradient(self, parameter: torch.Tensor) -> None:
         slot = self._by_face[id(parameter)]
@@ -304,7 +326,7 @@ class Engine:
 
     def forget_gradient(self, handle: Handle) -> None:
         with self._lock:
-            self._gradients.forget_one(self._by_face[id(handle)].spec)
+            self._gradients.forget(self._by_face[id(handle)].spec)
 
     def read_gradient(self, name: str) -> torch.Tensor | None:
         """A copy of the gradient summed so far: fp32, on the host; None if there is none."""
@@ -314,14 +336,14 @@ class Engine:
                 return None
             return self._gradients.read(slot.unit, slot.spec)
 
-    # -- Handles ---------------------------------------------------------------------------------------
+    # -- Handles -----------------------------------------------------------------------------------
 
     def set_trainable(self, handle: Handle, is_trainable: bool) -> None:
         slot = self._by_face[id(handle)]
         if is_trainable and slot.spec.state_offset < 0:
             raise UnsupportedError(
-                f"{slot.name!r} was frozen when the model was offloaded and has no optimizer state; "
-                "set requires_grad before infinity.offload"
+                f"{slot.name!r} was frozen when the model was offloaded and has no optimizer "
+                "state; set requires_grad before infinity.offload"
             )
         slot.compute.requires_grad_(is_trainable)
         with torch._C.DisableTorchFunctionSubclass():
@@ -354,6 +376,9 @@ class Engine:
         self.enter(units)
         try:
             answer = function(*replace_handles(args, real), **replace_handles(dict(kwargs), real))
+            if changes is not None and self._initialising is None:
+                self._dirty.update(units)
+                return changes
             if self._initialising is not None:
                 return self._keep_initialised(units, answer, slots)
             return self._watch_fault(units, answer, first)
@@ -375,7 +400,7 @@ class Engine:
                 f"{name} would change a fetched copy of the gradient of {handle.name_in_model!r} "
                 "and be lost; to clip, give infinity.AdamW(..., max_grad_norm=...)"
             )
-        if self._initialising is None:
+        if self._initialising is None and not self._is_in_pass:
             raise ParameterNotResident(
                 handle.name_in_model,
                 f"{name} changes it in place; do that inside "
@@ -398,8 +423,7 @@ class Engine:
     def _watch_fault(self, units: list[int], answer: Any, first: int) -> Any:
         """The result keeps no view of memory that goes away, and its backward fetches again."""
         answer = detach_from_parameters(answer, self.is_parameter_memory)
-        stay = Stay(self.parts.store.units[units[0]].name if units else "", units, current_backward())
-        self._backwards.watch(stay, *nodes_since(first, answer))
+        self._backwards.watch(Stay(units), *nodes_since(first, answer))
         return answer
 
     def _slot(self, name: str) -> Slot:
@@ -408,7 +432,7 @@ class Engine:
             raise InfinityError(f"no parameter {name!r}; see engine.parameter_names()")
         return slot
 
-    # -- Reading and writing from outside ----------------------------------------------------------------
+    # -- Reading and writing from outside ----------------------------------------------------------
 
     def parameter_names(self) -> list[str]:
         """Names in the order of `model.named_parameters()`; a tied parameter once."""
@@ -419,7 +443,8 @@ class Engine:
         return self._slot(name).spec
 
     def read_parameter(self, name: str, *, master: bool = False) -> torch.Tensor:
-        """A copy on the host: the compute dtype, or with `master` the fp32 value it is rounded from."""
+        """A copy on the host: the compute dtype, or with `master` the fp32 value it is rounded
+        from."""
         slot = self._slot(name)
         if master and slot.unit.has_master and slot.spec.state_offset >= 0:
             with self._lock:
@@ -521,12 +546,12 @@ class Engine:
         found = [self._by_face.get(id(tensor)) for tensor in tensors]
         return [slot for slot in found if slot is not None]
 
-    # -- Initialisation ------------------------------------------------------------------------------------
+    # -- Initialisation ----------------------------------------------------------------------------
 
     @contextmanager
     def initialising(self) -> Iterator[None]:
-        """Within, operations on handles may change them in place, and views of them stay valid until
-        the next but one unit is touched. What was touched is written to its tiers."""
+        """Within, operations on handles may change them in place, and views of them stay valid
+        until the next but one unit is touched. What was touched is written to its tiers."""
         assert self._initialising is None
         self._initialising = []
         try:
@@ -551,7 +576,7 @@ class Engine:
         by_compute = {id(slot.compute): slot.handle for slot in slots.values()}
         return by_compute.get(id(answer), answer)
 
-    # -- The step ---------------------------------------------------------------------------------------------
+    # -- The step ----------------------------------------------------------------------------------
 
     def step(self, record: StepRecord) -> None:
         """Applies an optimizer step to every parameter in the record."""
@@ -585,7 +610,7 @@ class Engine:
                 self._gradients.zero()
                 return
             for slot in slots:
-                self._gradients.forget_one(slot.spec)
+                self._gradients.forget(slot.spec)
 
     def placed_nbytes(self) -> dict[str, dict[str, int]]:
         """Bytes by kind and tier, as they rest."""
@@ -596,7 +621,7 @@ class Engine:
             row[tier] = row.get(tier, 0) + self.parts.store.units[index].nbytes(piece)
         return table
 
-    # -- The end --------------------------------------------------------------------------------------------------
+    # -- The end -----------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Waits for what is in flight and releases tiers and swap directory. Idempotent.
@@ -611,7 +636,7 @@ class Engine:
             try:
                 self._gradients.settle()
                 self.parts.updater.settle()
-            except Exception:  # noqa: BLE001 - the tiers are being thrown away.
+            except Exception:
                 _log.debug("while closing", exc_info=True)
             for unit, slots in self._by_unit.items():
                 if self._executor.is_held(unit):

@@ -1,8 +1,9 @@
 """Gradients out of autograd and onto their tier, summed in fp32 over the backward passes of a step.
 
-A gradient leaves PyTorch in the hook that fires when it is complete for this backward. The first of a
-step is copied to its place, later ones are added in the order they come, exactly as autograd adds to
-`.grad`. A parameter that got no gradient stays absent: `.grad` is None, and no update touches it.
+A gradient leaves PyTorch in the hook that fires when it is complete for this backward. The first of
+a step is copied to its place, later ones are added in the order they come, exactly as autograd adds
+to `.grad`. A parameter that got no gradient stays absent: `.grad` is None, and no update touches
+it.
 
 Where gradients rest on NVMe a unit's are summed in a host block that is written out when the unit's
 backward is over, and read back only if another backward adds to it.
@@ -54,19 +55,22 @@ class Gradients:
         self._in_use: Unit | None = None  # Its buffer must not be reclaimed now.
         self._copies: list[Copy] = []
         # Clip factors of a step whose gradients are still kept and rest out of reach.
-        self._scales: dict[Unit, torch.Tensor] = {}
+        self._scales: dict[TensorSpec, torch.Tensor] = {}
 
-    # -- In -----------------------------------------------------------------------------------------
+    # -- In ----------------------------------------------------------------------------------------
 
     def add(self, unit: Unit, spec: TensorSpec, gradient: torch.Tensor) -> None:
         """Takes one gradient: any floating dtype, the parameter's shape, on the device."""
         if gradient.layout is not torch.strided:
             raise UnsupportedError(
-                f"the gradient of {spec.name!r} has layout {gradient.layout}; expected a dense one. "
-                "Build the embedding with sparse=False"
+                f"the gradient of {spec.name!r} has layout {gradient.layout}; expected a dense "
+                "one. Build the embedding with sparse=False"
             )
-        flat = _in_memory_order(gradient.detach(), spec)
         first = spec not in self._present
+        if spec.numel == 0:
+            self._present[spec] = None
+            return
+        flat = _in_memory_order(gradient.detach(), spec)
         self._norms.pop(spec, None)
         home = self._store.home(unit, Piece.GRADIENTS)
         with torch.no_grad():
@@ -102,9 +106,7 @@ class Gradients:
             return resting.view(torch.float32)
         buffer = self._buffers.get(unit)
         if buffer is None:
-            block = self._pool.require(
-                unit.nbytes(Piece.GRADIENTS), f"gradients of {unit.name}"
-            )
+            block = self._pool.require(unit.nbytes(Piece.GRADIENTS), f"gradients of {unit.name}")
             buffer = _Buffer(block, self._pool.tensor(block).view(torch.float32))
             if any(spec in self._present for spec in unit.trainable()):
                 try:
@@ -122,11 +124,10 @@ class Gradients:
 
     def _rescale_resting(self, unit: Unit, memory: torch.Tensor) -> None:
         """Applies the clip factor that the last step left for later."""
-        scale = self._scales.pop(unit, None)
-        if scale is not None:
-            for spec in unit.trainable():
-                if spec in self._present:
-                    _slice(memory.view(torch.float32), spec).mul_(scale.to(memory.device))
+        for spec in unit.trainable():
+            scale = self._scales.pop(spec, None)
+            if scale is not None:
+                _slice(memory.view(torch.float32), spec).mul_(scale.to(memory.device))
 
     def _wait_read(self, transfer: Transfer) -> None:
         with self._counters.timed("read_wait_s"):
@@ -138,7 +139,7 @@ class Gradients:
                 buffer.writing.wait()
             buffer.writing = None
 
-    # -- Out ----------------------------------------------------------------------------------------
+    # -- Out ---------------------------------------------------------------------------------------
 
     def finish_copies(self) -> None:
         """Waits for gradients that are on their way from the device."""
@@ -182,16 +183,21 @@ class Gradients:
         while self.reclaim():
             pass
 
-    # -- Looking ------------------------------------------------------------------------------------
+    # -- Looking -----------------------------------------------------------------------------------
 
     def has(self, spec: TensorSpec) -> bool:
         return spec in self._present
 
     def norm(self, unit: Unit, spec: TensorSpec) -> torch.Tensor:
-        """2-norm of one gradient: fp32 scalar on the host, same bits wherever the gradient rests."""
+        """2-norm of one gradient: fp32 scalar on the host, same bits wherever the gradient
+        rests."""
         assert spec in self._present
-        if unit in self._scales:
-            self._array(unit)
+        if spec.numel == 0:
+            return torch.zeros(())
+        if spec in self._scales and not isinstance(
+            self._store.home(unit, Piece.GRADIENTS), DeviceHome
+        ):
+            self._array(unit)  # Brings them in and applies what the last step left for later.
         if spec not in self._norms:
             self.finish_copies()
             home = self._store.home(unit, Piece.GRADIENTS)
@@ -207,6 +213,8 @@ class Gradients:
     def read(self, unit: Unit, spec: TensorSpec) -> torch.Tensor:
         """A copy of one gradient: fp32, the parameter's shape, on the host."""
         assert spec in self._present
+        if spec.numel == 0:
+            return torch.zeros(spec.facts.shape)
         self.finish_copies()
         home = self._store.home(unit, Piece.GRADIENTS)
         if isinstance(home, DeviceHome):
@@ -218,25 +226,20 @@ class Gradients:
                 self.write_out(unit)
         return _shaped(flat, spec)
 
-    # -- After a step -------------------------------------------------------------------------------
+    # -- After a step ------------------------------------------------------------------------------
 
     def note_clipped(self, unit: Unit, scale: torch.Tensor) -> None:
-        """The update multiplied this unit's gradients by `scale` in a copy it threw away."""
+        """The update multiplied this unit's gradients by `scale`, maybe in a copy it threw away."""
+        rests_out_of_reach = self._store.resting(unit, Piece.GRADIENTS) is None
         for spec in unit.trainable():
             self._norms.pop(spec, None)
-        if self._store.resting(unit, Piece.GRADIENTS) is None:
-            self._scales[unit] = scale
+            if rests_out_of_reach and spec in self._present:
+                self._scales[spec] = scale
 
-    def forget(self) -> None:
-        """No parameter has a gradient any more."""
-        self.finish_copies()
-        self._present.clear()
-        self._norms.clear()
-        self._scales.clear()
-
-    def forget_one(self, spec: TensorSpec) -> None:
-        self._present.pop(spec, None)
-        self._norms.pop(spec, None)
+    def forget(self, spec: TensorSpec) -> None:
+        """The parameter has no gradient any more."""
+        for table in (self._present, self._norms, self._scales):
+            table.pop(spec, None)  # type: ignore[attr-defined]
 
     def zero(self) -> None:
         """Every gradient that is there becomes zeros, as `zero_grad(set_to_none=False)` asks."""
@@ -247,6 +250,8 @@ class Gradients:
             specs = [spec for spec in unit.trainable() if spec in self._present]
             home = self._store.home(unit, Piece.GRADIENTS)
             for spec in specs:
+                if spec.numel == 0:
+                    continue
                 if isinstance(home, DeviceHome):
                     _slice(home.memory.view(torch.float32), spec).zero_()
                 else:

@@ -1,9 +1,9 @@
 """What stands in a module while a parameter is away: a tensor without bytes that fails loudly.
 
 A handle is an `nn.Parameter` to everyone who asks: true shape, dtype and device, in
-`named_parameters`, in an optimizer's groups. It has no storage. Reading it outside its module fetches
-the bytes for that one operation; changing it in place, copying, pickling or converting it raises an
-error that names the parameter and the way to do it.
+`named_parameters`, in an optimizer's groups. It has no storage. Reading it outside its module
+fetches the bytes for that one operation; changing it in place, copying, pickling or converting it
+raises an error that names the parameter and the way to do it.
 
 Why a wrapper subclass and nothing simpler: a full-shape tensor over an empty storage crashes the
 interpreter when touched, a meta tensor silently computes rubbish in `F.linear`, and a one-element
@@ -52,9 +52,7 @@ class Handle(torch.Tensor):
     _is_param = True
 
     @staticmethod
-    def make(
-        owner: Owner, name: str, like: torch.Tensor, *, is_gradient: bool = False
-    ) -> Handle:
+    def make(owner: Owner, name: str, like: torch.Tensor, *, is_gradient: bool = False) -> Handle:
         """A handle with the shape, stride, dtype, device and requires_grad of `like`."""
         handle = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             Handle,
@@ -72,7 +70,8 @@ class Handle(torch.Tensor):
 
     @property
     def grad(self) -> torch.Tensor | None:  # type: ignore[override]
-        """The gradient summed so far, as a handle that fetches it when read; None if there is none."""
+        """The gradient summed so far, as a handle that fetches it when read; None if there is
+        none."""
         return None if self.is_gradient else self.owner.gradient_of(self)
 
     @grad.setter
@@ -137,7 +136,8 @@ class Handle(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Reached only where __torch_function__ was switched off: nothing may compute on a handle."""
+        """Reached only where __torch_function__ was switched off: nothing may compute on a
+        handle."""
         if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
             return args[0]
         name = _first_handle((args, kwargs or {})).name_in_model
@@ -160,10 +160,11 @@ def _known(names: str) -> set[Any]:
 _PLAIN = _known(
     "shape dtype device layout is_leaf grad_fn ndim names is_cuda is_cpu is_meta is_sparse "
     "is_sparse_csr is_quantized is_mkldnn is_nested is_mps is_xla is_xpu is_ipu is_vulkan is_mtia "
-    "is_maia is_hpu is_ort is_neg is_conj is_inference itemsize nbytes _version output_nr retains_grad "
-    "_backward_hooks _base name size dim numel nelement ndimension stride storage_offset element_size "
-    "is_floating_point is_complex is_signed is_contiguous is_pinned is_same_size get_device "
-    "__len__ __hash__ _is_view is_coalesced requires_grad dense_dim sparse_dim dim_order has_names"
+    "is_maia is_hpu is_ort is_neg is_conj is_inference itemsize nbytes _version output_nr "
+    "retains_grad _backward_hooks _base name size dim numel nelement ndimension stride "
+    "storage_offset element_size is_floating_point is_complex is_signed is_contiguous is_pinned "
+    "is_same_size get_device __len__ __hash__ _is_view is_coalesced requires_grad dense_dim sparse_dim dim_order "
+    "has_names"
 ) | {torch.is_floating_point, torch.is_complex, torch.numel, torch.is_same_size}
 
 
@@ -217,11 +218,25 @@ def _target(
 
 _WRITING_DUNDERS = frozenset(
     f"__{name}__"
-    for name in "iadd isub imul itruediv ifloordiv imod ipow iand ior ixor ilshift irshift setitem".split()
+    for name in [
+        "iadd",
+        "isub",
+        "imul",
+        "itruediv",
+        "ifloordiv",
+        "imod",
+        "ipow",
+        "iand",
+        "ior",
+        "ixor",
+        "ilshift",
+        "irshift",
+        "setitem",
+    ]
 )
 
 
-# -- Operations with a meaning of their own ------------------------------------------------------------
+# -- Operations with a meaning of their own --------------------------------------------------------
 
 
 def _get_data(handle: Handle) -> Handle:
@@ -232,7 +247,8 @@ def _set_data(handle: Handle, value: torch.Tensor) -> None:
     if value is not handle:
         raise ParameterNotResident(
             handle.name_in_model,
-            "its data cannot be replaced; change it inside `with infinity.gather(module, modify=True):`",
+            "its data cannot be replaced; change it inside "
+            "`with infinity.gather(module, modify=True):`",
         )
 
 

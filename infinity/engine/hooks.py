@@ -8,13 +8,13 @@
 
 Note [Nodes of a forward]
   Autograd numbers nodes as it makes them, so the nodes of this forward are those at or above the
-  number at its start that its outputs reach. Each of them gets a hook that holds the units before it
-  runs: also a backward that enters in the middle, through a tensor the module put aside (a router's
-  auxiliary loss), finds them. Its *exits* are the nodes with no next node among them: every node of
-  the forward lies before an exit, so when all exits have run the site's backward is over, whatever
-  else uses the same tensors. Nothing is put between the module and its inputs: an alias or an identity
-  function there would add gradients up in another order, which changes bits, and would make some
-  in-place operations illegal.
+  number at its start that its outputs reach. Each of them gets a hook that holds the units before
+  it runs: also a backward that enters in the middle, through a tensor the module put aside (a
+  router's auxiliary loss), finds them. Its *exits* are the nodes with no next node among them:
+  every node of the forward lies before an exit, so when all exits have run the site's backward is
+  over, whatever else uses the same tensors. Nothing is put between the module and its inputs: an
+  alias or an identity function there would add gradients up in another order, which changes bits,
+  and would make some in-place operations illegal.
 
 Note [Nodes, not tensors]
   A hook on an output tensor is lost when the output is a view and is later changed in place; a full
@@ -22,9 +22,9 @@ Note [Nodes, not tensors]
   children when no input needs a gradient.
 
 Note [No cycles]
-  A node's hook must not reach the node again, or the graph, with all it saved, waits for the garbage
-  collector. An inner node's hook holds the exits (graphs point that way anyway), an exit's hook holds
-  the `Stay` alone. So an exit that is reached first holds the units for itself only.
+  A node's hook must not reach the node again, or the graph, with all it saved, waits for the
+  garbage collector. An inner node's hook holds the exits (graphs point that way anyway), an exit's
+  hook holds the `Stay` alone. So an exit that is reached first holds the units for itself only.
 """
 
 from __future__ import annotations
@@ -37,8 +37,6 @@ import torch
 from torch import nn
 from torch.autograd import Variable
 from torch.autograd.graph import Node
-
-from infinity.errors import UnsupportedError
 
 OUTSIDE_BACKWARD = -1
 
@@ -61,9 +59,7 @@ class Site:
 class Stay:
     """One use of a site (or of single units), from its forward to the end of its backward."""
 
-    name: str
     units: list[int]
-    forward_in: int  # The backward this forward is a recomputation in, or OUTSIDE_BACKWARD.
     held_in: int = OUTSIDE_BACKWARD
     exits_left: int = 0
 
@@ -99,12 +95,6 @@ class Backwards:
         running = current_backward()
         if stay.held_in == running:
             return
-        if stay.forward_in not in (OUTSIDE_BACKWARD, running):
-            raise UnsupportedError(
-                f"{stay.name!r} is recomputed by reentrant activation checkpointing, which hides "
-                "the backward from the engine; use use_reentrant=False "
-                "(gradient_checkpointing_kwargs={'use_reentrant': False} in transformers)"
-            )
         self._arm(running)
         self._residency.enter(stay.units)
         stay.held_in = running
@@ -196,9 +186,7 @@ class SiteHooks:
 
     def _watch(self, first: int, output: Any) -> None:
         inner, exits = nodes_since(first, output)
-        self._backwards.watch(
-            Stay(self._site.name, self._site.units, current_backward()), inner, exits
-        )
+        self._backwards.watch(Stay(self._site.units), inner, exits)
 
 
 # AccumulateGrad nodes carry the highest number there is.
@@ -206,7 +194,8 @@ _ACCUMULATES = 2**64 - 1
 
 
 def nodes_since(first: int, output: Any) -> tuple[list[Node], list[Node]]:
-    """The nodes numbered `first` or higher that the output's tensors reach: (inner nodes, exits)."""
+    """The nodes numbered `first` or higher that the output's tensors reach: (inner nodes,
+    exits)."""
 
     def is_new(node: Node | None) -> bool:
         return node is not None and first <= node._sequence_nr() < _ACCUMULATES
@@ -226,7 +215,8 @@ def nodes_since(first: int, output: Any) -> tuple[list[Node], list[Node]]:
 
 
 def tensors_in(tree: Any, depth: int = 0) -> Iterator[torch.Tensor]:
-    """Every tensor in an output: containers, mappings, dataclasses, and plain objects' attributes."""
+    """Every tensor in an output: containers, mappings, dataclasses, and plain objects'
+    attributes."""
     if isinstance(tree, torch.Tensor):
         yield tree
     elif depth > 6:
@@ -237,14 +227,14 @@ def tensors_in(tree: Any, depth: int = 0) -> Iterator[torch.Tensor]:
     elif isinstance(tree, (tuple, list, set)):
         for each in tree:
             yield from tensors_in(each, depth + 1)
-    elif hasattr(tree, "__dict__") and not isinstance(tree, (nn.Module, type)) and not callable(tree):
+    elif (
+        hasattr(tree, "__dict__") and not isinstance(tree, (nn.Module, type)) and not callable(tree)
+    ):
         for value in vars(tree).values():
             yield from tensors_in(value, depth + 1)
 
 
-def detach_from_parameters(
-    output: Any, is_parameter_memory: Callable[[torch.Tensor], bool]
-) -> Any:
+def detach_from_parameters(output: Any, is_parameter_memory: Callable[[torch.Tensor], bool]) -> Any:
     """The output with every view of a parameter replaced by a copy, in place where it is mutable.
 
     A parameter's memory goes away when its module is left; class tokens and latents are returned as

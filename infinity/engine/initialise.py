@@ -1,4 +1,5 @@
-"""Models that are never whole in memory: built on meta, initialised tensor by tensor into the tiers."""
+"""Models that are never whole in memory: built on meta, initialised tensor by tensor into the
+tiers."""
 
 from __future__ import annotations
 
@@ -43,22 +44,22 @@ def init(config: Any = None) -> Iterator[None]:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
-def initialise(engine: Engine, names: set[str], seed: int) -> None:
-    """Initialises the named parameters, which were built on meta, by their modules' own rules.
+def initialise(engine: Engine, missing: set[str], seed: int, *, renew_all: bool) -> None:
+    """Gives values to the `missing` parameters, which were built on meta, by their modules' own
+    rules.
 
-    The same seed gives the same values on every placement: the operations and their order are the
-    model's, only the memory they run in differs.
+    With `renew_all` every parameter whose module has a rule is initialised again: the small ones
+    that `init` kept got their values from a generator nobody seeded. The same seed gives the same
+    values on every placement: operations and order are the model's, only the memory they run in
+    differs.
     """
-    slots = {id(face): slot for slot in engine.slots for face in (slot.handle, slot.compute)}
-
-    def is_fresh(parameter: torch.Tensor) -> bool:
-        return slots[id(parameter)].name in names
-
+    fresh = {slot.name for slot in engine.slots} if renew_all else missing
+    names = {id(face): slot.name for slot in engine.slots for face in (slot.handle, slot.compute)}
     with (
         torch.random.fork_rng(devices=[]),
         torch.no_grad(),
         engine.initialising(),
-        _marked(engine, names),
+        _marked(engine, fresh),
     ):
         torch.manual_seed(seed)
         covered: set[int] = set()
@@ -68,20 +69,21 @@ def initialise(engine: Engine, names: set[str], seed: int) -> None:
             model.initialize_weights()
             covered.update(id(child) for child in model.modules())
         for name, module in engine.model.named_modules():
-            own = [parameter for parameter in module._parameters.values() if parameter is not None]
-            if id(module) not in covered and any(map(is_fresh, own)):
-                _reset(name, module)
+            own = {names[id(p)] for p in module._parameters.values() if p is not None}
+            if id(module) not in covered and own & fresh:
+                _reset(name, module, must=bool(own & missing))
 
 
-def _reset(name: str, module: nn.Module) -> None:
+def _reset(name: str, module: nn.Module, *, must: bool) -> None:
     reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
-    if reset is None:
+    if reset is not None:
+        reset()
+    elif must:
         raise ConfigError(
             f"{name or type(module).__name__} was built without memory and has no "
             "reset_parameters() to initialise it; give offload(weights=...), add the method, or "
             "build it outside infinity.init()"
         )
-    reset()
 
 
 def _transformers_models(root: nn.Module) -> list[Any]:

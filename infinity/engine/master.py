@@ -31,7 +31,8 @@ class MasterWriter:
             flat.as_strided(spec.facts.shape, spec.facts.stride).copy_(value)
 
     def follow(self, unit: Unit, spec: TensorSpec, weights: torch.Tensor) -> None:
-        """Takes over weights that were changed; where they still are the rounded master, it stays."""
+        """Takes over weights that were changed; where they still are the rounded master, it
+        stays."""
         start = spec.weight_offset_nbytes
         narrow = weights[start : start + spec.weight_nbytes].view(spec.facts.dtype)
         with self._lent(unit, spec, keep=True) as flat:

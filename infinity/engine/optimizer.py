@@ -18,11 +18,11 @@ from infinity.ops.adamw import AdamWSettings
 class AdamW(torch.optim.Optimizer):
     """`torch.optim.AdamW` for an offloaded model; the same bits as its fused implementation.
 
-    `params` is the model, its parameters, or groups of them, as for any torch optimizer. Learning-rate
-    schedulers work on `param_groups`. `max_grad_norm` clips the global 2-norm, exactly as
-    `torch.nn.utils.clip_grad_norm_` before the step would; `grad_norm` then holds the norm of the last
-    step (fp32 scalar), as it does with `always_norm`. `error_if_nonfinite` raises NonFiniteError
-    before anything is changed.
+    `params` is the model, its parameters, or groups of them, as for any torch optimizer.
+    Learning-rate schedulers work on `param_groups`. `max_grad_norm` clips the global 2-norm,
+    exactly as `torch.nn.utils.clip_grad_norm_` before the step would; `grad_norm` then holds the
+    norm of the last step (fp32 scalar), as it does with `always_norm`. `error_if_nonfinite` raises
+    NonFiniteError before anything is changed.
 
     Source: Loshchilov and Hutter, "Decoupled weight decay regularization", 2019.
     """
@@ -49,7 +49,9 @@ class AdamW(torch.optim.Optimizer):
             params = [parameter for parameter in params.parameters() if parameter.requires_grad]
         defaults = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
         self._slots: dict[int, Slot] = {}
-        self._steps: dict[int, int] = {}  # By id of the handle; a parameter steps when it has a gradient.
+        self._steps: dict[
+            int, int
+        ] = {}  # By id of the handle; a parameter steps when it has a gradient.
         self._engine: Engine | None = None
         self.max_grad_norm = max_grad_norm
         self.always_norm = always_norm
@@ -59,27 +61,25 @@ class AdamW(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         params = param_group["params"]
-        param_group["params"] = params = [params] if isinstance(params, torch.Tensor) else list(params)
+        param_group["params"] = params = (
+            [params] if isinstance(params, torch.Tensor) else list(params)
+        )
         for parameter in params:
-            slot = self._find(parameter)
-            if slot.spec.state_offset < 0:
-                raise ConfigError(
-                    f"{slot.name!r} was frozen when the model was offloaded and cannot be optimized; "
-                    "set requires_grad before infinity.offload, or leave it out"
-                )
-            self._slots[id(parameter)] = slot
+            self._slots[id(parameter)] = self._find(parameter)  # Frozen ones never get a gradient.
         super().add_param_group(param_group)
 
     def _find(self, parameter: Any) -> Slot:
         if not isinstance(parameter, Handle) or parameter.is_gradient:
             raise ConfigError(
-                f"expected parameters of an offloaded model, got {type(parameter).__name__}; build the "
-                "optimizer after infinity.offload(model, config)"
+                f"expected parameters of an offloaded model, got {type(parameter).__name__}; "
+                "build the optimizer after infinity.offload(model, config)"
             )
         engine = parameter.owner
         assert isinstance(engine, Engine)
         if self._engine is not None and engine is not self._engine:
-            raise ConfigError("the parameters belong to two offloaded models; use one optimizer each")
+            raise ConfigError(
+                "the parameters belong to two offloaded models; use one optimizer each"
+            )
         self._engine = engine
         return engine._slot_of(parameter)
 
@@ -140,7 +140,10 @@ class AdamW(torch.optim.Optimizer):
         for group in self.param_groups:
             indexes = list(range(index, index + len(group["params"])))
             index += len(indexes)
-            groups.append({key: value for key, value in group.items() if key != "params"} | {"params": indexes})
+            groups.append(
+                {key: value for key, value in group.items() if key != "params"}
+                | {"params": indexes}
+            )
             for each, handle in zip(indexes, group["params"], strict=True):
                 if id(handle) in self._steps:
                     steps[each] = {"step": self._steps[id(handle)]}
@@ -167,7 +170,12 @@ def _settings(group: dict[str, Any], step: int) -> AdamWSettings:
 
 
 def _check(
-    *, lr: float, betas: tuple[float, float], eps: float, weight_decay: float, max_grad_norm: float | None
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    max_grad_norm: float | None,
 ) -> None:
     if lr < 0 or eps < 0 or weight_decay < 0:
         raise ConfigError(f"expected {lr=}, {eps=} and {weight_decay=} to be at least 0")

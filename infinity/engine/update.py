@@ -1,7 +1,8 @@
 """The optimizer step, streamed: read a chunk of state, update it, write it back.
 
-Three chunks are in memory at once: one being read, one being updated, one being written. Pieces that
-rest where the host can address them are updated in place and move nowhere.
+Chunks go round a few *berths*, parts of one host block: while one is updated, the next is being
+read and the last one written. Pieces that rest where the host can address them are updated in place
+and need no berth.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from infinity.storage.engine import Priority
 from infinity.tiers.host import Block
 from infinity.tiers.pool import HostPool
 
-_READ_AHEAD_CHUNKS = 2
+_STATE_PIECES = (Piece.GRADIENTS, Piece.EXP_AVG, Piece.EXP_AVG_SQ, Piece.MASTER)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,17 +35,27 @@ class StepRecord:
 
 
 @dataclass(eq=False, slots=True)
+class _Berth:
+    """Room for one chunk of every piece that travels, and what is happening in it."""
+
+    parts: dict[Piece, Block]
+    transfers: list[Transfer] = field(default_factory=list)
+
+
+@dataclass(eq=False, slots=True)
 class _Stage:
-    """One chunk in memory."""
+    """One chunk in memory: fp32 arrays of the chunk's length, by piece."""
 
     chunk: Chunk
-    arrays: dict[Piece, torch.Tensor] = field(default_factory=dict)  # fp32 (chunk length,)
-    blocks: dict[Piece, Block] = field(default_factory=dict)
-    reads: list[Transfer] = field(default_factory=list)
+    berth: _Berth | None
+    arrays: dict[Piece, torch.Tensor]
 
 
 class Updater:
-    """Applies step records to units. Called under the engine's lock."""
+    """Applies step records to units. Called under the engine's lock.
+
+    `num_berths` chunks of `chunk_nbytes` per piece are in memory at once; at least one.
+    """
 
     def __init__(
         self,
@@ -55,6 +66,7 @@ class Updater:
         gradients: Gradients,
         counters: Counters,
         chunk_nbytes: int,
+        num_berths: int,
     ) -> None:
         self._store = store
         self._pool = pool
@@ -62,45 +74,57 @@ class Updater:
         self._gradients = gradients
         self._counters = counters
         self._chunk_nbytes = chunk_nbytes
-        self._writes: deque[tuple[Transfer, Block]] = deque()
-        self._plan: list[Chunk] = []
-        self._next = 0  # The chunk of the plan that is started next.
-        self._stages: deque[_Stage] = deque()
+        self._num_berths = num_berths
+        self._travelling = [
+            piece
+            for piece in _STATE_PIECES
+            if any(
+                store.home(unit, piece) is not None and store.resting(unit, piece) is None
+                for unit in store.units
+            )
+        ]
+        self._block: Block | None = None
+        self._berths: deque[_Berth] = deque()  # Free or being written, oldest first.
+        self._is_applying = False
 
     def apply(self, record: StepRecord) -> None:
         """Updates every parameter in the record. Weights and moments are on their way to where they
         rest when this returns; nobody may hold a unit meanwhile."""
-        self._plan = list(self._chunks(record))
-        self._next = 0
+        plan = list(self._chunks(record))
+        self.settle()
+        self._take_berths()
+        stages: deque[_Stage] = deque()
+        waiting = deque(plan)
         unit: Unit | None = None
         weights = torch.empty(0)
+        self._is_applying = True
         try:
-            for index, chunk in enumerate(self._plan):
+            for index, chunk in enumerate(plan):
                 if chunk.unit is not unit:
                     self._check_in(unit)
                     unit = None
                     weights = self._check_out(chunk.unit, record)
                     unit = chunk.unit
-                    self._fetch_next_weights(index)
-                self._read_ahead()
-                self._compute(self._stages[0], weights, record)
-                self._write_back(self._stages.popleft())
-        finally:
+                    self._fetch_next_weights(plan, index)
+                while waiting and self._may_start(stages):
+                    stages.append(self._start(waiting.popleft()))
+                stage = stages.popleft()
+                try:
+                    self._compute(stage, weights, record)
+                    self._write_back(stage)
+                finally:
+                    self._moor(stage)
             self._check_in(unit)
-            while self._stages:
-                self._abandon(self._stages.pop())
+            unit = None
+        finally:
+            self._is_applying = False
+            for stage in stages:
+                self._moor(stage)
+            if unit is not None:
+                self._check_in(unit)
         if record.clip_factor is not None:
-            for clipped in {chunk.unit: None for chunk in self._plan}:
+            for clipped in {chunk.unit: None for chunk in plan}:
                 self._gradients.note_clipped(clipped, record.clip_factor)
-
-    def _read_ahead(self) -> None:
-        """At least the next chunk is in memory or on its way; more of them while there is room."""
-        while self._next < len(self._plan) and len(self._stages) <= _READ_AHEAD_CHUNKS:
-            stage = self._start(self._plan[self._next], must=not self._stages)
-            if stage is None:
-                return
-            self._stages.append(stage)
-            self._next += 1
 
     def _chunks(self, record: StepRecord) -> Iterator[Chunk]:
         for unit in self._store.units:
@@ -109,13 +133,70 @@ class Updater:
                 if slices:
                     yield Chunk(chunk.unit, chunk.start, chunk.stop, slices)
 
-    # -- Weights ------------------------------------------------------------------------------------
+    # -- Berths ------------------------------------------------------------------------------------
+
+    def _take_berths(self) -> None:
+        if self._block is not None or not self._travelling:
+            return
+        stride = self._chunk_nbytes
+        per_berth = stride * len(self._travelling)
+        self._block = self._pool.require(per_berth * self._num_berths, "chunks of the optimizer")
+        for number in range(self._num_berths):
+            parts = {
+                piece: self._pool.carve(self._block, number * per_berth + place * stride, stride)
+                for place, piece in enumerate(self._travelling)
+            }
+            self._berths.append(_Berth(parts))
+
+    def _may_start(self, stages: deque[_Stage]) -> bool:
+        """Always the chunk that is due; others only into a berth that is free already."""
+        if not stages or not self._travelling:
+            return not stages
+        return bool(self._berths) and all(t.done() for t in self._berths[0].transfers)
+
+    def _moor(self, stage: _Stage) -> None:
+        """The berth goes to the end of the queue; what is in flight there is waited for later."""
+        if stage.berth is not None:
+            self._berths.append(stage.berth)
+
+    def _wait(self, transfers: list[Transfer], counter: str) -> None:
+        """All of them, even if one failed: the memory is not ours before. Raises the first
+        error."""
+        first: Exception | None = None
+        with self._counters.timed(counter):
+            for transfer in transfers:
+                try:
+                    transfer.wait()
+                except Exception as error:
+                    first = first or error
+        transfers.clear()
+        if first is not None:
+            raise first
+
+    def reclaim(self) -> bool:
+        """Between steps, gives the berths' block back, waiting for its writes. False if there is
+        none."""
+        if self._is_applying or self._block is None:
+            return False
+        try:
+            self.settle()
+        finally:
+            self._berths.clear()
+            block, self._block = self._block, None
+            self._pool.free(block)
+        return True
+
+    def settle(self) -> None:
+        """Waits until every moment and master is where it rests."""
+        self._wait([t for berth in self._berths for t in berth.transfers], "write_wait_s")
+        for berth in self._berths:
+            berth.transfers.clear()
+
+    # -- Weights -----------------------------------------------------------------------------------
 
     def _check_out(self, unit: Unit, record: StepRecord) -> torch.Tensor:
         # With a master copy every weight is written and none is read, unless some are left alone.
-        overwrites_all = unit.has_master and all(
-            spec in record.settings for spec in unit.tensors
-        )
+        overwrites_all = unit.has_master and all(spec in record.settings for spec in unit.tensors)
         with self._counters.timed("weights_s"):
             return self._executor.check_out(unit.index, read=not overwrites_all)
 
@@ -123,54 +204,48 @@ class Updater:
         if unit is not None:
             self._executor.check_in(unit.index, dirty_nbytes=unit.trainable_nbytes)
 
-    def _fetch_next_weights(self, index: int) -> None:
-        unit = self._plan[index].unit
-        rest = (self._plan[later].unit for later in range(index, len(self._plan)))
+    def _fetch_next_weights(self, plan: Sequence[Chunk], index: int) -> None:
+        unit = plan[index].unit
+        rest = (plan[later].unit for later in range(index, len(plan)))
         following = next((each for each in rest if each is not unit), None)
         if following is not None and not following.has_master:
             self._executor.fetch_for_update(following.index)
 
-    # -- Chunks -------------------------------------------------------------------------------------
+    # -- Chunks ------------------------------------------------------------------------------------
 
-    def _start(self, chunk: Chunk, *, must: bool) -> _Stage | None:
-        """Takes blocks for the pieces that have to travel and starts reading them.
-
-        With `must` false, None when there is no room right now.
-        """
-        stage = _Stage(chunk)
-        for piece in (Piece.GRADIENTS, Piece.EXP_AVG, Piece.EXP_AVG_SQ, Piece.MASTER):
+    def _start(self, chunk: Chunk) -> _Stage:
+        """Starts reading the pieces of a chunk that have to travel."""
+        berth = None
+        if self._travelling:
+            berth = self._berths.popleft()
+            self._wait(berth.transfers, "write_wait_s")
+        stage = _Stage(chunk, berth, {})
+        for piece in _STATE_PIECES:
             if self._store.home(chunk.unit, piece) is None:
                 continue
             resting = self._store.resting(chunk.unit, piece)
             if resting is not None:
                 part = resting[chunk.offset_nbytes : chunk.offset_nbytes + chunk.nbytes]
-                stage.arrays[piece] = part.view(torch.float32)
-                continue
-            label = f"{piece.value} of {chunk.unit.name}"
-            allocate = self._pool.require if must else self._pool.try_allocate
-            block = allocate(chunk.nbytes, label)
-            if block is None:
-                self._abandon(stage)
-                return None
-            stage.blocks[piece] = block
-            stage.arrays[piece] = self._pool.tensor(block).view(torch.float32)
-        for piece, block in stage.blocks.items():
-            stage.reads.append(
-                self._store.read(
-                    chunk.unit,
-                    piece,
-                    block,
-                    priority=Priority.STATE,
-                    offset_nbytes=chunk.offset_nbytes,
-                    nbytes=chunk.nbytes,
+            else:
+                assert berth is not None
+                block = berth.parts[piece]
+                part = self._pool.tensor(block)[: chunk.nbytes]
+                berth.transfers.append(
+                    self._store.read(
+                        chunk.unit,
+                        piece,
+                        block,
+                        priority=Priority.STATE,
+                        offset_nbytes=chunk.offset_nbytes,
+                        nbytes=chunk.nbytes,
+                    )
                 )
-            )
+            stage.arrays[piece] = part.view(torch.float32)
         return stage
 
     def _compute(self, stage: _Stage, weights: torch.Tensor, record: StepRecord) -> None:
-        with self._counters.timed("read_wait_s"):
-            for read in stage.reads:
-                read.wait()
+        if stage.berth is not None:
+            self._wait(stage.berth.transfers, "read_wait_s")
         with self._counters.timed("update_s"), torch.no_grad():
             groups: dict[AdamWSettings, list[Slice]] = {}
             for part in stage.chunk.slices:
@@ -205,51 +280,20 @@ class Updater:
                 weight.copy_(master)
 
     def _write_back(self, stage: _Stage) -> None:
-        for piece, block in stage.blocks.items():
-            if piece is Piece.GRADIENTS:
-                self._pool.free(block)
+        chunk = stage.chunk
+        for piece in (Piece.EXP_AVG, Piece.EXP_AVG_SQ, Piece.MASTER):
+            if piece not in stage.arrays or self._store.resting(chunk.unit, piece) is not None:
                 continue
-            transfer = self._store.write(
-                stage.chunk.unit,
-                piece,
-                block,
-                offset_nbytes=stage.chunk.offset_nbytes,
-                nbytes=stage.chunk.nbytes,
+            assert stage.berth is not None
+            stage.berth.transfers.append(
+                self._store.write(
+                    chunk.unit,
+                    piece,
+                    stage.berth.parts[piece],
+                    offset_nbytes=chunk.offset_nbytes,
+                    nbytes=chunk.nbytes,
+                )
             )
-            self._writes.append((transfer, block))
-        while self._writes and self._writes[0][0].done():
-            self.reclaim()
-
-    def _abandon(self, stage: _Stage) -> None:
-        for read in stage.reads:
-            try:
-                read.wait()
-            except Exception:  # noqa: BLE001 - another error is on its way to the caller.
-                pass
-        for block in stage.blocks.values():
-            self._pool.free(block)
-
-    def reclaim(self) -> bool:
-        """Frees the block of the oldest write, waiting for it, or else gives up what was read
-        furthest ahead. False when nothing is left."""
-        if not self._writes:
-            if not self._stages:
-                return False
-            self._abandon(self._stages.pop())
-            self._next -= 1
-            return True
-        transfer, block = self._writes.popleft()
-        try:
-            with self._counters.timed("write_wait_s"):
-                transfer.wait()
-        finally:
-            self._pool.free(block)
-        return True
-
-    def settle(self) -> None:
-        """Waits until every moment and master is where it rests."""
-        while self._writes:
-            self.reclaim()
 
 
 def _weight_slice(weights: torch.Tensor, part: Slice) -> torch.Tensor:

@@ -24,6 +24,7 @@ orders them.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -214,7 +215,11 @@ class Executor:
 
     def _idle_on_device(self) -> Iterable[int]:
         for weights in self.weights:
-            if weights.state is State.ATTACHED and not weights.holds and not weights.rests_on_device:
+            if (
+                weights.state is State.ATTACHED
+                and not weights.holds
+                and not weights.rests_on_device
+            ):
                 yield weights.unit.index
 
     # -- Fetching ahead, and letting go ------------------------------------------------------------
@@ -290,7 +295,7 @@ class Executor:
         self._pool.free(weights.block)
         weights.block = None
 
-    # -- Changing weights ----------------------------------------------------------------------------
+    # -- Changing weights --------------------------------------------------------------------------
 
     def is_held(self, unit: int) -> bool:
         return self.weights[unit].holds > 0
@@ -298,8 +303,8 @@ class Executor:
     def check_out(self, unit: int, *, read: bool) -> torch.Tensor:
         """The unit's weights as host bytes to change: uint8, shape (weight_nbytes,).
 
-        With `read` false the caller overwrites all of it, so nothing is fetched. Nobody may hold the
-        unit. Ends with `check_in`.
+        With `read` false the caller overwrites all of it, so nothing is fetched. Nobody may hold
+        the unit. Ends with `check_in`.
         """
         weights = self.weights[unit]
         assert not weights.holds and not weights.is_checked_out, weights.unit.name
@@ -397,15 +402,14 @@ class Executor:
             self._finish_write(weights)
 
     def close(self) -> None:
-        """Waits for everything in flight and lets go of all regions. Errors of reads are dropped."""
+        """Waits for everything in flight and lets go of all regions. Errors of reads are
+        dropped."""
         for weights in self.weights:
             weights.holds = 0
             for transfer in (weights.reading, weights.writing, weights.copying):
                 if transfer is not None:
-                    try:
+                    with contextlib.suppress(Exception):
                         transfer.wait()
-                    except Exception:  # noqa: BLE001 - closing: the first error was already raised.
-                        pass
             if weights.state is State.ATTACHED and not weights.rests_on_device:
                 self._device.detach(weights.region)
             weights.reading = weights.writing = None

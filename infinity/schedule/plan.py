@@ -11,11 +11,13 @@ from collections.abc import Iterable
 from infinity.schedule.trace import Trace
 
 
-def choose_victim(trace: Trace, candidates: Iterable[int], *, nearer_than: int | None = None) -> int | None:
+def choose_victim(
+    trace: Trace, candidates: Iterable[int], *, nearer_than: int | None = None
+) -> int | None:
     """The candidate whose next use is furthest away, or None.
 
-    With `nearer_than` (a unit that wants the room ahead of its use) only a candidate used later than
-    that unit is chosen: reading ahead must never cost a read of something needed sooner.
+    With `nearer_than` (a unit that wants the room ahead of its use) only a candidate used later
+    than that unit is chosen: reading ahead must never cost a read of something needed sooner.
     """
     limit = -1 if nearer_than is None else trace.distance(nearer_than)
     best, best_distance = None, limit
@@ -24,15 +26,3 @@ def choose_victim(trace: Trace, candidates: Iterable[int], *, nearer_than: int |
         if distance > best_distance:
             best, best_distance = unit, distance
     return best
-
-
-def choose_prefetch(trace: Trace, *, absent: Iterable[int], limit: int) -> list[int]:
-    """The next `limit` units of the prediction that are in `absent`, nearest first."""
-    missing = set(absent)
-    chosen: list[int] = []
-    for unit in trace.upcoming():
-        if len(chosen) == limit:
-            break
-        if unit in missing:
-            chosen.append(unit)
-    return chosen

@@ -1,7 +1,7 @@
 """The order in which units are used, recorded in one pass and predicted for the next.
 
-A prediction, never a rule: an order that changed costs a fetch on demand and is learned for the next
-pass. Pure data structure: no torch, no I/O, no clock.
+A prediction, never a rule: an order that changed costs a fetch on demand and is learned for the
+next pass. Pure data structure: no torch, no I/O, no clock.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Which tier each piece of each unit rests on: a pure function of sizes and budgets.
 
-`[placement]` gives, per state kind, an ordered list of tiers. Pieces are placed unit by unit in model
-order, and a piece goes to the first tier of its list that still has room; so a kind that does not
-fit the host is split: the first units on the host, the rest on NVMe. Kinds that may not go to NVMe
-are placed first, so that a kind that may never takes their room; among the others those that travel
-more often come first, because a resident byte of theirs saves more traffic.
+`[placement]` gives, per state kind, an ordered list of tiers. Pieces are placed unit by unit in
+model order, and a piece goes to the first tier of its list that still has room; so a kind that does
+not fit the host is split: the first units on the host, the rest on NVMe. Kinds that may not go to
+NVMe are placed first, so that a kind that may never takes their room; among the others those that
+travel more often come first, because a resident byte of theirs saves more traffic.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from infinity.errors import CapacityError
-from infinity.sizes import PAGE_NBYTES, format_nbytes
+from infinity.sizes import HUGE_PAGE_NBYTES, PAGE_NBYTES, align_down, format_nbytes
 from infinity.state.units import Piece, Unit
 from infinity.tiers.ranges import rounded_nbytes
 
@@ -95,38 +95,63 @@ def _no_room(
         needed_nbytes=resting_nbytes(unit, piece),
         available_nbytes=int(free_nbytes[last]),
         key=f"{_BUDGET_KEYS.get(last, 'tiers.nvme')}, or add 'nvme' to placement.{piece.kind}",
-        detail=f"{piece.value} of {unit.name!r} has no room (all units: {format_nbytes(total_nbytes)})",
+        detail=f"{piece.value} of {unit.name!r} has no room "
+        f"(all units: {format_nbytes(total_nbytes)})",
     )
 
 
+# What the optimizer moves at a time at the very least; below this, requests get too small.
 _SMALLEST_CHUNK_NBYTES = 16 * PAGE_NBYTES
+_MOST_BERTHS = 3  # One being read, one updated, one written.
+_STATE_PIECES = (Piece.GRADIENTS, Piece.EXP_AVG, Piece.EXP_AVG_SQ, Piece.MASTER)
 
 
 def smallest_working_nbytes(
-    units: Sequence[Unit], preferences: Mapping[str, Sequence[str]], *, held_nbytes: int
+    units: Sequence[Unit],
+    preferences: Mapping[str, Sequence[str]],
+    *,
+    held_nbytes: int,
+    chunk_nbytes: int,
 ) -> int:
     """The least host memory training can work in, beside what rests on the host.
 
-    `held_nbytes`: the most weight bytes that nested modules hold at once. Backward: the held weights
-    and, when gradients rest elsewhere, the gradients of one unit being summed and of one being
-    written. Update: one unit's weights and one chunk of every streamed piece.
+    `held_nbytes`: the most weight bytes that nested modules hold at once. In a backward these are
+    in memory and, where gradients do not rest on the host, those of one unit being summed and of
+    one being written; when a master is set from outside, one unit's weights and the master of a
+    tensor; in an update, one unit's weights and one chunk of every piece that travels.
     """
     streamed = {kind for kind, order in preferences.items() if set(order) != {"host"}}
-    largest_weights = max((rounded_nbytes(u.weight_nbytes) for u in units), default=0)
-    largest_state = max(
-        (rounded_nbytes(u.nbytes(Piece.GRADIENTS)) for u in units if u.state_numel), default=0
+    weights_nbytes = _most(units, Piece.PARAMETERS) if "parameters" in streamed else 0
+    held_nbytes = max(held_nbytes, weights_nbytes) if "parameters" in streamed else 0
+    gradients_nbytes = 2 * _most(units, Piece.GRADIENTS) if "gradients" in streamed else 0
+    master_nbytes = _most(units, Piece.MASTER) if "master" in streamed else 0
+    travelling = sum(piece.kind in streamed for piece in _STATE_PIECES)
+    chunk_nbytes = min(chunk_nbytes, _SMALLEST_CHUNK_NBYTES)
+    working_nbytes = max(
+        held_nbytes + gradients_nbytes,
+        weights_nbytes + master_nbytes,
+        weights_nbytes + rounded_nbytes(travelling * chunk_nbytes),
     )
-    weights_nbytes = max(held_nbytes, largest_weights) if "parameters" in streamed else 0
-    gradients_nbytes = 2 * largest_state if "gradients" in streamed else 0
-    chunks_nbytes = 4 * rounded_nbytes(_SMALLEST_CHUNK_NBYTES)
-    return max(weights_nbytes + gradients_nbytes, weights_nbytes + chunks_nbytes)
+    # Large blocks start at huge pages, which may cost the head of one.
+    return working_nbytes + (HUGE_PAGE_NBYTES if working_nbytes >= HUGE_PAGE_NBYTES else 0)
 
 
-def chunk_for(free_nbytes: int, configured_nbytes: int) -> int:
-    """The optimizer chunk that lets three steps of the update pipeline be in memory at once.
+def _most(units: Sequence[Unit], piece: Piece) -> int:
+    return max((resting_nbytes(unit, piece) for unit in units), default=0)
 
-    Four pieces (master, two moments, gradients) for each of read, compute and write: a twelfth of
-    the free memory, never more than configured and never less than the smallest.
+
+def plan_berths(free_nbytes: int, chunk_nbytes: int) -> tuple[int, int]:
+    """(bytes per piece and berth, berths) of the optimizer's pipeline in `free_nbytes`.
+
+    Three berths of the configured chunk if they fit, smaller chunks if not, and fewer berths when
+    the chunks would get too small. Worked example: 512 MiB free and chunks of 16 MiB need 3 x 4 x
+    16 = 192 MiB, so (16 MiB, 3); 8 MiB free give chunks of 8 / 12 MiB, in whole pages.
     """
-    share_nbytes = free_nbytes // 12 // PAGE_NBYTES * PAGE_NBYTES
-    return max(_SMALLEST_CHUNK_NBYTES, min(configured_nbytes, share_nbytes))
+    if free_nbytes >= HUGE_PAGE_NBYTES:
+        free_nbytes = align_down(free_nbytes, HUGE_PAGE_NBYTES)
+    smallest_nbytes = min(chunk_nbytes, _SMALLEST_CHUNK_NBYTES)
+    pieces = len(_STATE_PIECES)
+    share_nbytes = align_down(free_nbytes // (_MOST_BERTHS * pieces), PAGE_NBYTES)
+    if share_nbytes >= smallest_nbytes:
+        return min(chunk_nbytes, share_nbytes), _MOST_BERTHS
+    return smallest_nbytes, max(1, free_nbytes // (pieces * smallest_nbytes))

@@ -1,8 +1,8 @@
 """Where every piece of training state rests, and moving ranges of it through host blocks.
 
 The store knows nothing of time: what to move and when is the schedule's business. A piece rests in
-exactly one home. Reads bring a range of a piece into a host block, writes take it back; a piece whose
-home the host can address itself is reached by `resting`, without a copy.
+exactly one home. Reads bring a range of a piece into a host block, writes take it back; a piece
+whose home the host can address itself is reached by `resting`, without a copy.
 """
 
 from __future__ import annotations
@@ -131,7 +131,9 @@ class StateStore:
                 address=block.address,
                 priority=priority,
             )
-        return self._copy(home, offset_nbytes, self._host.tensor(block, nbytes=length), inward=False)
+        return self._copy(
+            home, offset_nbytes, self._host.tensor(block, nbytes=length), inward=False
+        )
 
     def write(
         self,
@@ -161,7 +163,9 @@ class StateStore:
             )
         return self._copy(home, offset_nbytes, self._host.tensor(block, nbytes=length), inward=True)
 
-    def _copy(self, home: Home, offset_nbytes: int, host: torch.Tensor, *, inward: bool) -> Transfer:
+    def _copy(
+        self, home: Home, offset_nbytes: int, host: torch.Tensor, *, inward: bool
+    ) -> Transfer:
         """Between a host range and a home that is not on NVMe."""
         if isinstance(home, HostHome):
             rest = self._host.tensor(home.block, offset_nbytes, host.numel())

@@ -23,7 +23,8 @@ from infinity.errors import UnsupportedError
 from infinity.sizes import PAGE_NBYTES, align_up
 
 TENSOR_ALIGNMENT_NBYTES = 256
-# The same alignment in fp32 elements: a cut at such a place leaves vector kernels' lanes as they are.
+# The same alignment in fp32 elements: a cut at such a place leaves vector kernels' lanes as they
+# are.
 STATE_ALIGNMENT = TENSOR_ALIGNMENT_NBYTES // 4
 STATE_ITEM_NBYTES = 4
 
@@ -125,7 +126,9 @@ def layout_unit(index: int, name: str, tensors: Sequence[TensorFacts]) -> Unit:
         name=name,
         tensors=tuple(specs),
         trainable_nbytes=trainable_nbytes,
-        weight_nbytes=align_up(offset_nbytes, PAGE_NBYTES),
+        weight_nbytes=align_up(
+            max(offset_nbytes, 1), PAGE_NBYTES
+        ),  # Empty tensors need a place too.
         state_numel=align_up(state_offset, PAGE_NBYTES // STATE_ITEM_NBYTES),
         has_master=any(
             spec.state_offset >= 0 and spec.facts.dtype is not torch.float32 for spec in specs

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -57,7 +57,7 @@ class CpuDevice:
     counters: Counters
     name: str = "cpu"
     shares_host_memory: bool = True
-    torch_device: torch.device = torch.device("cpu")
+    torch_device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     def __post_init__(self) -> None:
         self._can_remap = can_remap()

@@ -41,7 +41,8 @@ class CudaCopy:
 
 
 class CudaDevice:
-    """The device tier on one CUDA device. Autograd threads may call it; the engine's lock orders them."""
+    """The device tier on one CUDA device. Autograd threads may call it; the engine's lock orders
+    them."""
 
     name = "cuda"
     shares_host_memory = False

@@ -27,6 +27,7 @@ class Copy(Protocol):
     def done(self) -> bool: ...
     def order(self) -> None:
         """Everything computed from now on sees the copied bytes."""
+
     def wait(self) -> None:
         """Blocks until the transfer is over: the source may be overwritten, the target read."""
 
@@ -53,22 +54,31 @@ class DeviceAdapter(Protocol):
 
     def reserve(self, nbytes: int) -> Region:
         """A region without memory."""
+
     def reserve_resident(self, memory: torch.Tensor) -> Region:
         """A region that is always attached, over `memory` from `allocate`."""
+
     def attach(self, region: Region, block: Block) -> Copy:
         """Starts bringing the block's bytes in. The block stays lent until `Copy.wait` or,
         where memory is shared, until `detach`."""
+
     def bring_back(self, region: Region, block: Block) -> Copy:
         """Starts making the block, from which the region was attached or any other, hold the
-        region's bytes. Valid for the host after `Copy.wait` and, where memory is shared, `detach`."""
+        region's bytes. Valid for the host after `Copy.wait` and, where memory is shared,
+        `detach`."""
+
     def detach(self, region: Region) -> None:
         """Takes the memory away, ordered after the compute issued so far."""
+
     def allocate(self, nbytes: int) -> torch.Tensor:
         """Zeroed device memory that stays: uint8, shape (nbytes,)."""
+
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> Copy:
         """Starts copying between a host and a device tensor of one shape, converting the dtype."""
+
     def synchronize(self) -> None:
         """Blocks until the device has nothing left to do."""
+
     def close(self) -> None: ...
 
 

@@ -64,6 +64,13 @@ class HostTier:
             self._note_use()
             return block
 
+    def carve(self, block: Block, offset_nbytes: int, nbytes: int) -> Block:
+        """A part of a lent block, in whole pages. It is given back with the whole, never by
+        itself."""
+        assert offset_nbytes + nbytes <= block.range.nbytes
+        part = Range(block.range.offset_nbytes + offset_nbytes, nbytes)
+        return Block(part, nbytes, block.address + offset_nbytes, block.label)
+
     def free(self, block: Block) -> None:
         with self._lock:
             assert block in self._lent, f"block of {block.label} was freed twice"
@@ -72,7 +79,9 @@ class HostTier:
             self._ranges.free(block.range)
             self._note_use()
 
-    def tensor(self, block: Block, offset_nbytes: int = 0, nbytes: int | None = None) -> torch.Tensor:
+    def tensor(
+        self, block: Block, offset_nbytes: int = 0, nbytes: int | None = None
+    ) -> torch.Tensor:
         """uint8 view, shape (nbytes,), of the block's memory; valid until the block is freed."""
         assert not block.is_mapped_away, f"block of {block.label} is mapped away"
         start = block.range.offset_nbytes + offset_nbytes

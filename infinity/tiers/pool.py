@@ -1,7 +1,14 @@
 """Working memory on the host tier: blocks that are found by letting go of others.
 
-Whoever keeps blocks it could do without registers a reclaimer. `require` asks the reclaimers, in the
-order they registered, until a block of the wanted size exists or none has anything left to give.
+Whoever keeps blocks it could do without registers a reclaimer. `require` asks the reclaimers, in
+the order they registered, until a block of the wanted size exists or none has anything left to
+give.
+
+Note [Tight budgets]
+  A block that is in use cannot be moved, so what is kept around it may leave holes that are all too
+  small. Where memory is scarce the pool therefore keeps nothing: everything that can be reclaimed
+  is reclaimed before a block is taken, so blocks come and go like a stack and leave no holes. This
+  is what makes the smallest stated budget work.
 """
 
 from __future__ import annotations
@@ -17,8 +24,9 @@ from infinity.tiers.host import Block, HostTier
 class HostPool:
     """Allocation with reclaim over the host tier."""
 
-    def __init__(self, host: HostTier) -> None:
+    def __init__(self, host: HostTier, *, is_tight: bool = False) -> None:
         self._host = host
+        self._is_tight = is_tight
         self._reclaimers: list[Callable[[], bool]] = []
 
     def add_reclaimer(self, reclaim: Callable[[], bool]) -> None:
@@ -26,13 +34,16 @@ class HostPool:
         self._reclaimers.append(reclaim)
 
     def try_allocate(self, nbytes: int, label: str) -> Block | None:
-        """A block if there is room right now."""
-        return self._host.allocate(nbytes, label)
+        """A block to be used ahead of time, if there is room right now."""
+        return None if self._is_tight else self._host.allocate(nbytes, label)
 
     def require(self, nbytes: int, label: str) -> Block:
-        """A block, at the price of reclaiming. Raises CapacityError when nothing is left to reclaim."""
+        """A block, at the price of reclaiming. Raises CapacityError when nothing is left to
+        reclaim."""
+        while self._is_tight and self._reclaim():
+            pass
         while (block := self._host.allocate(nbytes, label)) is None:
-            if not any(reclaim() for reclaim in self._reclaimers):
+            if not self._reclaim():
                 raise CapacityError(
                     "host",
                     needed_nbytes=nbytes,
@@ -41,6 +52,13 @@ class HostPool:
                     detail=f"{label} (in use: {', '.join(self._host.lent()[:8])})",
                 )
         return block
+
+    def _reclaim(self) -> bool:
+        return any(reclaim() for reclaim in self._reclaimers)
+
+    def carve(self, block: Block, offset_nbytes: int, nbytes: int) -> Block:
+        """A part of a lent block; see HostTier.carve."""
+        return self._host.carve(block, offset_nbytes, nbytes)
 
     def tensor(self, block: Block) -> torch.Tensor:
         """uint8, shape (block.nbytes,)."""

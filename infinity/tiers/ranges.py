@@ -64,11 +64,6 @@ class RangeAllocator:
             del self._ends[index - 1], self._starts[index]
         self.free_nbytes += taken.nbytes
 
-    def largest_nbytes(self) -> int:
-        """The largest hole, huge-page aligned as a large range would see it."""
-        holes = zip(self._starts, self._ends, strict=True)
-        return max((end - align_up(start, HUGE_PAGE_NBYTES) for start, end in holes), default=0)
-
     def _from_bottom(self, nbytes: int) -> Range | None:
         for index, (start, end) in enumerate(zip(self._starts, self._ends, strict=True)):
             aligned = align_up(start, HUGE_PAGE_NBYTES)
