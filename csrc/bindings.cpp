@@ -59,11 +59,12 @@ constexpr auto kSignalInterval = 50ms;
 // time is up. Returns whether it finished; `timeout_s` None waits for ever.
 template <typename Wait>
 bool wait_interruptibly(const py::object& timeout_s, Wait is_finished) {
-  const bool is_limited = !timeout_s.is_none();
-  const auto limit = is_limited ? std::chrono::duration_cast<Clock::duration>(
-                                      std::chrono::duration<double>(timeout_s.cast<double>()))
-                                : Clock::duration::zero();
-  const auto deadline = Clock::now() + limit;
+  constexpr double kLongest = 1e9;  // Beyond it, and for NaN, the clock's integer would overflow.
+  const double limit_s = timeout_s.is_none() ? kLongest : timeout_s.cast<double>();
+  const bool is_limited = limit_s < kLongest;
+  const auto deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(
+                                           std::chrono::duration<double>(
+                                               is_limited ? std::max(limit_s, 0.0) : 0.0));
   while (true) {
     std::chrono::nanoseconds slice = kSignalInterval;
     if (is_limited) {

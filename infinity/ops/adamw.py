@@ -1,8 +1,8 @@
 """AdamW over flat fp32 buffers.
 
-The arithmetic is `torch._fused_adamw_`, the kernel behind `torch.optim.AdamW(fused=True)`, so that an
-offloaded update has the same bits. It is elementwise and its vector lanes start at the first element,
-so a tensor may be cut anywhere at a multiple of 16 elements without changing a bit.
+The arithmetic is `torch._fused_adamw_`, the kernel behind `torch.optim.AdamW(fused=True)`, so that
+an offloaded update has the same bits. It is elementwise and its vector lanes start at the first
+element, so a tensor may be cut anywhere at a multiple of 16 elements without changing a bit.
 
 Source: Loshchilov and Hutter, "Decoupled weight decay regularization", 2019, algorithm 2.
 """

@@ -128,11 +128,22 @@ def available_host_nbytes() -> int:
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             available_nbytes = int(line.split()[1]) * 1024
-    limit = _read_int("/sys/fs/cgroup/memory.max")
-    used = _read_int("/sys/fs/cgroup/memory.current")
-    if limit is not None and used is not None:
-        available_nbytes = min(available_nbytes, max(0, limit - used))
+    limit_nbytes = _read_int("/sys/fs/cgroup/memory.max")
+    used_nbytes = _read_int("/sys/fs/cgroup/memory.current")
+    if limit_nbytes is not None and used_nbytes is not None:
+        left_nbytes = limit_nbytes - used_nbytes + _cgroup_cache_nbytes()
+        available_nbytes = min(available_nbytes, max(0, left_nbytes))
     return available_nbytes
+
+
+def _cgroup_cache_nbytes() -> int:
+    """Page cache charged to the cgroup: it makes room when memory is asked for."""
+    try:
+        lines = Path("/sys/fs/cgroup/memory.stat").read_text().splitlines()
+    except OSError:
+        return 0
+    fields = dict(line.split() for line in lines)
+    return int(fields.get("inactive_file", 0)) + int(fields.get("active_file", 0))
 
 
 def _check_available(capacity_nbytes: int) -> None:

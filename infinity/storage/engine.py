@@ -95,7 +95,7 @@ class Ticket(Protocol):
     """The caller's end of one request. Any thread may use it; not a forked child."""
 
     def done(self) -> bool:
-        """True when every block has completed, well or badly: the buffers are the caller's again."""
+        """True when every block has completed, well or badly: the buffers are free again."""
         ...
 
     def wait(self, timeout_s: float | None = None) -> None:
@@ -133,7 +133,7 @@ class StorageEngine(Protocol):
         ...
 
     def sync(self, file: int) -> None:
-        """fdatasync. Covers the requests that are done; a failure leaves the file's state unknown."""
+        """fdatasync. Covers the requests that are done. After a failure nothing is certain."""
         ...
 
     def drain(self) -> None:

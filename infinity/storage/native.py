@@ -89,7 +89,7 @@ class NativeEngine:
     def stats(self) -> EngineStats:
         return EngineStats(tuple(FileStats(*fields) for fields in self._core.stats()))
 
-    def describe(self) -> list[dict[str, object]]:
+    def describe(self) -> list[_core.LaneInfo]:
         """One dict per device in use: ring flags, registered buffers and files, refusals."""
         return self._core.lanes()
 

@@ -32,9 +32,7 @@ def explain_missing_uring() -> str | None:
 def explain_probe_failure(*, code: int, step: str, sysctl: str | None, kernel: str) -> str:
     """Words for one failed probe. `sysctl` is the value of kernel.io_uring_disabled, if any."""
     if step == "build":
-        return (
-            "this build has no liburing. Install liburing-dev and build infinity-offload again."
-        )
+        return "this build has no liburing. Install liburing-dev and build infinity-offload again."
     if step in ("features", "opcodes"):
         return f"kernel {kernel} is too old (5.11 is needed, 6.1 recommended)."
     refusal = f"{step} returned {errno.errorcode.get(code, str(code))}"
@@ -45,9 +43,9 @@ def explain_probe_failure(*, code: int, step: str, sysctl: str | None, kernel: s
         )
     if code == errno.EPERM:
         return (
-            f"{refusal}, so a seccomp profile blocks it (Docker and Kubernetes do this by default). "
-            "Run the container with a profile that allows io_uring_setup, io_uring_enter and "
-            "io_uring_register."
+            f"{refusal}, so a seccomp profile blocks it (Docker and Kubernetes do this by "
+            "default). Run the container with a profile that allows io_uring_setup, "
+            "io_uring_enter and io_uring_register."
         )
     if code == errno.ENOSYS:
         return (

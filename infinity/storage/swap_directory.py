@@ -85,7 +85,7 @@ class SwapDirectory:
         self.size_nbytes = size_nbytes
 
     def refusal_of_direct_io(self) -> str | None:
-        """None when direct I/O works here in units of 4096 bytes, found by doing it; else why not."""
+        """None when direct I/O in units of 4096 bytes works, found by doing it; else why not."""
         try:
             fd = os.open(self.swap_path, os.O_RDWR | os.O_CLOEXEC | os.O_DIRECT)
         except OSError as error:
@@ -122,12 +122,13 @@ class SwapDirectory:
 
 
 class _DirectoryLock:
-    """The flock on `infinity.lock`. `kept` names the swap files that earlier holders left on purpose."""
+    """The flock on `infinity.lock`. `kept` names swap files that earlier holders left for good."""
 
     def __init__(self, directory: str) -> None:
         self._path = os.path.join(directory, LOCK_NAME)
         self._fd = self._acquire()
-        self.kept: tuple[str, ...] = tuple(_read_holder(self._fd).get("kept", ()))
+        kept = _read_holder(self._fd).get("kept")
+        self.kept: tuple[str, ...] = tuple(map(str, kept)) if isinstance(kept, list) else ()
         self._write(pid=os.getpid(), kept=self.kept)
         _held_locks.add(self)
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
+import threading
 import warnings
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -65,7 +65,8 @@ class Volume:
         self._stripe_nbytes = stripe_nbytes
         self._directories: list[SwapDirectory] = []
         self._files: list[int] = []
-        self._pending_writes: deque[Ticket] = deque()
+        self._lock = threading.Lock()  # guards the two below
+        self._pending_writes: list[Ticket] = []
         self._failure: StorageError | None = None
         self._is_closed = False
         try:
@@ -128,12 +129,13 @@ class Volume:
         address: int,
         priority: Priority,
     ) -> Ticket:
-        """Writes memory to a range of a piece. The memory must not change until the ticket is done."""
+        """Writes memory to a range of a piece. It must not change until the ticket is done."""
         ticket = self._submit(
             "write", extents, offset_nbytes=offset_nbytes, nbytes=nbytes, address=address,
             priority=priority,
         )  # fmt: skip
-        self._pending_writes.append(ticket)
+        with self._lock:
+            self._pending_writes.append(ticket)
         return ticket
 
     def sync(self) -> None:
@@ -143,7 +145,8 @@ class Volume:
             try:
                 self._engine.sync(file)
             except StorageError as error:
-                self._failure = self._failure or error
+                with self._lock:
+                    self._failure = self._failure or error
                 raise
 
     def close(self, *, remove: bool = True) -> None:
@@ -158,7 +161,14 @@ class Volume:
             for directory in self._directories:
                 stack.callback(directory.close, remove=remove)
             for file in self._files:
-                stack.callback(self._engine.close_file, file)
+                stack.callback(self._close_file, file)
+
+    def _close_file(self, file: int) -> None:
+        try:
+            self._engine.close_file(file)
+        except StorageError as error:
+            if error.errno != errno.EBADF:  # EBADF: the engine was closed first.
+                raise
 
     def _open_path(self, path: VolumePath) -> None:
         directory = SwapDirectory(path.path)
@@ -231,7 +241,9 @@ class Volume:
                 f"{offset_nbytes=}, {nbytes=} and {address=} must be multiples of {PAGE_NBYTES}"
             )
         segments = [
-            Segment(self._files[extent.path_index], extent.offset_nbytes, address + at, extent.nbytes)
+            Segment(
+                self._files[extent.path_index], extent.offset_nbytes, address + at, extent.nbytes
+            )
             for extent, at in slice_extents(extents, offset_nbytes=offset_nbytes, nbytes=nbytes)
         ]
         return self._engine.submit(operation, segments, priority)
@@ -242,18 +254,22 @@ class Volume:
                 errno.EBADF, operation="use", path=self._paths[0].path,
                 detail="the volume is closed",
             )  # fmt: skip
-        pending = self._pending_writes
-        for _ in range(len(pending)):
-            ticket = pending.popleft()
+        with self._lock:
+            self._look_for_failed_writes()
+            if self._failure is not None:
+                raise self._failure.with_traceback(None)
+
+    def _look_for_failed_writes(self) -> None:
+        """Also those whose tickets nobody waits for. `_lock` is held."""
+        pending, self._pending_writes = self._pending_writes, []
+        for ticket in pending:
             if not ticket.done():
-                pending.append(ticket)
+                self._pending_writes.append(ticket)
                 continue
             try:
                 ticket.wait()
             except StorageError as error:
                 self._failure = self._failure or error
-        if self._failure is not None:
-            raise self._failure
 
 
 def _warn_of_buffering(path: str, refusal: str) -> None:

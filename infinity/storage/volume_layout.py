@@ -31,7 +31,7 @@ class PathSpace:
 def stripe(
     sizes_nbytes: Sequence[int], spaces: Sequence[PathSpace], *, stripe_nbytes: int
 ) -> list[tuple[Extent, ...]]:
-    """Lays pieces out over paths: extents of each piece, in order, that cover it rounded up to 4096.
+    """Lays pieces out over paths: extents of each, in order, that cover it rounded up to 4096.
 
     Every stripe goes to the path that would have the least bytes per weight with it, so that any
     run of stripes is shared in proportion to the weights until a path is full. Worked example:
@@ -119,9 +119,7 @@ def slice_extents(
         low = max(offset_nbytes, start_nbytes)
         high = min(offset_nbytes + nbytes, start_nbytes + extent.nbytes)
         if low < high:
-            piece = Extent(
-                extent.path_index, extent.offset_nbytes + low - start_nbytes, high - low
-            )
+            piece = Extent(extent.path_index, extent.offset_nbytes + low - start_nbytes, high - low)
             found.append((piece, low - offset_nbytes))
         start_nbytes += extent.nbytes
     return found

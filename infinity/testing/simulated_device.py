@@ -1,8 +1,8 @@
 """A device without a GPU: its own memory, late copies, poisoned releases.
 
 Copies run on a worker thread after a random delay, so reading before `Copy.order()` sees NaN;
-released memory is filled with NaN, so reading after `detach` does too. A wait that the engine forgot
-therefore changes a result here, on a machine without a GPU.
+released memory is filled with NaN, so reading after `detach` does too. A wait that the engine
+forgot therefore changes a result here, on a machine without a GPU.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ class SimulatedRegion(ResidentRegion):
 
 
 class SimulatedDevice:
-    """Drop-in for the CUDA adapter: `infinity.offload(model, config, device=SimulatedDevice(seed))`.
+    """Drop-in for the CUDA adapter: `infinity.offload(model, config,
+    device=SimulatedDevice(seed))`.
 
     `delay_s` bounds the random delay of a copy. The engine calls `open` with its host tier.
     """
@@ -110,4 +111,3 @@ class SimulatedDevice:
 
     def close(self) -> None:
         self._worker.shutdown(wait=True)
-

@@ -1,0 +1,252 @@
+"""A storage engine that fails, delays or corrupts chosen operations, for tests.
+
+Deterministic: operations are counted from 1 as they are submitted, and each fault names the one it
+hits. Without faults it behaves like the engine inside.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from infinity.errors import StorageError
+from infinity.storage.engine import (
+    EngineStats,
+    Operation,
+    Priority,
+    Segment,
+    StorageEngine,
+    Ticket,
+)
+
+FaultyOperation = Literal["read", "write", "open", "sync", "any"]
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """What happens to the `nth` operation of a kind, counted from 1.
+
+    `errno` fails it, without a byte moved; `delay_s` lets it be done that much later; `corrupt`
+    flips one bit of a read or of what a write stores. `nbytes_before_failure` of a failing read or
+    write are moved before the error, as a device that breaks half-way does.
+    """
+
+    nth: int
+    operation: FaultyOperation = "any"
+    errno: int = 0
+    delay_s: float = 0.0
+    corrupt: bool = False
+    nbytes_before_failure: int = 0
+
+    def hits(self, operation: str, *, nth_of_kind: int, nth_of_all: int) -> bool:
+        if self.operation == "any":
+            return self.nth == nth_of_all
+        return self.operation == operation and self.nth == nth_of_kind
+
+
+class FaultyEngine:
+    """Wraps `engine` and is its only user. Closing it closes the engine inside.
+
+    `num_operations` counts opens, reads, writes and syncs so far; a fault ladder ends when it is
+    lower than the rung.
+    """
+
+    def __init__(self, engine: StorageEngine, faults: Sequence[Fault] = ()) -> None:
+        self._engine = engine
+        self._faults = tuple(faults)
+        self._paths: dict[int, str] = {}
+        self._counts: dict[str, int] = {}
+        self._lock = threading.Lock()
+        self._unsettled: list[_FaultyTicket] = []
+        self.name = f"faulty({engine.name})"
+
+    def __enter__(self) -> FaultyEngine:
+        return self
+
+    def __exit__(self, *unused: object) -> None:
+        self.close()
+
+    @property
+    def num_operations(self) -> int:
+        with self._lock:
+            return sum(self._counts.values())
+
+    def open(self, path: str, *, direct: bool) -> int:
+        fault = self._next_fault("open")
+        if fault is not None and fault.errno:
+            raise StorageError(fault.errno, operation="open", path=path)
+        file = self._engine.open(path, direct=direct)
+        self._paths[file] = path
+        return file
+
+    def close_file(self, file: int) -> None:
+        self._engine.close_file(file)
+
+    def submit(
+        self, operation: Operation, segments: Sequence[Segment], priority: Priority
+    ) -> Ticket:
+        fault = self._next_fault(operation)
+        if fault is None:
+            return self._engine.submit(operation, segments, priority)
+        ticket = self._submit_with(fault, operation, segments, priority)
+        with self._lock:
+            self._unsettled = [each for each in self._unsettled if not each.done()]
+            self._unsettled.append(ticket)
+        return ticket
+
+    def sync(self, file: int) -> None:
+        fault = self._next_fault("sync")
+        if fault is not None:
+            time.sleep(fault.delay_s)
+            if fault.errno:
+                raise StorageError(fault.errno, operation="sync", path=self._path_of(file))
+        self._engine.sync(file)
+
+    def drain(self) -> None:
+        self._engine.drain()
+        with self._lock:
+            unsettled, self._unsettled = self._unsettled, []
+        for ticket in unsettled:
+            ticket.settle()
+
+    def stats(self) -> EngineStats:
+        return self._engine.stats()
+
+    def close(self) -> None:
+        self.drain()
+        self._engine.close()
+
+    def _next_fault(self, operation: str) -> Fault | None:
+        with self._lock:
+            self._counts[operation] = self._counts.get(operation, 0) + 1
+            nth_of_kind, nth_of_all = self._counts[operation], sum(self._counts.values())
+        for fault in self._faults:
+            if fault.hits(operation, nth_of_kind=nth_of_kind, nth_of_all=nth_of_all):
+                return fault
+        return None
+
+    def _submit_with(
+        self,
+        fault: Fault,
+        operation: Operation,
+        segments: Sequence[Segment],
+        priority: Priority,
+    ) -> _FaultyTicket:
+        ready_at = time.monotonic() + fault.delay_s
+        if fault.errno:
+            error = _error_of(fault.errno, operation, segments, self._path_of)
+            moved = _head(segments, fault.nbytes_before_failure)
+            inner = self._engine.submit(operation, moved, priority)
+            return _FaultyTicket(inner, ready_at=ready_at, error=error)
+        if not fault.corrupt:
+            return _FaultyTicket(
+                self._engine.submit(operation, segments, priority), ready_at=ready_at
+            )
+        if operation == "read":
+            inner = self._engine.submit(operation, segments, priority)
+            return _FaultyTicket(inner, ready_at=ready_at, on_done=lambda: _flip_bit(segments))
+        copies = [_Copy(segment) for segment in segments]
+        swapped = [copy.segment for copy in copies]
+        _flip_bit(swapped)
+        inner = self._engine.submit(operation, swapped, priority)
+        return _FaultyTicket(inner, ready_at=ready_at, keep_alive=copies)
+
+    def _path_of(self, file: int) -> str:
+        return self._paths.get(file, f"file {file}")
+
+
+class _FaultyTicket:
+    """Done when the ticket inside is and the delay is over; then fails, if it must."""
+
+    def __init__(
+        self,
+        inner: Ticket,
+        *,
+        ready_at: float,
+        error: StorageError | None = None,
+        on_done: Callable[[], None] | None = None,
+        keep_alive: object = None,
+    ) -> None:
+        self._inner = inner
+        self._ready_at = ready_at
+        self._error = error
+        self._on_done = on_done
+        self._keep_alive = keep_alive
+        self._lock = threading.Lock()
+
+    def done(self) -> bool:
+        if time.monotonic() < self._ready_at or not self._inner.done():
+            return False
+        self._finish()
+        return True
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        left_s = self._ready_at - time.monotonic()
+        if timeout_s is not None and left_s > timeout_s:
+            time.sleep(max(0.0, timeout_s))
+            raise TimeoutError("the request is still delayed")
+        time.sleep(max(0.0, left_s))
+        self._inner.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
+        self._finish()
+        if self._error is not None:
+            raise self._error
+
+    def settle(self) -> None:
+        """Waits until it is done; keeps the error for wait()."""
+        time.sleep(max(0.0, self._ready_at - time.monotonic()))
+        self.done()
+
+    def _finish(self) -> None:
+        with self._lock:
+            effect, self._on_done = self._on_done, None
+            self._keep_alive = None
+        if effect is not None:
+            effect()
+
+
+class _Copy:
+    """Private memory with the bytes of a segment, so that the caller's stay as they are."""
+
+    def __init__(self, segment: Segment) -> None:
+        self._memory = mmap.mmap(-1, max(1, segment.nbytes))  # Page-aligned.
+        self._memory.write(ctypes.string_at(segment.address, segment.nbytes))
+        address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        self.segment = Segment(segment.file, segment.offset_nbytes, address, segment.nbytes)
+
+
+def _flip_bit(segments: Sequence[Segment]) -> None:
+    for segment in segments:
+        if segment.nbytes:
+            byte = ctypes.c_ubyte.from_address(segment.address + segment.nbytes // 2)
+            byte.value ^= 1
+            return
+
+
+def _head(segments: Sequence[Segment], nbytes: int) -> list[Segment]:
+    """The first `nbytes` of a request."""
+    head = []
+    for segment in segments:
+        taken_nbytes = min(nbytes, segment.nbytes)
+        if taken_nbytes:
+            head.append(Segment(segment.file, segment.offset_nbytes, segment.address, taken_nbytes))
+        nbytes -= taken_nbytes
+    return head
+
+
+def _error_of(
+    code: int, operation: Operation, segments: Sequence[Segment], path_of: Callable[[int], str]
+) -> StorageError:
+    first = segments[0] if segments else Segment(-1, 0, 0, 0)
+    return StorageError(
+        code,
+        operation=operation,
+        path=path_of(first.file),
+        offset_nbytes=first.offset_nbytes,
+        nbytes=first.nbytes,
+    )

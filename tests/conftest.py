@@ -1,0 +1,18 @@
+"""Fixtures for every test. Nothing heavy is imported here: many tests run without torch."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+# Tests must never reach out for a model or a tokenizer.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+@pytest.fixture
+def swap_directory(tmp_path: Path) -> Path:
+    """A directory whose parent exists: what `[[tiers.nvme]] path` wants. Fresh for every test."""
+    return tmp_path / "swap"

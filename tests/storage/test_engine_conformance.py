@@ -1,0 +1,502 @@
+"""What every engine promises, whatever it is made of."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from infinity.errors import ConfigError, StorageError
+from infinity.sizes import GIB, KIB, MIB, PAGE_NBYTES
+from infinity.storage.arena import Arena
+from infinity.storage.engine import Priority, Segment, StorageEngine, open_engine
+from infinity.storage.native import NativeEngine
+
+BLOCK_NBYTES = 64 * KIB
+Make = Callable[..., str]
+
+
+def random_bytes(nbytes: int, seed: int = 0) -> bytes:
+    return random.Random(seed).randbytes(nbytes)
+
+
+@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize("nbytes", [PAGE_NBYTES, BLOCK_NBYTES, BLOCK_NBYTES + PAGE_NBYTES, 5 * MIB])
+def test_bytes_written_are_read_back(
+    engine: StorageEngine, arena: Arena, make_file: Make, nbytes: int, direct: bool
+) -> None:
+    data = random_bytes(nbytes)
+    file = engine.open(make_file(nbytes), direct=direct)
+    arena.memory(0, nbytes)[:] = data
+    engine.submit("write", [Segment(file, 0, arena.address, nbytes)], Priority.WRITE_BACK).wait()
+    target = arena.address + 8 * MIB
+    engine.submit("read", [Segment(file, 0, target, nbytes)], Priority.FORWARD).wait()
+    assert arena.memory(8 * MIB, nbytes) == data
+
+
+def test_bytes_written_are_in_the_file_after_sync(
+    engine: StorageEngine, arena: Arena, make_file: Make
+) -> None:
+    data = random_bytes(MIB, seed=1)
+    path = make_file(MIB)
+    file = engine.open(path, direct=True)
+    arena.memory(0, MIB)[:] = data
+    engine.submit("write", [Segment(file, 0, arena.address, MIB)], Priority.STATE).wait()
+    engine.sync(file)
+    with open(path, "rb") as plain:
+        assert plain.read() == data
+
+
+def test_memory_outside_the_arena_works(engine: StorageEngine, make_file: Make) -> None:
+    data = random_bytes(MIB, seed=2)
+    file = engine.open(make_file(data), direct=True)
+    with Arena(MIB) as other:
+        engine.submit("read", [Segment(file, 0, other.address, MIB)], Priority.FORWARD).wait()
+        assert other.memory(0, MIB) == data
+
+
+def test_one_request_moves_many_segments_of_many_files(
+    engine: StorageEngine, arena: Arena, make_file: Make
+) -> None:
+    """600 segments, shuffled over three files, under one ticket."""
+    pages = list(range(600))
+    random.Random(3).shuffle(pages)
+    contents = [random_bytes(200 * PAGE_NBYTES, seed=index) for index in range(3)]
+    files = [
+        engine.open(make_file(content, f"file{index}"), direct=True)
+        for index, content in enumerate(contents)
+    ]
+    segments = [
+        Segment(
+            files[page % 3],
+            page // 3 * PAGE_NBYTES,
+            arena.address + at * PAGE_NBYTES,
+            PAGE_NBYTES,
+        )
+        for at, page in enumerate(pages)
+    ]
+    engine.submit("read", segments, Priority.FORWARD).wait()
+    for at, page in enumerate(pages):
+        expected = contents[page % 3][page // 3 * PAGE_NBYTES :][:PAGE_NBYTES]
+        assert arena.memory(at * PAGE_NBYTES, PAGE_NBYTES) == expected
+
+
+NUM_UNITS = 48
+
+
+@settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    rounds=st.lists(st.sets(st.integers(1, NUM_UNITS - 1), max_size=12), min_size=1, max_size=8),
+    direct=st.booleans(),
+)
+def test_random_operations_agree_with_a_model(
+    engine: StorageEngine,
+    arena: Arena,
+    make_file: Make,
+    seed: int,
+    rounds: list[set[int]],
+    direct: bool,
+) -> None:
+    """A file behaves like a bytearray, with several requests in flight at any time.
+
+    Method: every round cuts the file into disjoint ranges and deals them to four requests, two
+    that write and two that read; all are in flight together. Units are pages when direct and an
+    odd number of bytes when buffered.
+    """
+    unit = PAGE_NBYTES if direct else 1237
+    prng = random.Random(seed)
+    model = bytearray(prng.randbytes(NUM_UNITS * unit))
+    file = engine.open(make_file(bytes(model)), direct=direct)
+    half = 32 * MIB
+    for cuts in rounds:
+        edges = [0, *sorted(cuts), NUM_UNITS]
+        hands: list[list[Segment]] = [[], [], [], []]
+        expected: list[tuple[int, bytes]] = []
+        for low, high in itertools.pairwise(edges):
+            offset, nbytes = low * unit, (high - low) * unit
+            hand = prng.randrange(4)
+            is_write = hand < 2
+            memory_offset = offset + (half if is_write else 0)
+            hands[hand].append(Segment(file, offset, arena.address + memory_offset, nbytes))
+            if is_write:
+                data = prng.randbytes(nbytes)
+                arena.memory(memory_offset, nbytes)[:] = data
+                model[offset : offset + nbytes] = data
+            else:
+                expected.append((offset, bytes(model[offset : offset + nbytes])))
+        tickets = [
+            engine.submit("write" if hand < 2 else "read", segments, prng.choice(list(Priority)))
+            for hand, segments in enumerate(hands)
+        ]
+        for ticket in tickets:
+            ticket.wait()
+        for offset, data in expected:
+            assert arena.memory(offset, len(data)) == data
+    engine.submit("read", [Segment(file, 0, arena.address, len(model))], Priority.STATE).wait()
+    assert arena.memory(0, len(model)) == model
+    engine.close_file(file)
+
+
+def test_forward_read_overtakes_queued_writes(
+    engine: StorageEngine, arena: Arena, make_file: Make
+) -> None:
+    """A demand read waits for the blocks in flight at most, not for the queue.
+
+    Method: queue 100 write-backs of eight blocks, then one read of one block.
+    """
+    file = engine.open(make_file(MIB), direct=True)
+    segment = Segment(file, 0, arena.address, 8 * BLOCK_NBYTES)
+    writes = [engine.submit("write", [segment], Priority.WRITE_BACK) for _ in range(100)]
+    target = Segment(file, 0, arena.address + 4 * MIB, BLOCK_NBYTES)
+    engine.submit("read", [target], Priority.FORWARD).wait()
+    num_done = sum(write.done() for write in writes)
+    assert num_done < 50, f"{num_done} of 100 writes went first"
+    for write in writes:
+        write.wait()
+
+
+def test_priorities_are_served_in_order(open_any, native_name, arena, make_file) -> None:
+    """Most urgent first, oldest first within one class.
+
+    Method: one block in flight at a time, and a plug that holds the device while six writes queue
+    up. The write that should go n-th covers pages n and up, so page n must keep its mark.
+    """
+    engine = open_any(native_name, queue_depth=1, num_threads=1, block_nbytes=16 * MIB)
+    file = engine.open(make_file(16 * MIB), direct=True)
+    engine.submit("read", [Segment(file, 0, arena.address, 16 * MIB)], Priority.FORWARD)
+    queued = [
+        (0, Priority.FORWARD),
+        (4, Priority.STATE),
+        (5, Priority.WRITE_BACK),
+        (1, Priority.FORWARD),
+        (3, Priority.BACKWARD),
+        (2, Priority.FORWARD),
+    ]
+    for rank, priority in queued:
+        nbytes = (6 - rank) * PAGE_NBYTES
+        start = 16 * MIB + rank * BLOCK_NBYTES
+        arena.memory(start, nbytes)[:] = bytes([rank]) * nbytes
+        where = Segment(file, rank * PAGE_NBYTES, arena.address + start, nbytes)
+        engine.submit("write", [where], priority)
+    engine.drain()
+    whole = Segment(file, 0, arena.address, 6 * PAGE_NBYTES)
+    engine.submit("read", [whole], Priority.FORWARD).wait()
+    assert [arena.memory(rank * PAGE_NBYTES, 1)[0] for rank in range(6)] == list(range(6))
+
+
+def test_write_back_is_not_starved_by_reads(
+    engine: StorageEngine, arena: Arena, make_file: Make
+) -> None:
+    """One write-back block goes through after eight reads that overtook it."""
+    file = engine.open(make_file(MIB), direct=True)
+    read = Segment(file, 0, arena.address, BLOCK_NBYTES)
+    write = Segment(file, 512 * KIB, arena.address + MIB, BLOCK_NBYTES)
+    reads = [engine.submit("read", [read], Priority.FORWARD) for _ in range(400)]
+    engine.submit("write", [write], Priority.WRITE_BACK).wait()
+    num_done = sum(ticket.done() for ticket in reads)
+    assert num_done < 200, f"{num_done} of 400 reads went first"
+    engine.drain()
+
+
+def test_reading_past_the_end_names_the_place(
+    engine: StorageEngine, arena: Arena, make_file: Make
+) -> None:
+    path = make_file(MIB)
+    file = engine.open(path, direct=True)
+    segment = Segment(file, 2 * MIB, arena.address, PAGE_NBYTES)
+    ticket = engine.submit("read", [segment], Priority.FORWARD)
+    for _ in range(2):  # Every time it is asked.
+        with pytest.raises(StorageError, match="end of file") as caught:
+            ticket.wait()
+    assert caught.value.errno == errno.EIO
+    assert caught.value.filename == path == caught.value.path
+    assert (caught.value.operation, caught.value.offset_nbytes) == ("read", 2 * MIB)
+    assert caught.value.nbytes == PAGE_NBYTES
+    assert ticket.done()
+
+
+def test_file_that_ends_inside_the_range_is_an_error(
+    engine: StorageEngine, arena: Arena, make_file: Make
+) -> None:
+    file = engine.open(make_file(BLOCK_NBYTES + 100), direct=True)
+    segment = Segment(file, 0, arena.address, 2 * BLOCK_NBYTES)
+    with pytest.raises(StorageError, match="end"):
+        engine.submit("read", [segment], Priority.FORWARD).wait()
+
+
+def test_bad_address_is_an_error_with_the_kernels_errno(
+    engine: StorageEngine, make_file: Make
+) -> None:
+    file = engine.open(make_file(MIB), direct=True)
+    with pytest.raises(StorageError) as caught:
+        engine.submit("read", [Segment(file, 0, PAGE_NBYTES, MIB)], Priority.FORWARD).wait()
+    assert caught.value.errno == errno.EFAULT
+
+
+@pytest.mark.parametrize("field", ["offset_nbytes", "address", "nbytes"])
+def test_misalignment_is_refused_at_once(
+    engine: StorageEngine, arena: Arena, make_file: Make, field: str
+) -> None:
+    file = engine.open(make_file(MIB), direct=True)
+    good = {"file": file, "offset_nbytes": 0, "address": arena.address, "nbytes": PAGE_NBYTES}
+    bad = Segment(**{**good, field: good[field] + 1})
+    with pytest.raises(StorageError, match="not aligned") as caught:
+        engine.submit("read", [bad], Priority.FORWARD)
+    assert caught.value.errno == errno.EINVAL
+
+
+def test_negative_numbers_are_refused_at_once(
+    engine: StorageEngine, arena: Arena, make_file: Make
+) -> None:
+    file = engine.open(make_file(MIB), direct=True)
+    with pytest.raises(StorageError, match="negative"):
+        engine.submit("read", [Segment(file, -PAGE_NBYTES, arena.address, 4096)], Priority.STATE)
+
+
+def test_unknown_and_closed_files_are_refused(
+    engine: StorageEngine, arena: Arena, make_file: Make
+) -> None:
+    file = engine.open(make_file(MIB), direct=True)
+    engine.close_file(file)
+    for bad in (file, file + 1, -1):
+        with pytest.raises(StorageError) as caught:
+            engine.submit("read", [Segment(bad, 0, arena.address, 4096)], Priority.FORWARD)
+        assert caught.value.errno == errno.EBADF
+        for call in (engine.sync, engine.close_file):
+            with pytest.raises(StorageError):
+                call(bad)
+
+
+def test_opening_what_is_not_there_names_the_path(engine: StorageEngine, tmp_path) -> None:
+    with pytest.raises(StorageError) as caught:
+        engine.open(str(tmp_path / "missing"), direct=True)
+    assert (caught.value.errno, caught.value.operation) == (errno.ENOENT, "open")
+    assert caught.value.path == str(tmp_path / "missing")
+
+
+def test_failure_does_not_hurt_other_requests(
+    engine: StorageEngine, arena: Arena, make_file: Make
+) -> None:
+    data = random_bytes(MIB, seed=4)
+    file = engine.open(make_file(data), direct=True)
+    good, bad = [], []
+    for index in range(10):
+        beyond = Segment(file, 8 * MIB, arena.address + 16 * MIB, MIB)
+        bad.append(engine.submit("read", [beyond], Priority.FORWARD))
+        inside = Segment(file, 0, arena.address + index * MIB, MIB)
+        good.append(engine.submit("read", [inside], Priority.FORWARD))
+    for ticket in bad:
+        with pytest.raises(StorageError):
+            ticket.wait()
+    for index, ticket in enumerate(good):
+        ticket.wait()
+        assert arena.memory(index * MIB, MIB) == data
+
+
+def test_file_without_disk_space_fails_with_enospc(open_any, native_name, arena, mount) -> None:
+    point = mount("tmpfs", "size=2m")
+    path = point / "data"
+    path.touch()
+    engine = open_any(native_name)
+    file = engine.open(str(path), direct=False)
+    ticket = engine.submit("write", [Segment(file, 0, arena.address, 4 * MIB)], Priority.STATE)
+    with pytest.raises(StorageError) as caught:
+        ticket.wait()
+    assert caught.value.errno == errno.ENOSPC
+    assert caught.value.offset_nbytes >= MIB
+    engine.drain()
+
+
+def test_empty_request_is_done_at_once(engine: StorageEngine) -> None:
+    ticket = engine.submit("read", [], Priority.FORWARD)
+    assert ticket.done()
+    ticket.wait(0)
+
+
+def test_wait_times_out_and_the_request_goes_on(
+    engine: StorageEngine, arena: Arena, make_file: Make
+) -> None:
+    file = engine.open(make_file(MIB), direct=True)
+    ticket = engine.submit("read", [Segment(file, 0, arena.address, MIB)] * 64, Priority.FORWARD)
+    with pytest.raises(TimeoutError):
+        ticket.wait(0)
+    ticket.wait(30)
+    assert ticket.done()
+
+
+class _Interrupted(Exception):
+    pass
+
+
+def test_signal_interrupts_a_wait(engine: StorageEngine, arena: Arena, make_file: Make) -> None:
+    def interrupt(*unused: object) -> None:
+        raise _Interrupted
+
+    file = engine.open(make_file(16 * MIB), direct=True)
+    segments = [Segment(file, 0, arena.address, 16 * MIB)] * 60
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        ticket = engine.submit("read", segments, Priority.FORWARD)
+        start_s = time.monotonic()
+        signal.setitimer(signal.ITIMER_REAL, 0.01)
+        with pytest.raises(_Interrupted):
+            ticket.wait()
+        assert time.monotonic() - start_s < 1
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    ticket.wait()
+
+
+def test_waiting_lets_other_python_threads_run(
+    engine: StorageEngine, arena: Arena, make_file: Make
+) -> None:
+    file = engine.open(make_file(16 * MIB), direct=True)
+    ticket = engine.submit("read", [Segment(file, 0, arena.address, 16 * MIB)] * 20, Priority.STATE)
+    progress = 0
+    waiter = threading.Thread(target=ticket.wait)
+    waiter.start()
+    while waiter.is_alive():
+        progress += 1
+    waiter.join()
+    assert progress > 1000
+
+
+def test_close_waits_for_work_in_flight(open_any, engine_name, arena, make_file) -> None:
+    data = random_bytes(16 * MIB, seed=5)
+    path = make_file(16 * MIB)
+    engine = open_any(engine_name)
+    file = engine.open(path, direct=True)
+    arena.memory(0, 16 * MIB)[:] = data
+    engine.submit("write", [Segment(file, 0, arena.address, 16 * MIB)], Priority.WRITE_BACK)
+    engine.close()
+    with open(path, "rb") as plain:
+        assert plain.read() == data
+
+
+def test_closed_engine_refuses_work_and_closes_again(
+    engine: StorageEngine, arena: Arena, make_file: Make
+) -> None:
+    path = make_file(MIB)
+    file = engine.open(path, direct=True)
+    engine.close()
+    engine.close()
+    with pytest.raises(StorageError):
+        engine.submit("read", [Segment(file, 0, arena.address, 4096)], Priority.FORWARD)
+    with pytest.raises(StorageError):
+        engine.open(path, direct=True)
+
+
+def test_tickets_outlive_their_engine(open_any, engine_name, arena, make_file) -> None:
+    engine = open_any(engine_name)
+    file = engine.open(make_file(MIB), direct=True)
+    good = engine.submit("read", [Segment(file, 0, arena.address, MIB)], Priority.FORWARD)
+    bad = engine.submit("read", [Segment(file, 4 * MIB, arena.address, MIB)], Priority.FORWARD)
+    engine.close()
+    del engine
+    good.wait()
+    with pytest.raises(StorageError):
+        bad.wait()
+
+
+def test_drain_means_every_ticket_is_done(
+    engine: StorageEngine, arena: Arena, make_file: Make
+) -> None:
+    file = engine.open(make_file(MIB), direct=True)
+    for _ in range(20):
+        tickets = [
+            engine.submit("read", [Segment(file, 0, arena.address, MIB)], Priority.FORWARD)
+            for _ in range(5)
+        ]
+        engine.drain()
+        assert all(ticket.done() for ticket in tickets)
+
+
+def test_cycles_leak_no_descriptor_and_no_thread(open_any, engine_name, arena, make_file) -> None:
+    path = make_file(MIB)
+
+    def cycle() -> tuple[int, int]:
+        engine = open_any(engine_name)
+        file = engine.open(path, direct=True)
+        engine.submit("read", [Segment(file, 0, arena.address, MIB)], Priority.FORWARD).wait()
+        engine.close()
+        return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+    first = cycle()
+    for _ in range(15):
+        last = cycle()
+    assert last <= first
+
+
+def test_dropping_an_engine_closes_it(native_name, open_any, make_file, arena) -> None:
+    open_any(native_name)  # Skips where it does not work.
+    before = len(os.listdir("/proc/self/fd"))
+    engine = open_engine(native_name, arena=arena)
+    engine.open(make_file(MIB), direct=True)
+    del engine
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_statistics_count_bytes_blocks_and_errors_by_file(
+    engine: StorageEngine, arena: Arena, make_file: Make
+) -> None:
+    first = engine.open(make_file(MIB, "first"), direct=True)
+    second = engine.open(make_file(MIB, "second"), direct=True)
+    engine.submit("read", [Segment(first, 0, arena.address, MIB)], Priority.FORWARD).wait()
+    engine.submit("write", [Segment(second, 0, arena.address, 4096)], Priority.STATE).wait()
+    with pytest.raises(StorageError):
+        beyond = Segment(second, MIB, arena.address, 4096)
+        engine.submit("read", [beyond], Priority.FORWARD).wait()
+    stats = engine.stats()
+    by_name = {os.path.basename(each.path): each for each in stats.by_file}
+    assert (by_name["first"].read_nbytes, by_name["first"].num_reads) == (MIB, 16)
+    assert (by_name["second"].write_nbytes, by_name["second"].num_writes) == (4096, 1)
+    assert (by_name["second"].num_errors, by_name["first"].num_errors) == (1, 0)
+    assert stats.read_nbytes == MIB
+    assert stats.busy_s > 0
+
+
+def test_arena_is_registered_with_the_ring(open_any, arena, make_file) -> None:
+    engine = open_any("io_uring")
+    assert isinstance(engine, NativeEngine)
+    engine.open(make_file(MIB), direct=True)
+    (lane,) = engine.describe()
+    assert lane["has_registered_files"]
+    if lane["register_buffers_errno"] != errno.ENOMEM:  # A small memlock limit is legal.
+        assert lane["has_registered_buffers"]
+
+
+def test_requests_cross_the_boundary_of_two_registered_buffers(open_any, make_file) -> None:
+    """The kernel registers at most 1 GiB at a time, so a larger arena is several buffers."""
+    data = random_bytes(4 * MIB, seed=6)
+    with Arena(GIB + 4 * MIB) as large:
+        engine = open_any("io_uring", arena=large, block_nbytes=MIB)
+        file = engine.open(make_file(4 * MIB), direct=True)
+        for start in (GIB - 2 * MIB, GIB - PAGE_NBYTES, GIB):
+            large.memory(start, 4 * MIB)[:] = data
+            segment = Segment(file, 0, large.address + start, 4 * MIB)
+            engine.submit("write", [segment], Priority.STATE).wait()
+            large.memory(start, 4 * MIB)[:] = bytes(4 * MIB)
+            engine.submit("read", [segment], Priority.STATE).wait()
+            assert large.memory(start, 4 * MIB) == data
+        assert engine.stats().num_errors == 0
+        engine.close()
+
+
+@pytest.mark.parametrize(
+    "options", [{"block_nbytes": 1000}, {"block_nbytes": 0}, {"queue_depth": 0}, {"num_threads": 0}]
+)
+def test_impossible_options_are_refused(arena: Arena, options: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(options))):
+        open_engine("threads", arena=arena, **options)
