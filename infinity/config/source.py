@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from infinity.errors import ConfigError
 
@@ -136,7 +136,7 @@ def _yaml_loader(yaml: Any) -> Callable[[str], Any]:
     """PyYAML's safe loader with the plain scalars of YAML 1.2 and without repeated keys."""
 
     class Loader(yaml.SafeLoader):  # type: ignore[misc]
-        yaml_implicit_resolvers: dict[str | None, list[tuple[str, re.Pattern[str]]]] = {}
+        yaml_implicit_resolvers: ClassVar[dict[str | None, list[tuple[str, re.Pattern[str]]]]] = {}
 
         def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
             seen = set()
@@ -168,7 +168,7 @@ def _yaml_loader(yaml: Any) -> Callable[[str], Any]:
     def integer(loader: Any, node: Any) -> int:
         text = loader.construct_scalar(node)
         if text.startswith("0o"):
-            return int(text[2:], 8)
+            return int(text.removeprefix("0o"), 8)
         return int(text, 16) if text.startswith("0x") else int(text)
 
     Loader.add_constructor("tag:yaml.org,2002:int", integer)

@@ -1,0 +1,387 @@
+"""The safetensors file, read and written one tensor at a time.
+
+Layout: 8 bytes little-endian length of the header, the header (JSON, padded with spaces), then the
+tensors' bytes, back to back. `data_offsets` count from the end of the header.
+
+Why not the safetensors library here: its reader maps the file, so every page read counts as
+resident memory of the process until the kernel takes it back, and its writer wants every tensor of
+a file at once. Both would break the promise that no moment holds the model. The library is the
+oracle in the tests: it loads what is written here, and what it writes is read here.
+
+Source: the format's description in the safetensors repository, README, "Format".
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+from infinity.errors import CorruptionError, StorageError, UnsupportedError
+from infinity.sizes import MIB
+
+_LENGTH_NBYTES = 8
+_MAX_HEADER_NBYTES = 100 * MIB  # The library's own bound.
+_TRANSFER_NBYTES = 16 * MIB
+
+_TORCH_DTYPES: dict[str, torch.dtype] = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "U16": torch.uint16,
+    "I16": torch.int16,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "U32": torch.uint32,
+    "I32": torch.int32,
+    "F32": torch.float32,
+    "U64": torch.uint64,
+    "I64": torch.int64,
+    "F64": torch.float64,
+    "C64": torch.complex64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+_FORMAT_DTYPES = {dtype: name for name, dtype in _TORCH_DTYPES.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorInfo:
+    """What a header says of one tensor. `offset_nbytes` counts from the start of the file."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset_nbytes: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class SafetensorsReader:
+    """One file, its header checked on opening, its tensors read on demand.
+
+    Raises CorruptionError when the file is shorter or longer than its header says, when offsets
+    overlap, leave holes or pass the end, and when a tensor's bytes do not fit its shape and dtype;
+    StorageError when the file cannot be opened or read. Not thread-safe; close it.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = str(path)
+        try:
+            self._fd: int | None = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise StorageError(error.errno or 0, operation="open", path=self.path) from None
+        try:
+            self.tensors, self.metadata = _read_header(self._fd, self.path)
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+    def read(self, name: str) -> torch.Tensor:
+        """A fresh CPU tensor with the bytes of `name`; the caller owns it."""
+        assert self._fd is not None, f"{self.path} is closed"
+        info = self.tensors[name]
+        tensor = torch.empty(info.shape, dtype=info.dtype)
+        view = tensor_bytes(tensor)
+        done = 0
+        while done < len(view):
+            count = os.preadv(
+                self._fd,
+                [view[done : done + _TRANSFER_NBYTES]],
+                info.offset_nbytes + done,
+            )
+            if count == 0:
+                raise _corrupt(
+                    self.path,
+                    f"the file ends inside tensor {name!r}",
+                    info.offset_nbytes + done,
+                    info.nbytes - done,
+                )
+            done += count
+        return tensor
+
+
+class SafetensorsWriter:
+    """Writes the tensors of one planned file in any order, each straight to its place.
+
+    The file appears under `path` only by `commit()`, whole and synced; until then it is
+    `.<name>.partial` beside it, and `close()` without a commit removes that.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        tensors: Sequence[TensorInfo],
+        *,
+        metadata: Mapping[str, str],
+    ) -> None:
+        self.path = Path(path)
+        self.partial_path = self.path.with_name(f".{self.path.name}.partial")
+        header, self._tensors, file_nbytes = _plan_header(tensors, metadata)
+        self._missing = set(self._tensors)
+        self._finished = False
+        try:
+            self._fd: int | None = os.open(
+                self.partial_path,
+                os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC,
+                0o666,
+            )
+        except OSError as error:
+            raise StorageError(
+                error.errno or 0, operation="create", path=str(self.partial_path)
+            ) from None
+        try:
+            self._reserve(file_nbytes)
+            self._write(memoryview(header), 0)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def is_complete(self) -> bool:
+        return not self._missing
+
+    def write(self, name: str, tensor: torch.Tensor) -> None:
+        """Stores `tensor` (CPU, planned dtype and shape) as `name`. Each name once."""
+        info = self._tensors[name]
+        assert name in self._missing, f"{name} was written before"
+        assert tensor.device.type == "cpu", f"{name} is on {tensor.device}"
+        assert (tuple(tensor.shape), tensor.dtype) == (info.shape, info.dtype), (
+            f"{name}: planned {info.shape} {info.dtype}, got {tuple(tensor.shape)} {tensor.dtype}"
+        )
+        self._write(tensor_bytes(tensor.detach().contiguous()), info.offset_nbytes)
+        self._missing.discard(name)
+
+    def finish(self) -> None:
+        """Syncs and closes the partial file, which must be complete."""
+        assert self._fd is not None and self.is_complete, (
+            f"{self.path}: {self._missing} not written"
+        )
+        try:
+            os.fsync(self._fd)
+        except OSError as error:
+            raise StorageError(
+                error.errno or 0, operation="fsync", path=str(self.partial_path)
+            ) from None
+        os.close(self._fd)
+        self._fd = None
+        self._finished = True
+
+    def commit(self) -> None:
+        """Gives the finished file its name, replacing what was there."""
+        assert self._finished, f"{self.path} is not finished"
+        os.replace(self.partial_path, self.path)
+        self._finished = False
+
+    def close(self) -> None:
+        """Drops what was not committed. Idempotent."""
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+        if not self.partial_path.is_symlink():
+            self.partial_path.unlink(missing_ok=True)
+
+    def _reserve(self, file_nbytes: int) -> None:
+        assert self._fd is not None
+        try:
+            os.posix_fallocate(self._fd, 0, file_nbytes)
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+                raise StorageError(
+                    error.errno or 0,
+                    operation="allocate",
+                    path=str(self.partial_path),
+                    nbytes=file_nbytes,
+                ) from None
+            os.ftruncate(self._fd, file_nbytes)
+
+    def _write(self, view: memoryview, offset_nbytes: int) -> None:
+        assert self._fd is not None, f"{self.path} is closed"
+        done = 0
+        while done < len(view):
+            try:
+                done += os.pwrite(
+                    self._fd, view[done : done + _TRANSFER_NBYTES], offset_nbytes + done
+                )
+            except OSError as error:
+                raise StorageError(
+                    error.errno or 0,
+                    operation="write",
+                    path=str(self.partial_path),
+                    offset_nbytes=offset_nbytes + done,
+                    nbytes=len(view) - done,
+                ) from None
+
+
+def tensor_bytes(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor, shared with it."""
+    assert tensor.is_contiguous()
+    if tensor.numel() == 0:
+        return memoryview(b"")
+    flat = tensor.reshape(-1).view(torch.uint8)
+    array: Any = flat.numpy()
+    return memoryview(array)
+
+
+def sync_directory(path: str | os.PathLike[str]) -> None:
+    """Makes the names in a directory durable."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _plan_header(
+    tensors: Iterable[TensorInfo], metadata: Mapping[str, str]
+) -> tuple[bytes, dict[str, TensorInfo], int]:
+    """(length and header bytes, every tensor with its place, bytes of the whole file)."""
+    # Wide items first, so that every tensor starts at a multiple of its item size.
+    ordered = sorted(tensors, key=lambda info: -info.dtype.itemsize)
+    entries: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    begin = 0
+    for info in ordered:
+        if info.dtype not in _FORMAT_DTYPES:
+            raise UnsupportedError(
+                f"{info.name} has dtype {info.dtype}, which safetensors cannot store; convert it"
+            )
+        entries[info.name] = {
+            "dtype": _FORMAT_DTYPES[info.dtype],
+            "shape": list(info.shape),
+            "data_offsets": [begin, begin + info.nbytes],
+        }
+        begin += info.nbytes
+    header = json.dumps(entries, separators=(",", ":")).encode()
+    header += b" " * (-len(header) % 8)
+    data_start = _LENGTH_NBYTES + len(header)
+    placed: dict[str, TensorInfo] = {}
+    offset = data_start
+    for info in ordered:
+        placed[info.name] = TensorInfo(
+            name=info.name, dtype=info.dtype, shape=info.shape, offset_nbytes=offset
+        )
+        offset += info.nbytes
+    return struct.pack("<Q", len(header)) + header, placed, offset
+
+
+def _read_header(fd: int, path: str) -> tuple[dict[str, TensorInfo], dict[str, str]]:
+    file_nbytes = os.fstat(fd).st_size
+    prefix = os.pread(fd, _LENGTH_NBYTES, 0)
+    if len(prefix) < _LENGTH_NBYTES:
+        raise _corrupt(path, f"{file_nbytes} bytes are too few for a safetensors file", 0, 8)
+    header_nbytes: int = struct.unpack("<Q", prefix)[0]
+    data_start = _LENGTH_NBYTES + header_nbytes
+    if header_nbytes > min(_MAX_HEADER_NBYTES, file_nbytes - _LENGTH_NBYTES):
+        raise _corrupt(
+            path,
+            f"the header should have {header_nbytes} bytes, the file has {file_nbytes}; it is "
+            "truncated or no safetensors file (a Git LFS pointer?)",
+            _LENGTH_NBYTES,
+            header_nbytes,
+        )
+    try:
+        entries = json.loads(os.pread(fd, header_nbytes, _LENGTH_NBYTES))
+    except ValueError as error:
+        detail = f"the header is not JSON: {error}"
+        raise _corrupt(path, detail, _LENGTH_NBYTES, header_nbytes) from None
+    if not isinstance(entries, dict):
+        raise _corrupt(path, "the header is no JSON object", _LENGTH_NBYTES, header_nbytes)
+    metadata = entries.pop("__metadata__", None) or {}
+    tensors = {name: _parse_entry(path, name, entry) for name, entry in entries.items()}
+    end = 0
+    for info in sorted(tensors.values(), key=lambda info: (info.offset_nbytes, info.nbytes)):
+        if info.offset_nbytes != end:
+            raise _corrupt(
+                path,
+                f"tensor {info.name!r} starts at byte {info.offset_nbytes} of the data, "
+                f"expected {end}: tensors overlap or leave a hole",
+                data_start + end,
+                info.nbytes,
+            )
+        end += info.nbytes
+        if data_start + end > file_nbytes:
+            raise _corrupt(
+                path,
+                f"tensor {info.name!r} ends at byte {data_start + end}, the file has only "
+                f"{file_nbytes}: it is truncated, copy it again",
+                data_start + info.offset_nbytes,
+                info.nbytes,
+            )
+    if data_start + end != file_nbytes:
+        raise _corrupt(
+            path,
+            f"the header accounts for {data_start + end} bytes, the file has {file_nbytes}",
+        )
+    placed = {
+        name: TensorInfo(
+            name=name,
+            dtype=info.dtype,
+            shape=info.shape,
+            offset_nbytes=data_start + info.offset_nbytes,
+        )
+        for name, info in tensors.items()
+    }
+    return placed, metadata
+
+
+def _parse_entry(path: str, name: str, entry: Any) -> TensorInfo:
+    """The entry with its offset still relative to the data."""
+    try:
+        dtype_name, shape = entry["dtype"], tuple(entry["shape"])
+        begin, end = entry["data_offsets"]
+    except (TypeError, KeyError, ValueError):
+        detail = f"the header's entry of tensor {name!r} is malformed: {entry!r}"
+        raise _corrupt(path, detail) from None
+    if any(type(number) is not int or number < 0 for number in (*shape, begin, end)):
+        raise _corrupt(path, f"tensor {name!r} has shape {shape}, offsets {[begin, end]}")
+    if dtype_name not in _TORCH_DTYPES:
+        raise UnsupportedError(
+            f"{path}: tensor {name!r} has dtype {dtype_name}; readable are "
+            + ", ".join(_TORCH_DTYPES)
+        )
+    info = TensorInfo(name=name, dtype=_TORCH_DTYPES[dtype_name], shape=shape, offset_nbytes=begin)
+    if end - begin != info.nbytes:
+        raise _corrupt(
+            path,
+            f"tensor {name!r} of shape {shape} and dtype {dtype_name} needs {info.nbytes} bytes, "
+            f"the header gives it {end - begin}",
+        )
+    return info
+
+
+def _corrupt(path: str, detail: str, offset_nbytes: int = 0, nbytes: int = 0) -> CorruptionError:
+    return CorruptionError(
+        errno.EILSEQ,
+        operation="read",
+        path=path,
+        offset_nbytes=offset_nbytes,
+        nbytes=nbytes,
+        detail=detail,
+    )

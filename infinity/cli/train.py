@@ -1,0 +1,90 @@
+"""`infinity train`: the command around `infinity.training.program`."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from infinity.config import SwapConfig
+from infinity.errors import ConfigError
+
+
+def train(
+    config: Annotated[
+        Path, typer.Argument(metavar="CONFIG", help="A .toml, .yaml, .yml or .json file.")
+    ],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="Replace one value of the file, such as train.steps=5 or "
+            '\'placement.moments=["host", "nvme"]\'. Values as in TOML; a bare word is text.',
+        ),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the summary as JSON; progress goes to stderr.")
+    ] = False,
+) -> None:
+    """Fine-tune a causal language model as a swap-tier file says.
+
+    Ctrl-C finishes the step, writes the export and ends with exit code 130; twice, it ends at once.
+    """
+    from rich.console import Console
+
+    from infinity.config.source import read_file
+
+    table, source = read_file(config)
+    for text in overrides or []:
+        override(table, text)
+    loaded = SwapConfig.__new__(SwapConfig)
+    loaded._read(table, source)
+    loaded.require("model", "data", "train")
+
+    from infinity.training import program
+
+    try:
+        summary, exit_code = program.train(loaded, console=Console(stderr=as_json))
+    except KeyboardInterrupt:
+        typer.echo("stopped; nothing was exported", err=True)
+        raise typer.Exit(130) from None
+    if as_json:
+        typer.echo(json.dumps(summary.to_dict(), indent=2))
+    raise typer.Exit(exit_code)
+
+
+def override(table: dict[str, Any], text: str) -> None:
+    """Sets one dotted key of a table: "train.steps=5", "tiers.nvme.0.path=/mnt/swap".
+
+    Raises ConfigError for text that is no assignment and for a path through a value.
+    """
+    key, equals, written = text.partition("=")
+    if not equals or not all(key.split(".")):
+        raise ConfigError(f"--set {text!r}: expected KEY=VALUE, such as train.steps=5")
+    try:
+        value = tomllib.loads(f"value = {written}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = written.strip()
+    *path, last = key.strip().split(".")
+    place: Any = table
+    for part in path:
+        if isinstance(place, dict):
+            place = place.setdefault(part, {})
+        else:
+            place = _entry(place, part, text)
+    if isinstance(place, dict):
+        place[last] = value
+    else:
+        _entry(place, last, text)
+        place[int(last)] = value
+
+
+def _entry(place: Any, part: str, text: str) -> Any:
+    if not isinstance(place, list) or not part.isdigit() or int(part) >= len(place):
+        have = f"a list of {len(place)}" if isinstance(place, list) else "a value"
+        raise ConfigError(f"--set {text!r}: {part!r} leads nowhere, there is {have}")
+    return place[int(part)]

@@ -1,0 +1,37 @@
+"""Keeping freed memory for the next allocation, instead of giving it back to the kernel.
+
+glibc serves a block above a threshold (128 KiB to 32 MiB, moving) by mmap and unmaps it when freed,
+so a training step on the CPU faults in its activations page by page, again and again. With a high
+threshold they come from the heap and stay there.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+from infinity.sizes import GIB
+
+# <malloc.h>
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_THRESHOLD = -3
+
+
+def keep_freed_memory() -> bool:
+    """Tunes malloc for the process; False where the C library is not glibc.
+
+    Call before torch allocates. The heap then stays at its high-water mark, which is what a
+    training step needs anyway; `give_back` returns it after a phase that needed more.
+    """
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):
+        return False
+    return bool(mallopt(_M_MMAP_THRESHOLD, GIB)) and bool(mallopt(_M_TRIM_THRESHOLD, 2 * GIB - 1))
+
+
+def give_back() -> None:
+    """Returns every free page of the heap to the kernel."""
+    try:
+        ctypes.CDLL(None).malloc_trim(0)
+    except (OSError, AttributeError):
+        return

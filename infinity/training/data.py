@@ -1,0 +1,399 @@
+"""Text files to batches of token ids, the same for the same files and seed.
+
+Files are taken in sorted order, their tokens laid end to end in one file (one, two or four bytes a
+token, whatever the vocabulary needs) and cut into sequences of equal length; a rest at the end is
+dropped. A permutation drawn from the seed says which sequences are held out and, epoch by epoch, in
+which order the others come. Tokens are read back with pread: no page of them counts as resident.
+
+Bytes are joined as they are; a Hugging Face tokenizer's end-of-text token, where it has one, is put
+behind each file. Everything here is numpy; nothing imports torch.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from infinity.config import PYTHON_STDLIB, Data, DataSource
+from infinity.errors import ConfigError, StorageError
+from infinity.sizes import MIB
+
+Ids = npt.NDArray[np.integer[Any]]
+
+_READ_NBYTES = MIB
+# Below the standard library's own directory, but not part of it.
+_NOT_STDLIB = frozenset({"site-packages", "dist-packages", "__pycache__"})
+
+
+def collect_files(sources: Sequence[DataSource]) -> list[Path]:
+    """Every file of every source once, sorted within each source.
+
+    Hidden files and directories below a source are left out. Raises ConfigError naming the source
+    that does not exist or has no matching file.
+    """
+    files: dict[Path, None] = {}
+    for source in sources:
+        found = _files_of(source)
+        if not found:
+            raise ConfigError(
+                f"data.paths: no file below {source.location} matches {source.pattern!r}"
+            )
+        files.update(dict.fromkeys(found))
+    return list(files)
+
+
+class Tokenizer(Protocol):
+    """Text to ids. `vocab_size` bounds them: every id is less."""
+
+    name: str
+    vocab_size: int
+
+    def encode_file(self, chunks: Iterator[bytes]) -> Iterator[Ids]:
+        """Ids of one file, given as consecutive pieces of its bytes."""
+        ...
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def decode(self, ids: Sequence[int]) -> str: ...
+
+    def token(self, token_id: int) -> str:
+        """How a message shows a token."""
+        ...
+
+
+class ByteTokenizer:
+    """UTF-8 bytes are the tokens: 256 of them."""
+
+    name = "bytes"
+    vocab_size = 256
+
+    def encode_file(self, chunks: Iterator[bytes]) -> Iterator[Ids]:
+        for chunk in chunks:
+            yield np.frombuffer(chunk, dtype=np.uint8)
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Ids a model may have beyond 255 are shown as the replacement character."""
+        text = b"".join(bytes([i]) if i < 256 else "\ufffd".encode() for i in ids)
+        return text.decode(errors="replace")
+
+    def token(self, token_id: int) -> str:
+        return repr(bytes([token_id]))
+
+
+class HuggingFaceTokenizer:
+    """The tokenizer of a local directory. `tokenizer` is transformers' own object."""
+
+    def __init__(self, path: Path) -> None:
+        from transformers import AutoTokenizer
+
+        if not path.is_dir():
+            raise ConfigError(f"data.tokenizer: {path} is no directory")
+        try:
+            self.tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+        except Exception as error:  # Whatever a broken directory makes transformers raise.
+            raise ConfigError(f"data.tokenizer: {path} cannot be loaded: {error}") from error
+        self.name = str(path)
+        self.vocab_size = len(self.tokenizer)
+
+    def encode_file(self, chunks: Iterator[bytes]) -> Iterator[Ids]:
+        for text in _whole_lines(chunks):
+            yield np.asarray(self.encode(text), dtype=np.int64)
+        if self.tokenizer.eos_token_id is not None:
+            yield np.asarray([self.tokenizer.eos_token_id], dtype=np.int64)
+
+    def encode(self, text: str) -> list[int]:
+        ids = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        return list(ids)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return str(self.tokenizer.decode(list(ids)))
+
+    def token(self, token_id: int) -> str:
+        return repr(self.tokenizer.convert_ids_to_tokens(token_id))
+
+
+def open_tokenizer(which: Path | str) -> Tokenizer:
+    """The tokenizer of `data.tokenizer`: "bytes", or a local Hugging Face directory."""
+    return ByteTokenizer() if which == "bytes" else HuggingFaceTokenizer(Path(which))
+
+
+class TokenFile:
+    """Token ids in a temporary file that has no name: gone with the process, however it ends."""
+
+    def __init__(self, *, vocab_size: int, directory: str | os.PathLike[str] | None = None) -> None:
+        self.dtype = np.dtype(
+            np.uint8 if vocab_size <= 1 << 8 else np.uint16 if vocab_size <= 1 << 16 else np.uint32
+        )
+        self.num_tokens = 0
+        self._directory = directory
+        try:
+            self._file: IO[bytes] = tempfile.TemporaryFile(  # noqa: SIM115, closed by close().
+                dir=directory, prefix=".tokens-"
+            )
+        except OSError as error:
+            raise self._failed("create", error) from None
+
+    def append(self, ids: Ids) -> None:
+        content = memoryview(ids.astype(self.dtype, copy=False).tobytes())
+        try:
+            while content:
+                content = content[os.write(self._file.fileno(), content) :]
+        except OSError as error:
+            raise self._failed("write", error) from None
+        self.num_tokens += len(ids)
+
+    def read(self, start: int, count: int) -> Ids:
+        """Ids [start, start + count), a fresh array of the file's dtype."""
+        assert start >= 0 and start + count <= self.num_tokens, (
+            start,
+            count,
+            self.num_tokens,
+        )
+        itemsize = self.dtype.itemsize
+        content = os.pread(self._file.fileno(), count * itemsize, start * itemsize)
+        assert len(content) == count * itemsize, "the token file was shortened"
+        return np.frombuffer(content, dtype=self.dtype)
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _failed(self, operation: str, error: OSError) -> StorageError:
+        where = os.fspath(self._directory or tempfile.gettempdir())
+        return StorageError(error.errno or 0, operation=f"{operation} tokens", path=str(where))
+
+
+def tokenize(
+    files: Sequence[Path],
+    tokenizer: Tokenizer,
+    *,
+    vocab_size: int,
+    max_nbytes: int | None = None,
+    directory: str | os.PathLike[str] | None = None,
+) -> TokenFile:
+    """All tokens of `files`, of the first `max_nbytes` bytes of them, in a file in `directory`.
+
+    `vocab_size` is the model's: an id that it has no embedding for is a ConfigError that names
+    token, file and both sizes. So are a file that cannot be read and text without any token.
+    """
+    tokens = TokenFile(vocab_size=tokenizer.vocab_size, directory=directory)
+    left_nbytes = max_nbytes
+    try:
+        for path in files:
+            if left_nbytes is not None and left_nbytes <= 0:
+                break
+            chunks = _Chunks(path, left_nbytes)
+            for ids in tokenizer.encode_file(iter(chunks)):
+                if len(ids) and int(ids.max()) >= vocab_size:
+                    bad = int(ids[ids >= vocab_size][0])
+                    raise ConfigError(
+                        f"{path}: token {bad} ({tokenizer.token(bad)}) of tokenizer "
+                        f"{tokenizer.name} is outside the model's vocabulary of {vocab_size}; the "
+                        f"tokenizer has {tokenizer.vocab_size} tokens. Use the model's own "
+                        "tokenizer, or a model whose vocab_size is large enough"
+                    )
+                tokens.append(ids)
+            if left_nbytes is not None:
+                left_nbytes -= chunks.read_nbytes
+        if tokens.num_tokens == 0:
+            raise ConfigError(
+                f"data.paths: {len(files)} files were read, but there is no text in them, "
+                f"e.g. {files[0]}"
+            )
+    except BaseException:
+        tokens.close()
+        raise
+    return tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Split:
+    """Which sequences train and which are held out: disjoint, together all of them."""
+
+    train: npt.NDArray[np.int64]
+    held_out: npt.NDArray[np.int64]
+
+
+def split_sequences(num_sequences: int, *, held_out: float, seed: int, shuffle: bool) -> Split:
+    """Holds out the fraction `held_out`, at least one sequence when it is not zero.
+
+    Which ones is drawn from the seed; without `shuffle` it is the last ones. Both parts come in
+    the order of the text: 10 sequences at 0.2 without shuffling give 0..7 and 8, 9.
+    """
+    num_held_out = max(1, round(num_sequences * held_out)) if held_out else 0
+    num_train = num_sequences - num_held_out
+    order = np.arange(num_sequences)
+    if shuffle:
+        order = _permutation(num_sequences, seed, 0)
+    return Split(train=np.sort(order[:num_train]), held_out=np.sort(order[num_train:]))
+
+
+class Batches:
+    """Batches of sequences, each determined by the seed and its number alone.
+
+    A batch is (batch_size, sequence_length) int64; labels are the ids themselves, as Hugging Face
+    models shift them. What is left of an epoch when no whole batch fits is skipped in that epoch.
+    """
+
+    def __init__(
+        self,
+        tokens: TokenFile,
+        *,
+        sequence_length: int,
+        batch_size: int,
+        held_out: float,
+        seed: int,
+        shuffle: bool,
+    ) -> None:
+        num_sequences = tokens.num_tokens // sequence_length
+        split = split_sequences(num_sequences, held_out=held_out, seed=seed, shuffle=shuffle)
+        if len(split.train) < batch_size:
+            raise ConfigError(
+                f"the text has {tokens.num_tokens} tokens, {num_sequences} sequences of "
+                f"data.sequence_length={sequence_length}, {len(split.held_out)} of them held out: "
+                f"{len(split.train)} are left for train.batch_size={batch_size}. Give more text, "
+                "shorter sequences or a smaller batch"
+            )
+        self.split = split
+        self.sequence_length = sequence_length
+        self.batch_size = batch_size
+        self.batches_per_epoch = len(split.train) // batch_size
+        self.num_tokens = tokens.num_tokens
+        self._tokens = tokens
+        self._seed = seed
+        self._shuffle = shuffle
+        self._epoch = -1
+        self._order = split.train
+
+    def train_batch(self, index: int) -> npt.NDArray[np.int64]:
+        """Batch number `index`, counted from 0 through all epochs."""
+        epoch, position = divmod(index, self.batches_per_epoch)
+        if epoch != self._epoch:
+            self._epoch = epoch
+            self._order = self.split.train
+            if self._shuffle:
+                # Epoch 0's stream made the split; the orders take the streams after it.
+                self._order = self._order[_permutation(len(self._order), self._seed, epoch + 1)]
+        start = position * self.batch_size
+        return self._gather(self._order[start : start + self.batch_size])
+
+    def held_out_batches(self, limit: int) -> Iterator[npt.NDArray[np.int64]]:
+        """The first `limit` held-out batches, always the same ones; the last may be smaller."""
+        held_out = self.split.held_out
+        for start in range(0, min(len(held_out), limit * self.batch_size), self.batch_size):
+            yield self._gather(held_out[start : start + self.batch_size])
+
+    def close(self) -> None:
+        self._tokens.close()
+
+    def _gather(self, sequences: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        length = self.sequence_length
+        rows = [self._tokens.read(int(sequence) * length, length) for sequence in sequences]
+        return np.stack(rows).astype(np.int64)
+
+
+def open_batches(
+    data: Data,
+    tokenizer: Tokenizer,
+    *,
+    batch_size: int,
+    vocab_size: int,
+    directory: str | os.PathLike[str] | None = None,
+) -> Batches:
+    """Everything from `[data]` to batches. Raises ConfigError as its parts do."""
+    tokens = tokenize(
+        collect_files(data.paths),
+        tokenizer,
+        vocab_size=vocab_size,
+        max_nbytes=data.max_bytes,
+        directory=directory,
+    )
+    try:
+        return Batches(
+            tokens,
+            sequence_length=data.sequence_length,
+            batch_size=batch_size,
+            held_out=data.held_out,
+            seed=data.seed,
+            shuffle=data.shuffle,
+        )
+    except BaseException:
+        tokens.close()
+        raise
+
+
+def _files_of(source: DataSource) -> list[Path]:
+    location = source.location
+    if location.is_file():
+        return [location]
+    if not location.is_dir():
+        raise ConfigError(f"data.paths: {location} does not exist")
+    excluded = _NOT_STDLIB if source.path == PYTHON_STDLIB else frozenset()
+    try:
+        found = sorted(location.glob(source.pattern))
+    except (ValueError, NotImplementedError) as error:
+        raise ConfigError(f"data.paths: pattern {source.pattern!r}: {error}") from None
+    files = []
+    for path in found:
+        parts = path.relative_to(location).parts
+        is_hidden = any(part.startswith(".") for part in parts)
+        if not is_hidden and excluded.isdisjoint(parts) and path.is_file():
+            files.append(path)
+    return files
+
+
+class _Chunks:
+    """The bytes of a file, or its first `limit_nbytes`, piece by piece."""
+
+    def __init__(self, path: Path, limit_nbytes: int | None) -> None:
+        self._path = path
+        self._limit_nbytes = limit_nbytes
+        self.read_nbytes = 0
+
+    def __iter__(self) -> Iterator[bytes]:
+        try:
+            with self._path.open("rb") as file:
+                while True:
+                    want = _READ_NBYTES
+                    if self._limit_nbytes is not None:
+                        want = min(want, self._limit_nbytes - self.read_nbytes)
+                    chunk = file.read(want)
+                    if not chunk:
+                        return
+                    self.read_nbytes += len(chunk)
+                    yield chunk
+        except OSError as error:
+            raise ConfigError(
+                f"data.paths: {self._path} cannot be read: {error.strerror}"
+            ) from None
+
+
+def _whole_lines(chunks: Iterator[bytes]) -> Iterator[str]:
+    """Text in pieces that end with a line, so that no piece cuts a character or a word.
+
+    Bytes that are not UTF-8 become the replacement character. A line longer than a piece stays
+    whole.
+    """
+    rest = b""
+    for chunk in chunks:
+        rest += chunk
+        end = rest.rfind(b"\n") + 1
+        if end:
+            yield rest[:end].decode(errors="replace")
+            rest = rest[end:]
+    if rest:
+        yield rest.decode(errors="replace")
+
+
+def _permutation(count: int, *stream: int) -> npt.NDArray[np.int64]:
+    generator = np.random.Generator(np.random.PCG64(np.random.SeedSequence(stream)))
+    return generator.permutation(count)

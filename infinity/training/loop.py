@@ -1,0 +1,146 @@
+"""Optimizer steps and evaluations over batches: an ordinary PyTorch loop.
+
+Nothing here knows where state lives. The model's parameters are handles, the optimizer is a
+`torch.optim.Optimizer`, and both look after themselves.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from infinity.config import Optimizer, Train
+from infinity.errors import NonFiniteError
+from infinity.training.data import Batches
+from infinity.training.learning_rate import lr_ratio
+from infinity.training.nonfinite import first_nonfinite_module
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepOutcome:
+    """What one optimizer step gave. `step` counts from 1; `loss` is the mean over the step's
+    micro-batches, before the update; `learning_rate` is the one the update used."""
+
+    step: int
+    loss: float
+    grad_norm: float | None
+    learning_rate: float
+    num_tokens: int
+
+
+def parameter_groups(model: torch.nn.Module, optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Trainable parameters, once each, those with weight decay apart from those without."""
+    decayed: list[torch.nn.Parameter] = []
+    rest: list[torch.nn.Parameter] = []
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            (decayed if optimizer.has_decay(name) else rest).append(parameter)
+    groups = [
+        {"params": decayed, "weight_decay": optimizer.weight_decay},
+        {"params": rest, "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def make_scheduler(
+    optimizer: torch.optim.Optimizer, train: Train
+) -> torch.optim.lr_scheduler.LambdaLR:
+    """The learning rate of `[train]` on any optimizer."""
+
+    def ratio(step: int) -> float:
+        return lr_ratio(
+            step,
+            steps=train.steps,
+            schedule=train.schedule,
+            warmup_steps=train.warmup_steps,
+            min_lr_ratio=train.min_lr_ratio,
+        )
+
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, ratio)
+
+
+class Loop:
+    """Takes steps one at a time. Owns the schedule; the rest is the caller's."""
+
+    def __init__(
+        self,
+        model: Any,
+        optimizer: torch.optim.Optimizer,
+        batches: Batches,
+        *,
+        train: Train,
+        device: torch.device,
+    ) -> None:
+        self._model = model
+        self._optimizer = optimizer
+        self._batches = batches
+        self._train = train
+        self._device = device
+        self._scheduler = make_scheduler(optimizer, train)
+        # Keys and values are kept for generation only; not all architectures have them to keep.
+        takes_cache = "use_cache" in inspect.signature(model.forward).parameters
+        self._options = {"use_cache": False} if takes_cache else {}
+        self.num_steps = 0
+
+    def step(self) -> StepOutcome:
+        """One optimizer step over `accumulation` micro-batches.
+
+        Raises NonFiniteError, and leaves the weights as the step before made them, when a loss or
+        the gradients' norm is not finite.
+        """
+        step = self.num_steps + 1
+        losses = []
+        num_tokens = 0
+        for ids in self._micro_batches():
+            loss = self._loss(ids)
+            losses.append(loss.item())
+            if not math.isfinite(losses[-1]):
+                raise self._nonfinite(f"the loss ({losses[-1]})", step, ids)
+            (loss / self._train.accumulation).backward()
+            num_tokens += ids.numel()
+        learning_rate = float(self._optimizer.param_groups[0]["lr"])
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        self._scheduler.step()
+        self.num_steps = step
+        norm = getattr(self._optimizer, "grad_norm", None)
+        return StepOutcome(
+            step=step,
+            loss=sum(losses) / len(losses),
+            grad_norm=None if norm is None else float(norm),
+            learning_rate=learning_rate,
+            num_tokens=num_tokens,
+        )
+
+    def evaluate(self) -> float:
+        """Mean loss over the held-out batches, every sequence weighing the same."""
+        total, count = 0.0, 0
+        self._model.eval()
+        try:
+            with torch.no_grad():
+                for batch in self._batches.held_out_batches(self._train.eval_batches):
+                    total += self._loss(torch.from_numpy(batch)).item() * len(batch)
+                    count += len(batch)
+        finally:
+            self._model.train()
+        return total / count
+
+    def _micro_batches(self) -> Iterator[torch.Tensor]:
+        first = self.num_steps * self._train.accumulation
+        for index in range(first, first + self._train.accumulation):
+            yield torch.from_numpy(self._batches.train_batch(index))
+
+    def _loss(self, ids: torch.Tensor) -> torch.Tensor:
+        ids = ids.to(self._device)
+        loss: torch.Tensor = self._model(input_ids=ids, labels=ids, **self._options).loss
+        return loss
+
+    def _nonfinite(self, what: str, step: int, ids: torch.Tensor) -> NonFiniteError:
+        self._optimizer.zero_grad()
+        unit = first_nonfinite_module(self._model, lambda: self._loss(ids))
+        return NonFiniteError(what, step=step, unit=unit or "the loss itself")

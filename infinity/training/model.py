@@ -1,0 +1,167 @@
+"""The model of `[model]`: read and checked first, built on meta, then streamed into its tiers."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import infinity
+from infinity.checkpoint import WeightSource, weight_source
+from infinity.config import Model, SwapConfig
+from infinity.errors import ConfigError
+
+# What transformers takes although no configuration class declares it.
+_EXTRA_KEYS = frozenset({
+    "attn_implementation", "experts_implementation", "num_labels", "partial_rotary_factor",
+    "rope_scaling", "rope_theta", "torch_dtype",
+})  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelPlan:
+    """A transformers configuration and, for a checkpoint, its weights; no weight is read yet."""
+
+    hf_config: Any
+    weights: WeightSource | None
+    path: Path | None
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.hf_config.get_text_config().vocab_size)
+
+    @property
+    def max_positions(self) -> int | None:
+        """Longest sequence the configuration allows, where it says so."""
+        return getattr(self.hf_config.get_text_config(), "max_position_embeddings", None)
+
+
+def plan_model(model: Model) -> ModelPlan:
+    """Reads the configuration and the headers of the weights.
+
+    Raises ConfigError for a directory or table that transformers cannot use, and CorruptionError
+    for weight files that contradict themselves.
+    """
+    if model.path is None:
+        assert model.config is not None
+        return ModelPlan(hf_config=_config_of_table(model.config), weights=None, path=None)
+    hf_config = _config_of_directory(model.path)
+    return ModelPlan(hf_config=hf_config, weights=weight_source(model.path), path=model.path)
+
+
+def build_model(plan: ModelPlan, config: SwapConfig) -> Any:
+    """The causal LM on meta, its buffers real, ready for `infinity.offload`.
+
+    Checks every name and shape of the checkpoint against it. Raises ConfigError when the
+    architecture has no causal LM, cannot checkpoint activations, or is not that of the weights.
+    """
+    from transformers import AutoModelForCausalLM
+
+    assert config.train is not None and config.model is not None
+    # Small parameters may keep the values they are constructed with, so they are seeded too.
+    torch.manual_seed(config.model.seed)
+    dtype = getattr(torch, config.precision.compute)
+    try:
+        with infinity.init(config):
+            model = AutoModelForCausalLM.from_config(plan.hf_config, dtype=dtype)
+    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
+        raise ConfigError(
+            f"model: no causal language model can be made of {plan.hf_config.model_type!r}: {error}"
+        ) from error
+    if getattr(model, "loss_type", "") is None:
+        model.loss_type = "ForCausalLM"  # What it falls back to anyway, with a warning.
+    if plan.weights is not None:
+        plan.weights.plan(model)
+        _take_generation_config(model, plan)
+    if config.train.activation_checkpointing:
+        _checkpoint_activations(model)
+    return model
+
+
+def stream_weights(model: Any, plan: ModelPlan, config: SwapConfig) -> None:
+    """Moves the model into its tiers: the checkpoint's weights, else seeded random ones."""
+    assert config.model is not None
+    infinity.offload(model, config, weights=plan.path, seed=config.model.seed)
+
+
+def _config_of_table(table: dict[str, Any]) -> Any:
+    from transformers import AutoConfig
+
+    options = {key: value for key, value in table.items() if key != "model_type"}
+    model_type = table["model_type"]
+    try:
+        default = AutoConfig.for_model(model_type)
+    except ValueError:
+        near = _nearest(model_type, _model_types())
+        raise ConfigError(
+            f"model.config.model_type: transformers has no {model_type!r}"
+            + (f"; did you mean {near!r}?" if near else "")
+        ) from None
+    known = {key for key in dir(default) if not key.startswith("_")} | _EXTRA_KEYS
+    for key in options:
+        if key not in known and key not in default.attribute_map:
+            near = _nearest(key, sorted({*default.to_dict(), *default.attribute_map}))
+            raise ConfigError(
+                f"model.config.{key}: a {model_type} configuration has no such key"
+                + (f"; did you mean {near!r}?" if near else "")
+            )
+    try:
+        return AutoConfig.for_model(model_type, **options)
+    except Exception as error:  # transformers' validation has exceptions of its own.
+        raise ConfigError(f"model.config: {' '.join(str(error).split())}") from error
+
+
+def _config_of_directory(path: Path) -> Any:
+    from transformers import AutoConfig
+
+    file = path / "config.json"
+    if not path.is_dir():
+        raise ConfigError(f"model.path: {path} is no directory")
+    if not file.is_file():
+        raise ConfigError(f"model.path: {path} has no config.json; expected a Hugging Face model")
+    try:
+        table = json.loads(file.read_text(encoding="utf-8"))
+        hf_config = AutoConfig.from_pretrained(path, local_files_only=True)
+    except Exception as error:  # Whatever a broken file makes transformers raise.
+        raise ConfigError(f"model.path: {file} cannot be used: {error}") from error
+    if table.get("quantization_config") is not None:
+        raise ConfigError(
+            f"model.path: {path} holds quantized weights, which cannot be trained; "
+            "use the original checkpoint"
+        )
+    return hf_config
+
+
+def _take_generation_config(model: Any, plan: ModelPlan) -> None:
+    """The checkpoint's own generation settings, so that the export has them again."""
+    from transformers import GenerationConfig
+
+    assert plan.path is not None
+    if (plan.path / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(plan.path, local_files_only=True)
+
+
+def _checkpoint_activations(model: Any) -> None:
+    # transformers 5.23 renamed the method; the engine refuses reentrant checkpointing.
+    options = {"use_reentrant": False}
+    try:
+        if hasattr(model, "activation_checkpointing_enable"):
+            model.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
+        else:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+    except ValueError as error:
+        raise ConfigError(f"train.activation_checkpointing: {error}") from None
+
+
+def _model_types() -> list[str]:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    return list(CONFIG_MAPPING_NAMES)
+
+
+def _nearest(word: str, known: list[str]) -> str | None:
+    return next(iter(difflib.get_close_matches(word, known, n=1)), None)

@@ -1,0 +1,254 @@
+"""`infinity train`: from a swap-tier file to a fine-tuned checkpoint.
+
+Order: everything that can be refused is refused first, by reading configurations, headers and
+sizes; then the swap directory is made and the weights are streamed; then steps. Whatever happens
+after that, the engine is closed, which releases the swap directory.
+
+How a run ends:
+  all steps done       export, sample, summary; exit code 0
+  SIGINT, SIGTERM      the step is finished, then export and summary; exit code 130 or 143
+  a second SIGINT      KeyboardInterrupt at once; no export; exit code 130
+  NonFiniteError       the weights of the last good step are exported, then the error; exit code 2
+  any other error      nothing is exported; exit code 2
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+import infinity
+from infinity.checkpoint import export_safetensors
+from infinity.checkpoint.safetensors_export import check_space, plan_export
+from infinity.config import SwapConfig
+from infinity.errors import ConfigError, NonFiniteError
+from infinity.training.allocator import give_back, keep_freed_memory
+from infinity.training.data import Batches, Tokenizer, open_batches, open_tokenizer
+from infinity.training.interrupt import Interrupt
+from infinity.training.loop import Loop, parameter_groups
+from infinity.training.model import ModelPlan, build_model, plan_model, stream_weights
+from infinity.training.output import SUMMARY_NAME, claim_output, mark_output
+from infinity.training.report import Reporter, StepRecord, Summary, write_summary
+from infinity.training.sample import encode_prompt, generate
+
+_STOP_NOTICE = "\nstopping after this step, then writing the export; once more to stop at once\n"
+
+
+def train(config: SwapConfig, *, console: Console | None = None) -> tuple[Summary, int]:
+    """Runs the main job; (what happened, exit code). Raises errors of the package's tree."""
+    config.require("model", "data", "train")
+    keep_freed_memory()
+    console = console or Console()
+    with ExitStack() as stack:
+        job = _prepare(config, stack)
+        run = _Run(config, job, console)
+        stack.callback(run.close)
+        run.set_up()
+        with Interrupt(_STOP_NOTICE) as interrupt:
+            run.train(interrupt)
+            run.finish(interrupt)
+            return run.summary, interrupt.exit_code
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Job:
+    """What preparation made: nothing in it has touched a tier."""
+
+    plan: ModelPlan
+    tokenizer: Tokenizer
+    batches: Batches
+    model: Any
+    prompt_ids: list[int]
+    output: Path
+    started_s: float
+
+
+def _prepare(config: SwapConfig, stack: ExitStack) -> _Job:
+    """Everything that can be refused without making a swap file."""
+    assert config.model and config.data and config.train
+    started_s = time.perf_counter()
+    train, data = config.train, config.data
+    if train.threads != "auto":
+        torch.set_num_threads(train.threads)
+    plan = plan_model(config.model)
+    if plan.max_positions is not None and data.sequence_length > plan.max_positions:
+        raise ConfigError(
+            f"data.sequence_length={data.sequence_length} exceeds the model's "
+            f"{plan.max_positions} positions"
+        )
+    tokenizer = open_tokenizer(data.tokenizer)
+    prompt_ids = []
+    if train.sample is not None:
+        prompt_ids = encode_prompt(
+            train.sample,
+            tokenizer,
+            vocab_size=plan.vocab_size,
+            max_positions=plan.max_positions,
+        )
+    model = build_model(plan, config)
+    output = claim_output(config)
+    if config.output.export:
+        export_nbytes = plan_export(model, max_shard_nbytes=config.output.max_shard).nbytes
+        check_space(output, export_nbytes)
+    batches = open_batches(
+        data,
+        tokenizer,
+        batch_size=train.batch_size,
+        vocab_size=plan.vocab_size,
+        directory=output,
+    )
+    stack.callback(batches.close)
+    return _Job(
+        plan=plan,
+        tokenizer=tokenizer,
+        batches=batches,
+        model=model,
+        prompt_ids=prompt_ids,
+        output=output,
+        started_s=started_s,
+    )
+
+
+class _Run:
+    """One run from the first byte in a tier to the summary. `close` releases the tiers."""
+
+    def __init__(self, config: SwapConfig, job: _Job, console: Console) -> None:
+        assert config.train is not None
+        self._config = config
+        self._job = job
+        self._train = config.train
+        self._model = job.model
+        self.summary = Summary(
+            steps=self._train.steps,
+            num_parameters=sum(parameter.numel() for parameter in job.model.parameters()),
+        )
+        self._reporter = Reporter(console, steps=self._train.steps, log_every=self._train.log_every)
+        self._engine: Any = None
+
+    def set_up(self) -> None:
+        """Makes the tiers, streams the weights into them and builds the optimizer."""
+        split = self._job.batches.split
+        self._reporter.note(
+            f"{self._job.plan.hf_config.model_type}, {self.summary.num_parameters:,} parameters; "
+            f"{self._job.batches.num_tokens:,} tokens in {len(split.train):,} sequences of "
+            f"{self._job.batches.sequence_length}, {len(split.held_out):,} held out"
+        )
+        stream_weights(self._model, self._job.plan, self._config)
+        self._engine = infinity.engine_of(self._model)
+        give_back()
+        options = self._config.optimizer
+        optimizer = infinity.AdamW(
+            parameter_groups(self._model, options),
+            lr=options.lr,
+            betas=options.betas,
+            eps=options.eps,
+            weight_decay=options.weight_decay,
+            max_grad_norm=options.max_grad_norm,
+            always_norm=True,
+            error_if_nonfinite=True,
+        )
+        self._loop = Loop(
+            self._model,
+            optimizer,
+            self._job.batches,
+            train=self._train,
+            device=next(self._model.parameters()).device,
+        )
+        self._model.train()
+        torch.manual_seed(self._train.seed)  # Dropout starts alike, wherever the weights came from.
+        mark_output(self._config)
+        self._reporter.start(self._config.output.metrics_path)
+        self.summary.phases_s["setup_s"] = time.perf_counter() - self._job.started_s
+
+    def train(self, interrupt: Interrupt) -> None:
+        """Steps until the last, or until `interrupt` asks for an end."""
+        try:
+            while self._loop.num_steps < self._train.steps and interrupt.received is None:
+                self._step()
+        except NonFiniteError:
+            self._reporter.end_of_steps()
+            if self.summary.records and self._config.output.export:
+                self._export("the weights of the last good step")
+                self._write_summary()
+            raise
+        finally:
+            self._reporter.end_of_steps()
+        if interrupt.received is not None:
+            self.summary.interrupted_by = interrupt.received.name
+
+    def finish(self, interrupt: Interrupt) -> None:
+        """Export, sample, summary."""
+        if self._config.output.export and self.summary.records:
+            self._export("the model")
+        sample = self._train.sample
+        if sample is not None and interrupt.received is None:
+            with self._phase("sample_s"):
+                ids = generate(
+                    self._model,
+                    self._job.prompt_ids,
+                    sample,
+                    seed=self._train.seed,
+                    should_stop=lambda: interrupt.received is not None,
+                )
+            self.summary.sample = self._job.tokenizer.decode(ids)
+            self._reporter.note(f"sample:\n{self.summary.sample}")
+        self._write_summary()
+        self._reporter.summary(self.summary)
+
+    def close(self) -> None:
+        """Releases the tiers and the swap directory, closes the metrics. Idempotent."""
+        self._reporter.close()
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
+
+    def _step(self) -> None:
+        before = self._engine.counters.snapshot()
+        start_s = time.perf_counter()
+        outcome = self._loop.step()
+        elapsed_s = time.perf_counter() - start_s
+        record = StepRecord.between(
+            before,
+            self._engine.counters.snapshot(),
+            outcome=outcome,
+            elapsed_s=elapsed_s,
+        )
+        every = self._train.eval_every
+        held_out_loss = None
+        if every and (outcome.step % every == 0 or outcome.step == self._train.steps):
+            with self._phase("evaluation_s"):
+                held_out_loss = self._loop.evaluate()
+            self.summary.held_out_losses.append((outcome.step, held_out_loss))
+        self.summary.records.append(record)
+        self._reporter.step(record, held_out_loss)
+
+    def _export(self, what: str) -> None:
+        output = self._job.output
+        with self._phase("export_s"):
+            export_safetensors(
+                self._model,
+                output,
+                max_shard_nbytes=self._config.output.max_shard,
+                tokenizer=getattr(self._job.tokenizer, "tokenizer", None),
+            )
+        self.summary.export_directory = str(output)
+        self._reporter.note(f"wrote {what} to {output}")
+
+    def _write_summary(self) -> None:
+        write_summary(self._job.output / SUMMARY_NAME, self.summary)
+
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        start_s = time.perf_counter()
+        try:
+            yield
+        finally:
+            spent_s = time.perf_counter() - start_s
+            self.summary.phases_s[name] = self.summary.phases_s.get(name, 0.0) + spent_s

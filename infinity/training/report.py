@@ -1,0 +1,339 @@
+"""What a run says: a line a step, metrics.jsonl, and the summary at the end.
+
+The numbers are taken from the engine's counters by difference; this file decides nothing. GB/s is
+10^9 bytes a second. Key names end in their unit, `*_nbytes` and `*_bytes_per_s` being plain bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from infinity.sizes import format_nbytes
+from infinity.training.loop import StepOutcome
+
+# Counter of the bytes -> the name a reader knows the link by.
+LINKS = {
+    "nvme_read_nbytes": "NVMe read",
+    "nvme_write_nbytes": "NVMe write",
+    "device_in_nbytes": "host to device",
+    "device_out_nbytes": "device to host",
+}
+WAITS = ("read_wait_s", "write_wait_s", "copy_wait_s")
+# Where the time of the steps went, and the phases of a run, each with the title of its line.
+_STEP_TIMES = {
+    "compute_s": "compute",
+    "read_wait_s": "waiting for reads",
+    "update_s": "update",
+    "write_wait_s": "writes",
+    "copy_wait_s": "copies",
+}
+_PHASES = ("setup_s", "steps_s", "evaluation_s", "export_s", "sample_s")
+_NUM_LAST_STEPS = 5
+
+Snapshot = Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRecord:
+    """One line of metrics.jsonl: an outcome, and what moved and waited meanwhile."""
+
+    outcome: StepOutcome
+    elapsed_s: float
+    moved_nbytes: dict[str, int]
+    waited_s: dict[str, float]
+    update_s: float
+    host_in_use_nbytes: int
+    peak_rss_nbytes: int
+
+    @classmethod
+    def between(
+        cls,
+        before: Snapshot,
+        after: Snapshot,
+        *,
+        outcome: StepOutcome,
+        elapsed_s: float,
+    ) -> StepRecord:
+        def grown(name: str) -> float:
+            return after.get(name, 0.0) - before.get(name, 0.0)
+
+        return cls(
+            outcome=outcome,
+            elapsed_s=elapsed_s,
+            moved_nbytes={name: int(grown(name)) for name in LINKS},
+            waited_s={name: grown(name) for name in WAITS},
+            update_s=grown("update_s"),
+            host_in_use_nbytes=int(after.get("host_in_use_nbytes", 0)),
+            peak_rss_nbytes=peak_rss_nbytes(),
+        )
+
+    @property
+    def stall_share(self) -> float:
+        """Part of the step in which the training thread stood still for a transfer."""
+        return min(sum(self.waited_s.values()) / self.elapsed_s, 1.0)
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.outcome.num_tokens / self.elapsed_s
+
+    def to_dict(self, held_out_loss: float | None) -> dict[str, Any]:
+        outcome = self.outcome
+        rates = {
+            name.replace("_nbytes", "_bytes_per_s"): nbytes / self.elapsed_s
+            for name, nbytes in self.moved_nbytes.items()
+        }
+        return {
+            "step": outcome.step,
+            "loss": outcome.loss,
+            "held_out_loss": held_out_loss,
+            "learning_rate": outcome.learning_rate,
+            "grad_norm": outcome.grad_norm,
+            "num_tokens": outcome.num_tokens,
+            "elapsed_s": self.elapsed_s,
+            "tokens_per_s": self.tokens_per_s,
+            **self.moved_nbytes,
+            **rates,
+            **self.waited_s,
+            "update_s": self.update_s,
+            "stall_share": self.stall_share,
+            "host_in_use_nbytes": self.host_in_use_nbytes,
+            "peak_rss_nbytes": self.peak_rss_nbytes,
+        }
+
+    def to_line(self, steps: int, held_out_loss: float | None) -> str:
+        """The line a person reads while the run goes on."""
+        moved = self.moved_nbytes
+        parts = [
+            f"step {self.outcome.step}/{steps}",
+            f"loss {self.outcome.loss:.3f}",
+            f"held-out {'-' if held_out_loss is None else format(held_out_loss, '.3f')}",
+            f"{self.tokens_per_s:,.0f} tokens/s",
+            f"read {moved['nvme_read_nbytes'] / self.elapsed_s / 1e9:.2f} GB/s",
+            f"write {moved['nvme_write_nbytes'] / self.elapsed_s / 1e9:.2f} GB/s",
+            f"stall {self.stall_share:.0%}",
+            f"host {format_nbytes(self.host_in_use_nbytes)}",
+        ]
+        return "  ".join(parts)
+
+
+@dataclass(kw_only=True)
+class Summary:
+    """The whole run in numbers. Phases that did not take place stay zero or None."""
+
+    steps: int
+    num_parameters: int
+    records: list[StepRecord] = field(default_factory=list)
+    held_out_losses: list[tuple[int, float]] = field(default_factory=list)
+    phases_s: dict[str, float] = field(default_factory=dict)
+    export_directory: str | None = None
+    sample: str | None = None
+    interrupted_by: str | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        losses = [record.outcome.loss for record in self.records]
+        last = losses[-_NUM_LAST_STEPS:]
+        last_mean = sum(last) / len(last) if last else None
+        elapsed_s = sum(record.elapsed_s for record in self.records)
+        num_tokens = sum(record.outcome.num_tokens for record in self.records)
+        return {
+            "steps_asked": self.steps,
+            "steps_done": len(self.records),
+            "interrupted_by": self.interrupted_by,
+            "num_parameters": self.num_parameters,
+            "num_tokens": num_tokens,
+            "loss_first": losses[0] if losses else None,
+            "loss_last": losses[-1] if losses else None,
+            "loss_last_mean": last_mean,
+            "loss_fall_share": 1 - last_mean / losses[0] if last_mean is not None else None,
+            "held_out_losses": [{"step": s, "loss": loss} for s, loss in self.held_out_losses],
+            "tokens_per_s": num_tokens / elapsed_s if elapsed_s else None,
+            "step_median_s": _median([record.elapsed_s for record in self.records]),
+            "links": {name: self._link(name, elapsed_s) for name in LINKS},
+            "time": self._time(elapsed_s),
+            "peak_rss_nbytes": peak_rss_nbytes(),
+            "host_in_use_max_nbytes": max(
+                (record.host_in_use_nbytes for record in self.records), default=0
+            ),
+            "export_directory": self.export_directory,
+            "sample": self.sample,
+        }
+
+    def _link(self, name: str, elapsed_s: float) -> dict[str, float | None]:
+        nbytes = sum(record.moved_nbytes[name] for record in self.records)
+        parameter_steps = self.num_parameters * len(self.records)
+        return {
+            "nbytes": nbytes,
+            "bytes_per_parameter_and_step": nbytes / parameter_steps if parameter_steps else None,
+            "bytes_per_s": nbytes / elapsed_s if elapsed_s else None,
+        }
+
+    def _time(self, elapsed_s: float) -> dict[str, float]:
+        waits = {name: sum(r.waited_s[name] for r in self.records) for name in WAITS}
+        update_s = sum(record.update_s for record in self.records)
+        compute_s = max(elapsed_s - update_s - sum(waits.values()), 0.0)
+        return {
+            "steps_s": elapsed_s,
+            "compute_s": compute_s,
+            **waits,
+            "update_s": update_s,
+            **self.phases_s,
+        }
+
+
+class Reporter:
+    """Writes metrics.jsonl and talks to the terminal; close it.
+
+    A live line where the console is a terminal, else one plain line per `log_every` steps.
+    `start` replaces the metrics of an earlier run; before it only `note` may be called.
+    """
+
+    def __init__(self, console: Console, *, steps: int, log_every: int) -> None:
+        self._console = console
+        self._steps = steps
+        self._log_every = log_every
+        self._metrics: IO[str] | None = None
+        self._live: Live | None = None
+        self._held_out_loss: float | None = None
+
+    def start(self, metrics_path: Path) -> None:
+        self._metrics = metrics_path.open("w", encoding="utf-8")
+
+    def note(self, text: str) -> None:
+        """A line of its own, above the live one."""
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def step(self, record: StepRecord, held_out_loss: float | None) -> None:
+        """Records one step; `held_out_loss` is that of an evaluation after it, if there was one."""
+        assert self._metrics is not None, "start was not called"
+        self._metrics.write(json.dumps(_finite(record.to_dict(held_out_loss))) + "\n")
+        self._metrics.flush()
+        if held_out_loss is not None:
+            self._held_out_loss = held_out_loss
+        step = record.outcome.step
+        line = record.to_line(self._steps, self._held_out_loss)
+        if self._console.is_terminal:
+            self._show_live(line)
+        elif step % self._log_every == 0 or step in (1, self._steps):
+            self.note(line)
+
+    def end_of_steps(self) -> None:
+        """Leaves the last live line where it is."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def summary(self, summary: Summary) -> None:
+        rows = _summary_rows(summary.to_dict())
+        if not self._console.is_terminal:
+            for title, value in rows:
+                self.note(f"{title:<18}{value}")
+            return
+        table = Table(show_header=False)
+        table.add_column(style="bold", no_wrap=True)
+        table.add_column()
+        for row in rows:
+            table.add_row(*row)
+        self._console.print(table)
+
+    def close(self) -> None:
+        self.end_of_steps()
+        if self._metrics is not None:
+            self._metrics.close()
+
+    def _show_live(self, line: str) -> None:
+        text = Text(line, no_wrap=True, overflow="ellipsis")
+        if self._live is None:
+            self._live = Live(text, console=self._console, auto_refresh=False)
+            self._live.start()
+        self._live.update(text, refresh=True)
+
+
+def peak_rss_nbytes() -> int:
+    """The most memory this process had resident at once (VmHWM)."""
+    try:
+        with open("/proc/self/status", encoding="ascii") as status:
+            for line in status:
+                if line.startswith("VmHWM:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return 0
+
+
+def write_summary(path: Path, summary: Summary) -> None:
+    """summary.json, whole or not at all."""
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(json.dumps(_finite(summary.to_dict()), indent=2) + "\n", encoding="utf-8")
+    os.replace(partial, path)
+
+
+def _summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
+    done, asked = summary["steps_done"], summary["steps_asked"]
+    interrupted = f", ended by {summary['interrupted_by']}" if summary["interrupted_by"] else ""
+    rows = [
+        ("steps", f"{done} of {asked}{interrupted}"),
+        ("parameters", f"{summary['num_parameters']:,}"),
+    ]
+    if done:
+        num_last = min(done, _NUM_LAST_STEPS)
+        held_out = ", ".join(f"{e['loss']:.3f} at {e['step']}" for e in summary["held_out_losses"])
+        losses = f"{summary['loss_first']:.3f} -> {summary['loss_last_mean']:.3f}"
+        fall = f"{-summary['loss_fall_share']:+.1%}"
+        speed = f"{summary['tokens_per_s']:,.0f} tokens/s"
+        rows += [
+            ("loss", f"{losses} ({fall}; the last is the mean of {num_last} steps)"),
+            ("held-out loss", held_out or "-"),
+            ("speed", f"{speed}, {summary['step_median_s']:.2f} s a step (median)"),
+        ]
+    for name, title in LINKS.items():
+        link = summary["links"][name]
+        if link["nbytes"]:
+            each = link["bytes_per_parameter_and_step"]
+            speed = link["bytes_per_s"] / 1e9
+            rows.append((title, f"{each:.1f} bytes per parameter and step, {speed:.2f} GB/s"))
+    rows += [
+        ("peak RSS", format_nbytes(summary["peak_rss_nbytes"])),
+        (
+            "host tier",
+            f"{format_nbytes(summary['host_in_use_max_nbytes'])} in use at most",
+        ),
+    ]
+    times = summary["time"]
+    for name, title in _STEP_TIMES.items():
+        if times[name] or name == "compute_s":
+            share = times[name] / (times["steps_s"] or 1.0)
+            rows.append((title, f"{times[name]:.1f} s, {share:.0%} of the steps"))
+    phases = [
+        f"{name.removesuffix('_s')} {times[name]:.1f} s" for name in _PHASES if times.get(name)
+    ]
+    rows.append(("time in all", ", ".join(phases)))
+    if summary["export_directory"]:
+        rows.append(("export", summary["export_directory"]))
+    return rows
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN and no infinity: they become null."""
+    if isinstance(value, float):
+        return value if value - value == 0 else None
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    return [_finite(inner) for inner in value] if isinstance(value, list) else value
+
+
+def _median(values: list[float]) -> float | None:
+    if not values:
+        return None
+    ordered = sorted(values)
+    middle = len(ordered) // 2
+    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2

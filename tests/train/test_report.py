@@ -1,0 +1,95 @@
+"""What a run says of itself, from given numbers."""
+
+from __future__ import annotations
+
+import io
+import json
+
+from rich.console import Console
+
+from infinity.training.loop import StepOutcome
+from infinity.training.report import Reporter, StepRecord, Summary, write_summary
+
+BEFORE = {"nvme_read_nbytes": 1e9, "read_wait_s": 5.0}
+AFTER = {
+    "nvme_read_nbytes": 4e9, "nvme_write_nbytes": 1e9, "read_wait_s": 5.5, "write_wait_s": 0.1,
+    "update_s": 0.4, "host_in_use_nbytes": 1 << 20, "device_in_nbytes": 0.0,
+}  # fmt: skip
+
+
+def record(step: int = 1, loss: float = 2.0, elapsed_s: float = 2.0) -> StepRecord:
+    outcome = StepOutcome(step=step, loss=loss, grad_norm=1.0, learning_rate=1e-3, num_tokens=1000)
+    return StepRecord.between(BEFORE, AFTER, outcome=outcome, elapsed_s=elapsed_s)
+
+
+def test_record_is_the_difference_of_two_snapshots():
+    line = record().to_dict(None)
+
+    assert line["nvme_read_nbytes"] == 3e9 and line["nvme_read_bytes_per_s"] == 1.5e9
+    assert line["stall_share"] == (0.5 + 0.1) / 2
+    assert line["tokens_per_s"] == 500 and line["update_s"] == 0.4
+    assert line["host_in_use_nbytes"] == 1 << 20 and line["copy_wait_s"] == 0
+
+
+def test_line_shows_what_a_person_watches():
+    assert record().to_line(9, 1.25) == (
+        "step 1/9  loss 2.000  held-out 1.250  500 tokens/s  read 1.50 GB/s  write 0.50 GB/s  "
+        "stall 30%  host 1.0 MiB"
+    )
+
+
+def report(tmp_path, *, terminal: bool, log_every: int = 1) -> tuple[str, list[dict]]:
+    console = Console(file=io.StringIO(), force_terminal=terminal, width=200)
+    reporter = Reporter(console, steps=5, log_every=log_every)
+    reporter.start(tmp_path / "metrics.jsonl")
+    for step in range(1, 6):
+        reporter.step(record(step), 1.5 if step == 2 else None)
+    reporter.close()
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    return console.file.getvalue(), [json.loads(line) for line in lines]
+
+
+def test_without_a_terminal_lines_are_plain_and_as_rare_as_asked(tmp_path):
+    printed, lines = report(tmp_path, terminal=False, log_every=2)
+
+    shown = [line.split()[1] for line in printed.splitlines()]
+    assert shown == ["1/5", "2/5", "4/5", "5/5"]
+    assert "\x1b" not in printed
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5], "metrics hold every step"
+    assert "held-out 1.500" in printed.splitlines()[-1], "the last known"
+
+
+def test_on_a_terminal_one_line_is_drawn_over(tmp_path):
+    printed, _ = report(tmp_path, terminal=True)
+
+    assert "step 5/5" in printed
+    assert printed.count("\n") < 5 and "\x1b[" in printed
+
+
+def test_summary_divides_bytes_by_parameters_and_steps(tmp_path):
+    summary = Summary(steps=2, num_parameters=10**9)
+    summary.records += [record(1, loss=4.0), record(2, loss=1.0)]
+    content = summary.to_dict()
+
+    assert content["links"]["nvme_read_nbytes"]["bytes_per_parameter_and_step"] == 3.0
+    assert content["links"]["nvme_read_nbytes"]["bytes_per_s"] == 1.5e9
+    assert content["time"]["compute_s"] == 4.0 - 2 * (0.6 + 0.4)
+    assert content["loss_last_mean"] == 2.5 and content["loss_fall_share"] == 1 - 2.5 / 4
+
+    write_summary(tmp_path / "summary.json", summary)
+    assert json.loads((tmp_path / "summary.json").read_text()) == content
+
+
+def test_summary_of_a_run_without_steps_is_whole():
+    assert Summary(steps=3, num_parameters=7).to_dict()["loss_first"] is None
+    Reporter(Console(file=io.StringIO()), steps=3, log_every=1).summary(
+        Summary(steps=3, num_parameters=7)
+    )
+
+
+def test_json_has_null_where_a_number_is_not_finite(tmp_path):
+    summary = Summary(steps=1, num_parameters=7)
+    summary.records.append(record(1, loss=float("nan")))
+    write_summary(tmp_path / "summary.json", summary)
+
+    assert json.loads((tmp_path / "summary.json").read_text())["loss_last"] is None

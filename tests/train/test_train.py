@@ -1,0 +1,397 @@
+"""`infinity train` end to end: the same bits as plain PyTorch, and what it leaves behind."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from infinity.config import SwapConfig
+from infinity.errors import ConfigError, CorruptionError, NonFiniteError, StorageError
+from infinity.training import program
+from infinity.training.data import ByteTokenizer, open_batches
+from infinity.training.loop import Loop, make_scheduler, parameter_groups
+
+MODEL = {
+    "model_type": "gpt2", "n_layer": 2, "n_embd": 16, "n_head": 2, "n_positions": 64,
+    "vocab_size": 256, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
+    "bos_token_id": 0, "eos_token_id": 0,
+}  # fmt: skip
+TEXT = "".join(f"{i} and {i * i} are {i * i * i}\n" for i in range(400))
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> dict[str, Any]:
+    """A small configuration, everything on nvme; tests change what they are about."""
+    (tmp_path / "text.txt").write_text(TEXT)
+    return {
+        "tiers": {"host": {"capacity": "64MiB"}, "nvme": [{"path": str(tmp_path / "swap")}]},
+        "placement": {"gradients": "nvme"},
+        "model": {"config": dict(MODEL)},
+        "data": {"paths": [str(tmp_path / "text.txt")], "sequence_length": 32},
+        "train": {"steps": 4, "batch_size": 2},
+        "optimizer": {"lr": 1e-2},
+        "output": {"directory": str(tmp_path / "output")},
+    }
+
+
+def run(table: dict[str, Any]) -> tuple[dict[str, Any], str]:
+    """(summary, what was printed). The run must end well and leave the swap directory empty."""
+    console = Console(file=io.StringIO(), width=200)
+    summary, exit_code = program.train(SwapConfig.load(table), console=console)
+    assert exit_code == 0
+    assert swap_is_released(table)
+    return summary.to_dict(), console.file.getvalue()
+
+
+def swap_is_released(table: dict[str, Any]) -> bool:
+    swap = Path(table["tiers"]["nvme"][0]["path"])
+    return not swap.exists() or list(swap.iterdir()) == []
+
+
+def save_model(directory: Path, **options: Any) -> torch.nn.Module:
+    torch.manual_seed(11)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**MODEL), dtype=torch.float32)
+    model.save_pretrained(directory, **options)
+    return model
+
+
+def metrics(table: dict[str, Any]) -> list[dict[str, Any]]:
+    path = Path(table["output"]["directory"]) / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def exported(table: dict[str, Any]) -> dict[str, torch.Tensor]:
+    model = AutoModelForCausalLM.from_pretrained(table["output"]["directory"])
+    return dict(model.named_parameters())
+
+
+@pytest.mark.parametrize("activation_checkpointing", [False, True])
+def test_a_run_is_bit_identical_to_a_plain_pytorch_loop(tmp_path, table, activation_checkpointing):
+    """Losses of every step, gradient norms and exported weights, in fp32.
+
+    Method: the same checkpoint and batches through torch.optim.AdamW(fused=True) and
+    clip_grad_norm_, with accumulation, warm-up, decay groups and clipping that bites.
+    """
+    model = save_model(tmp_path / "model")
+    table["model"] = {"path": str(tmp_path / "model")}
+    table["train"] |= {
+        "steps": 6, "accumulation": 2, "schedule": "cosine", "warmup_steps": 2,
+        "eval_every": 3, "activation_checkpointing": activation_checkpointing,
+    }  # fmt: skip
+    table["optimizer"] |= {"max_grad_norm": 0.5, "weight_decay": 0.1}
+    run(table)
+
+    config = SwapConfig.load(table)
+    options = config.optimizer
+    batches = open_batches(config.data, ByteTokenizer(), batch_size=2, vocab_size=256)
+    optimizer = torch.optim.AdamW(
+        parameter_groups(model, options),
+        lr=options.lr, betas=options.betas, eps=options.eps, fused=True,
+    )  # fmt: skip
+    scheduler = make_scheduler(optimizer, config.train)
+    expected = []
+    for step in range(6):
+        losses = []
+        for index in (2 * step, 2 * step + 1):
+            ids = torch.from_numpy(batches.train_batch(index))
+            loss = model(input_ids=ids, labels=ids).loss
+            losses.append(loss.item())
+            (loss / 2).backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        expected.append((sum(losses) / 2, norm.item(), optimizer.param_groups[0]["lr"]))
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+
+    got = [(line["loss"], line["grad_norm"], line["learning_rate"]) for line in metrics(table)]
+    assert got == expected
+    assert max(norm for _, norm, _ in got) > 0.5
+    for name, tensor in exported(table).items():
+        assert torch.equal(tensor, model.get_parameter(name)), name
+
+
+def test_same_seed_gives_the_same_run_wherever_the_state_is(tmp_path, table):
+    summaries = []
+    for placement in (
+        {"gradients": "nvme"},
+        {"parameters": "host", "master": "host", "moments": ["host", "nvme"]},
+    ):
+        table["placement"] = placement
+        run(table)
+        summaries.append((metrics(table), exported(table)))
+
+    (one, weights), (other, other_weights) = summaries
+    assert [line["loss"] for line in one] == [line["loss"] for line in other]
+    assert all(torch.equal(weights[name], other_weights[name]) for name in weights)
+
+
+def test_another_seed_gives_other_weights(table):
+    run(table)
+    weights = exported(table)
+    table["model"]["seed"] = 1
+    run(table)
+
+    assert not torch.equal(
+        weights["transformer.h.0.mlp.c_fc.weight"],
+        exported(table)["transformer.h.0.mlp.c_fc.weight"],
+    )
+
+
+def test_every_step_has_its_line_and_the_summary_adds_them_up(table):
+    table["train"] |= {"eval_every": 2, "eval_batches": 1}
+    summary, printed = run(table)
+    lines = metrics(table)
+
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    assert [line["held_out_loss"] is None for line in lines] == [True, False, True, False]
+    assert all(line["nvme_read_nbytes"] > 0 and line["elapsed_s"] > 0 for line in lines)
+    assert summary["num_tokens"] == 4 * 2 * 32
+    assert summary["links"]["nvme_read_nbytes"]["nbytes"] == sum(
+        line["nvme_read_nbytes"] for line in lines
+    )
+    assert summary["peak_rss_nbytes"] > 0 and summary["loss_last"] < summary["loss_first"]
+    saved = json.loads((Path(table["output"]["directory"]) / "summary.json").read_text())
+    assert saved["loss_last"] == summary["loss_last"]
+    for word in ("step 4/4", "held-out", "tokens/s", "GB/s", "stall", "host", "peak RSS"):
+        assert word in printed, word
+
+
+def test_learning_goes_on_from_the_export(table, tmp_path):
+    first, _ = run(table)
+    (tmp_path / "output").rename(tmp_path / "before")
+    table["model"] = {"path": str(tmp_path / "before")}
+    second, _ = run(table)
+
+    assert second["loss_first"] < first["loss_first"]
+
+
+def test_export_is_sharded_as_asked(table):
+    table["output"]["max_shard"] = "16KiB"
+    run(table)
+
+    directory = Path(table["output"]["directory"])
+    assert len(list(directory.glob("model-*-of-*.safetensors"))) > 1
+    assert (directory / "model.safetensors.index.json").is_file()
+    assert exported(table)
+
+
+def test_sharded_checkpoint_is_read(table, tmp_path):
+    save_model(tmp_path / "model", max_shard_size="10KB")
+    assert len(list((tmp_path / "model").glob("model-*.safetensors"))) > 1
+    table["model"] = {"path": str(tmp_path / "model")}
+    table["optimizer"]["lr"] = 0.0
+    table["optimizer"]["weight_decay"] = 0.0
+    run(table)
+
+    original = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    for name, tensor in exported(table).items():
+        assert torch.equal(tensor, original.get_parameter(name)), name
+
+
+def test_bfloat16_run_exports_bfloat16(table):
+    table["precision"] = {"compute": "bfloat16"}
+    summary, _ = run(table)
+
+    config = json.loads((Path(table["output"]["directory"]) / "config.json").read_text())
+    assert config["dtype"] == "bfloat16"
+    assert {tensor.dtype for tensor in exported(table).values()} == {torch.bfloat16}
+    assert summary["loss_last"] < summary["loss_first"]
+
+
+def test_sample_goes_on_from_the_prompt_and_is_the_same_again(table):
+    table["train"]["sample"] = {"prompt": "7 and", "new_tokens": 6}
+    samples = {run(table)[0]["sample"] for _ in range(2)}
+
+    assert len(samples) == 1 and samples.pop().startswith("7 and")
+
+
+def test_tokenizer_is_exported_with_the_model(table, tmp_path):
+    import tokenizers
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    words = {
+        word: i for i, word in enumerate(["<unk>", "<eos>", "and", "are", *map(str, range(99))])
+    }
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(
+        tokenizer_object=backend, unk_token="<unk>", eos_token="<eos>"
+    ).save_pretrained(tmp_path / "tokenizer")
+    table["data"]["tokenizer"] = str(tmp_path / "tokenizer")
+    table["train"]["sample"] = {"prompt": "7 and", "new_tokens": 4, "temperature": 0.0}
+    summary, _ = run(table)
+
+    again = AutoTokenizer.from_pretrained(table["output"]["directory"])
+    assert again("7 and")["input_ids"] == [words["7"], words["and"]]
+    assert summary["sample"].startswith("7 and")
+
+
+def test_an_earlier_run_is_replaced(table):
+    table["output"]["max_shard"] = "16KiB"
+    run(table)
+    table["output"]["max_shard"] = "1GiB"
+    table["train"]["steps"] = 2
+    run(table)
+
+    names = {entry.name for entry in Path(table["output"]["directory"]).iterdir()}
+    assert "model.safetensors" in names and "model.safetensors.index.json" not in names
+    assert len(metrics(table)) == 2
+
+
+def test_export_can_be_left_out(table):
+    table["output"]["export"] = False
+    run(table)
+    assert not list(Path(table["output"]["directory"]).glob("*.safetensors"))
+
+
+def poison(tmp_path: Path, name: str) -> None:
+    model = save_model(tmp_path / "model")
+    with torch.no_grad():
+        model.get_parameter(name)[0] = float("inf")
+    model.save_pretrained(tmp_path / "model")
+
+
+def test_nonfinite_loss_stops_with_the_step_and_the_module(tmp_path, table):
+    poison(tmp_path, "transformer.h.1.mlp.c_fc.weight")
+    table["model"] = {"path": str(tmp_path / "model")}
+
+    with pytest.raises(NonFiniteError, match="step 1, first produced by transformer.h.1.mlp.c_fc"):
+        run(table)
+    assert swap_is_released(table)
+    assert not (tmp_path / "output" / "model.safetensors").exists()
+
+
+def test_nonfinite_loss_later_exports_the_last_good_weights(tmp_path, table):
+    """Weights after the failure are those of the step before it."""
+    table["optimizer"] |= {"lr": 1e30, "max_grad_norm": "off", "weight_decay": 0.0}
+    table["train"]["steps"] = 1
+    run(table)
+    good = exported(table)
+    table["train"]["steps"] = 5
+
+    with pytest.raises(NonFiniteError) as caught:
+        run(table)
+
+    assert caught.value.step == 2 and caught.value.unit
+    assert len(metrics(table)) == 1
+    assert all(torch.equal(good[name], tensor) for name, tensor in exported(table).items())
+
+
+def test_nonfinite_gradient_stops_before_the_update(tmp_path, table, monkeypatch):
+    def overflow(self: Loop, ids: torch.Tensor) -> torch.Tensor:
+        loss = self._model(input_ids=ids, labels=ids).loss
+        return loss if self.num_steps < 2 else loss + (loss - loss.detach()) * float("inf")
+
+    table["train"]["steps"] = 2
+    run(table)
+    good = exported(table)
+    monkeypatch.setattr(Loop, "_loss", overflow)
+    table["train"]["steps"] = 5
+
+    with pytest.raises(NonFiniteError) as caught:
+        run(table)
+
+    assert caught.value.step == 3
+    assert all(torch.equal(good[name], tensor) for name, tensor in exported(table).items())
+
+
+def change(**keys: Any) -> Any:
+    """Sets dotted keys, written with __ for the dots."""
+
+    def apply(table: dict[str, Any], tmp_path: Path) -> None:
+        for key, value in keys.items():
+            *path, last = key.split("__")
+            place = table
+            for part in path:
+                place = place.setdefault(part, {})
+            place[last] = value
+
+    return apply
+
+
+def empty_text(table: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("")
+
+
+def short_text(table: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("x" * 40)
+
+
+def foreign_output(table: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "output").mkdir()
+    (tmp_path / "output" / "thesis.tex").write_text("do not lose")
+
+
+def output_is_the_model(table: dict[str, Any], tmp_path: Path) -> None:
+    save_model(tmp_path / "output")
+    table["model"] = {"path": str(tmp_path / "output")}
+
+
+def other_architecture(table: dict[str, Any], tmp_path: Path) -> None:
+    save_model(tmp_path / "model")
+    file = tmp_path / "model" / "config.json"
+    content = json.loads(file.read_text())
+    content["n_embd"] = 32
+    file.write_text(json.dumps(content))
+    table["model"] = {"path": str(tmp_path / "model")}
+
+
+def truncated_shard(table: dict[str, Any], tmp_path: Path) -> None:
+    save_model(tmp_path / "model", max_shard_size="10KB")
+    shard = max((tmp_path / "model").glob("model-*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:-1])
+    table["model"] = {"path": str(tmp_path / "model")}
+
+
+def quantized(table: dict[str, Any], tmp_path: Path) -> None:
+    save_model(tmp_path / "model")
+    file = tmp_path / "model" / "config.json"
+    content = json.loads(file.read_text())
+    content["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_8bit": True}
+    file.write_text(json.dumps(content))
+    table["model"] = {"path": str(tmp_path / "model")}
+
+
+@pytest.mark.parametrize(
+    ("spoil", "error", "message"),
+    [
+        (empty_text, ConfigError, "no text in them"),
+        (short_text, ConfigError, "1 sequences of data.sequence_length=32, 1 of them held out"),
+        (change(data__paths=["/nowhere"]), ConfigError, "/nowhere does not exist"),
+        (change(model__config=MODEL | {"vocab_size": 100}), ConfigError, "vocabulary of 100"),
+        (change(model__config=MODEL | {"n_layers": 3}), ConfigError, "did you mean 'n_layer'"),
+        (change(model__config={"model_type": "gpt3"}), ConfigError, "did you mean 'gpt"),
+        (change(model__config=MODEL | {"n_layer": "two"}), ConfigError, "n_layer"),
+        (change(model__config={"model_type": "clip"}), ConfigError, "no causal language model"),
+        (change(data__sequence_length=65), ConfigError, "exceeds the model's 64 positions"),
+        (
+            change(train__sample={"prompt": "x", "new_tokens": 64}),
+            ConfigError,
+            "1 tokens and new_tokens=64 exceed the model's 64 positions",
+        ),
+        (change(model={"path": "/nowhere"}), ConfigError, "/nowhere is no directory"),
+        (foreign_output, ConfigError, r"files that no run of infinity wrote \('thesis.tex'\)"),
+        (output_is_the_model, ConfigError, "output.directory and model.path are the same"),
+        (other_architecture, ConfigError, "another size or architecture"),
+        (truncated_shard, CorruptionError, "it is truncated"),
+        (quantized, ConfigError, "quantized"),
+        (change(output__directory="/proc/output"), StorageError, "/proc/output"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_a_swap_file_is_made(
+    tmp_path, table, spoil, error, message
+):
+    spoil(table, tmp_path)
+    with pytest.raises(error, match=message):
+        run(table)
+
+    assert not (tmp_path / "swap").exists()
+    if spoil is foreign_output:
+        assert [entry.name for entry in (tmp_path / "output").iterdir()] == ["thesis.tex"]

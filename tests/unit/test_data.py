@@ -1,0 +1,238 @@
+"""Text to batches: which files, which tokens, which order, and what is refused."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from infinity.config import Data
+from infinity.errors import ConfigError
+from infinity.training.data import (
+    Batches,
+    ByteTokenizer,
+    HuggingFaceTokenizer,
+    TokenFile,
+    collect_files,
+    open_batches,
+    open_tokenizer,
+    split_sequences,
+    tokenize,
+)
+
+
+def sources(*paths: object, **options) -> Data:
+    return Data.model_validate({"paths": list(paths), "sequence_length": 8, **options})
+
+
+def write(path: Path, content: str | bytes) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return path
+
+
+def make_batches(num_tokens: int, **options) -> Batches:
+    tokens = TokenFile(vocab_size=1 << 20)
+    tokens.append(np.arange(num_tokens))
+    options = {
+        "sequence_length": 4, "batch_size": 2, "held_out": 0.2, "seed": 0, "shuffle": True,
+    } | options  # fmt: skip
+    return Batches(tokens, **options)
+
+
+def test_files_are_sorted_and_taken_once(tmp_path):
+    b, a = write(tmp_path / "b.txt", "b"), write(tmp_path / "sub" / "a.txt", "a")
+    write(tmp_path / ".hidden.txt", "no")
+    write(tmp_path / "c.md", "no")
+
+    assert collect_files(sources(str(tmp_path), str(b)).paths) == [b, a]
+    pattern = {"path": str(tmp_path), "pattern": "*.md"}
+    assert [path.name for path in collect_files(sources(pattern).paths)] == ["c.md"]
+
+
+def test_python_stdlib_is_there_without_installed_packages():
+    files = collect_files(sources("python-stdlib").paths)
+
+    assert len(files) > 100 and all(path.suffix == ".py" for path in files)
+    assert not any("site-packages" in path.parts for path in files)
+
+
+def test_source_without_a_matching_file_is_named(tmp_path):
+    write(tmp_path / "a.md", "text")
+    with pytest.raises(ConfigError, match=r"no file below .* matches '\*\*/\*\.txt'"):
+        collect_files(sources(str(tmp_path)).paths)
+    with pytest.raises(ConfigError, match="nowhere does not exist"):
+        collect_files(sources(str(tmp_path / "nowhere")).paths)
+
+
+def test_tokens_are_the_bytes_of_the_files_in_order(tmp_path):
+    files = [write(tmp_path / name, name * 3) for name in ("a", "b\u00e9")]
+
+    tokens = tokenize(files, ByteTokenizer(), vocab_size=256)
+
+    assert tokens.read(0, tokens.num_tokens).tobytes() == ("aaa" + "b\u00e9" * 3).encode()
+    assert tokens.dtype == np.uint8
+
+
+def test_max_bytes_cuts_inside_a_file(tmp_path):
+    files = [write(tmp_path / name, "0123456789") for name in "ab"]
+
+    tokens = tokenize(files, ByteTokenizer(), vocab_size=256, max_nbytes=13)
+
+    assert tokens.read(0, tokens.num_tokens).tobytes() == b"0123456789012"
+
+
+def test_token_outside_the_vocabulary_names_token_file_and_sizes(tmp_path):
+    path = write(tmp_path / "a.txt", "plain \u00e9")
+    with pytest.raises(ConfigError, match=r"a\.txt: token 195 .*xc3.* vocabulary of 128.* 256"):
+        tokenize([path], ByteTokenizer(), vocab_size=128)
+
+
+def test_empty_text_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="no text in them"):
+        tokenize([write(tmp_path / "a.txt", "")], ByteTokenizer(), vocab_size=256)
+
+
+def test_unreadable_file_is_named(tmp_path):
+    path = write(tmp_path / "a.txt", "text")
+    path.unlink()  # As unreadable as it gets for a superuser.
+    with pytest.raises(ConfigError, match=r"a\.txt cannot be read: No such file"):
+        tokenize([path], ByteTokenizer(), vocab_size=256)
+
+
+def test_token_file_has_no_name(tmp_path):
+    tokens = TokenFile(vocab_size=256, directory=tmp_path)
+    assert os.listdir(tmp_path) == []
+    tokens.close()
+
+
+@given(
+    num_sequences=st.integers(1, 500),
+    held_out=st.floats(0, 0.5),
+    seed=st.integers(0, 2**63 - 1),
+    shuffle=st.booleans(),
+)
+def test_split_is_a_partition(num_sequences, held_out, seed, shuffle):
+    split = split_sequences(num_sequences, held_out=held_out, seed=seed, shuffle=shuffle)
+
+    both = np.concatenate([split.train, split.held_out])
+    assert sorted(both) == list(range(num_sequences))
+    assert bool(len(split.held_out)) == bool(held_out)
+
+
+def test_every_train_sequence_comes_once_an_epoch():
+    batches = make_batches(4 * 20)
+    assert batches.batches_per_epoch == 8
+
+    for epoch in range(3):
+        starts = np.concatenate(
+            [batches.train_batch(epoch * 8 + index)[:, 0] for index in range(8)]
+        )
+        assert sorted(starts // 4) == sorted(batches.split.train)
+
+
+def test_epochs_have_different_orders_and_any_batch_can_be_asked_again():
+    batches = make_batches(4 * 200)
+    first = batches.train_batch(0)
+
+    assert not np.array_equal(first, batches.train_batch(batches.batches_per_epoch))
+    assert np.array_equal(first, batches.train_batch(0))
+    assert np.array_equal(first, make_batches(4 * 200).train_batch(0))
+    assert not np.array_equal(first, make_batches(4 * 200, seed=1).train_batch(0))
+
+
+def test_held_out_never_trains():
+    batches = make_batches(4 * 50)
+    held_out = {int(row[0]) for batch in batches.held_out_batches(100) for row in batch}
+    trained = {int(row[0]) for index in range(60) for row in batches.train_batch(index)}
+
+    assert len(held_out) == 10 and held_out.isdisjoint(trained)
+
+
+def test_held_out_batches_are_the_same_each_time_and_limited():
+    batches = make_batches(4 * 50)
+    once, again = list(batches.held_out_batches(2)), list(batches.held_out_batches(2))
+
+    assert [batch.shape for batch in once] == [(2, 4), (2, 4)]
+    assert all(np.array_equal(a, b) for a, b in zip(once, again, strict=True))
+
+
+def test_without_shuffling_text_comes_in_order_and_its_end_is_held_out():
+    batches = make_batches(4 * 10, shuffle=False)
+
+    assert batches.train_batch(0).tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert next(batches.held_out_batches(1))[0].tolist() == [32, 33, 34, 35]
+
+
+def test_too_few_sequences_for_a_batch_says_the_numbers():
+    with pytest.raises(ConfigError, match=r"11 tokens, 2 sequences of .*=4, 1 of them held out: 1"):
+        make_batches(11)
+
+
+def test_open_batches_reads_the_section(tmp_path):
+    write(tmp_path / "a.txt", "0123456789" * 10)
+    data = sources(str(tmp_path), held_out=0, max_bytes="64B")
+
+    batches = open_batches(data, open_tokenizer(data.tokenizer), batch_size=3, vocab_size=256)
+
+    assert batches.train_batch(0).shape == (3, 8)
+    assert batches.num_tokens == 64 and list(batches.held_out_batches(4)) == []
+
+
+def test_byte_tokenizer_decodes_what_it_encodes():
+    tokenizer = ByteTokenizer()
+    assert tokenizer.decode(tokenizer.encode("na\u00efve")) == "na\u00efve"
+    assert tokenizer.decode([97, 300]) == "a\ufffd"
+
+
+@pytest.fixture
+def word_tokenizer(tmp_path) -> Path:
+    """A whitespace tokenizer with an end-of-text token, saved as transformers does."""
+    tokenizers = pytest.importorskip("tokenizers")
+    from transformers import PreTrainedTokenizerFast
+
+    words = {word: index for index, word in enumerate(["<unk>", "<eos>", "one", "two", "three"])}
+    model = tokenizers.models.WordLevel(words, unk_token="<unk>")
+    backend = tokenizers.Tokenizer(model)
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    directory = tmp_path / "tokenizer"
+    PreTrainedTokenizerFast(
+        tokenizer_object=backend, unk_token="<unk>", eos_token="<eos>"
+    ).save_pretrained(directory)
+    return directory
+
+
+def test_hugging_face_tokens_end_each_file_with_eos(tmp_path, word_tokenizer):
+    files = [write(tmp_path / "a", "one two\nthree"), write(tmp_path / "b", "two")]
+
+    tokens = tokenize(files, HuggingFaceTokenizer(word_tokenizer), vocab_size=5)
+
+    assert tokens.read(0, tokens.num_tokens).tolist() == [2, 3, 4, 1, 3, 1]
+
+
+def test_large_file_is_tokenized_line_by_line_without_cutting_words(
+    tmp_path, word_tokenizer, monkeypatch
+):
+    monkeypatch.setattr("infinity.training.data._READ_NBYTES", 5)
+    path = write(tmp_path / "a", "one two three\n" * 4)
+
+    tokens = tokenize([path], HuggingFaceTokenizer(word_tokenizer), vocab_size=5)
+
+    assert tokens.read(0, tokens.num_tokens).tolist() == [2, 3, 4] * 4 + [1]
+
+
+def test_hugging_face_token_outside_the_vocabulary_is_shown_as_text(tmp_path, word_tokenizer):
+    path = write(tmp_path / "a", "one three")
+    with pytest.raises(ConfigError, match=r"token 4 \('three'\)"):
+        tokenize([path], HuggingFaceTokenizer(word_tokenizer), vocab_size=4)
+
+
+def test_directory_without_a_tokenizer_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="data.tokenizer"):
+        open_tokenizer(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match="data.tokenizer"):
+        open_tokenizer(tmp_path)

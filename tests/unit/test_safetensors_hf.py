@@ -1,0 +1,345 @@
+"""Hugging Face checkpoints in and out, held against from_pretrained and save_pretrained."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from infinity.checkpoint import export_safetensors, weight_source
+from infinity.errors import ConfigError, CorruptionError, StorageError
+
+SMALL = {
+    "vocab_size": 64,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 32,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+EXPERTS = {"num_local_experts": 3, "num_experts": 3, "num_experts_per_tok": 2}
+ARCHITECTURES = {
+    "gpt2": {"n_embd": 16, "n_head": 2, "n_layer": 2, "n_positions": 32, "vocab_size": 64},
+    "llama": {"tie_word_embeddings": False},
+    "qwen2": {"tie_word_embeddings": True},
+    "mixtral": EXPERTS,
+    "qwen3_moe": {**EXPERTS, "moe_intermediate_size": 8, "head_dim": 8},
+    "olmoe": EXPERTS,
+    "gpt_neox": {},
+    "opt": {"ffn_dim": 32, "word_embed_proj_dim": 16},
+}
+
+
+def make_config(model_type: str):
+    extra = ARCHITECTURES[model_type]
+    return AutoConfig.for_model(model_type, **(extra if model_type == "gpt2" else SMALL | extra))
+
+
+def make_model(model_type: str) -> torch.nn.Module:
+    torch.manual_seed(3)
+    model = AutoModelForCausalLM.from_config(make_config(model_type), dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():  # Zeros and ones would hide a mix-up.
+            parameter.copy_(torch.randn_like(parameter))
+    return model.eval()
+
+
+def make_empty(model_type: str) -> torch.nn.Module:
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(make_config(model_type), dtype=torch.float32)
+
+
+def collect(directory: Path, model: torch.nn.Module, **options) -> dict[str, torch.Tensor]:
+    written: dict[str, torch.Tensor] = {}
+
+    def write(name: str, tensor: torch.Tensor) -> None:
+        assert name not in written, f"{name} was written twice"
+        written[name] = tensor
+
+    weight_source(directory).load_into(model, write, **options)
+    return written
+
+
+def logits(model: torch.nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        return model(input_ids=torch.arange(24).reshape(2, 12)).logits
+
+
+@pytest.mark.parametrize("max_shard_size", ["1GB", "10KB"])
+@pytest.mark.parametrize("model_type", ARCHITECTURES)
+def test_import_gives_the_weights_of_from_pretrained(tmp_path, model_type, max_shard_size):
+    model = make_model(model_type)
+    model.save_pretrained(tmp_path, max_shard_size=max_shard_size)
+
+    written = collect(tmp_path, make_empty(model_type))
+
+    expected = dict(model.named_parameters())
+    assert written.keys() == expected.keys()
+    for name, tensor in written.items():
+        assert torch.equal(tensor, expected[name]), name
+
+
+@pytest.mark.parametrize("max_shard_nbytes", [1 << 30, 10_000])
+@pytest.mark.parametrize("model_type", ARCHITECTURES)
+def test_export_loads_with_transformers_alone(tmp_path, model_type, max_shard_nbytes):
+    model = make_model(model_type)
+    files = export_safetensors(model, tmp_path, max_shard_nbytes=max_shard_nbytes)
+
+    loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+
+    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert torch.equal(logits(loaded.eval()), logits(model))
+    assert (len(files) > 1) == (max_shard_nbytes < 1 << 30)
+
+
+@pytest.mark.parametrize("model_type", ARCHITECTURES)
+def test_export_has_the_names_that_save_pretrained_gives(tmp_path, model_type):
+    model = make_model(model_type)
+    export_safetensors(model, tmp_path / "ours")
+    model.save_pretrained(tmp_path / "theirs")
+
+    ours, theirs = (
+        safetensors.torch.load_file(tmp_path / side / "model.safetensors")
+        for side in ("ours", "theirs")
+    )
+    assert ours.keys() == theirs.keys()
+    for name in ours:
+        assert torch.equal(ours[name], theirs[name]), name
+
+
+def test_experts_are_packed_one_target_at_a_time(tmp_path, monkeypatch):
+    """Peak of an import is one packed tensor and its sources, not the layer and not the model."""
+    model = make_model("mixtral")
+    model.save_pretrained(tmp_path)
+    source = weight_source(tmp_path)
+    plan = source.plan(make_empty("mixtral"))
+
+    for group in plan.groups:
+        experts = {name.split(".experts.")[0] for name in group.source_names}
+        assert len(experts) == 1, "a group never spans layers"
+    assert max(len(group.sources) for group in plan.groups) == 3 * 2
+
+
+def test_base_model_checkpoint_feeds_a_model_with_a_head(tmp_path):
+    model = make_model("gpt2")
+    model.transformer.save_pretrained(tmp_path)
+
+    written = collect(tmp_path, make_empty("gpt2"))
+
+    assert written.keys() == dict(model.named_parameters()).keys()
+    assert torch.equal(written["transformer.wte.weight"], model.transformer.wte.weight)
+
+
+def test_head_checkpoint_feeds_a_base_model_and_names_what_is_left_over(tmp_path):
+    model = make_model("llama")
+    model.save_pretrained(tmp_path)
+    with torch.device("meta"):
+        base = transformers.LlamaModel(make_config("llama"))
+
+    plan = weight_source(tmp_path).load_into(base, lambda name, tensor: None)
+
+    assert plan.missing == [] and plan.unexpected == ["lm_head.weight"]
+
+
+def test_tensors_keep_the_dtype_of_the_file(tmp_path):
+    """The fp32 master must get the file's value, not one that went through bf16."""
+    make_model("llama").save_pretrained(tmp_path)
+
+    written = collect(tmp_path, make_empty("llama").to(torch.bfloat16))
+
+    assert {tensor.dtype for tensor in written.values()} == {torch.float32}
+
+
+def test_persistent_buffers_travel_both_ways(tmp_path):
+    class Model(torch.nn.Module):
+        def __init__(self, value: float) -> None:
+            super().__init__()
+            self.linear = torch.nn.Linear(2, 2)
+            self.register_buffer("scale", torch.full((3,), value))
+            self.register_buffer("scratch", torch.full((3,), value), persistent=False)
+
+    export_safetensors(Model(7.0), tmp_path)
+    model = Model(0.0)
+    written = collect(tmp_path, model)
+
+    assert written.keys() == {"linear.weight", "linear.bias"}
+    assert model.scale.tolist() == [7.0] * 3 and model.scratch.tolist() == [0.0] * 3
+
+
+def test_tied_weight_stored_twice_is_taken_once_when_equal(tmp_path):
+    model = make_model("gpt2")
+    model.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = safetensors.torch.load_file(file)
+    tensors["lm_head.weight"] = tensors["transformer.wte.weight"].clone()
+    safetensors.torch.save_file(tensors, file)
+
+    assert collect(tmp_path, make_empty("gpt2")).keys() == dict(model.named_parameters()).keys()
+
+    tensors["lm_head.weight"] += 1
+    safetensors.torch.save_file(tensors, file)
+    with pytest.raises(ConfigError, match="tie_word_embeddings"):
+        collect(tmp_path, make_empty("gpt2"))
+
+
+def test_peft_model_takes_the_checkpoint_of_the_model_it_wraps(tmp_path):
+    import peft
+
+    model = make_model("llama")
+    model.save_pretrained(tmp_path)
+    wrapped = peft.get_peft_model(
+        make_model("llama"),
+        peft.LoraConfig(target_modules=["q_proj", "embed_tokens"], modules_to_save=["lm_head"]),
+    )
+
+    written = collect(tmp_path, wrapped)
+
+    q_proj = "base_model.model.model.layers.0.self_attn.q_proj.base_layer.weight"
+    assert torch.equal(written[q_proj], model.model.layers[0].self_attn.q_proj.weight)
+    assert not any("lora_" in name for name in written)
+    copies = [name for name in written if "lm_head" in name]
+    assert len(copies) == 2, "the frozen module and its trainable copy"
+    assert all(torch.equal(written[name], model.lm_head.weight) for name in copies)
+
+
+def never(name: str, tensor: torch.Tensor) -> None:
+    raise AssertionError(f"{name} was written although the checkpoint is bad")
+
+
+def test_missing_tensor_is_refused_before_anything_is_written(tmp_path):
+    model = make_model("llama")
+    model.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = safetensors.torch.load_file(file)
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    safetensors.torch.save_file(tensors, file)
+
+    with pytest.raises(ConfigError, match=r"lacks 'model\.layers\.1\.mlp\.up_proj\.weight'"):
+        weight_source(tmp_path).load_into(make_empty("llama"), never)
+    plan = weight_source(tmp_path).plan(make_empty("llama"), strict=False)
+    assert plan.missing == ["model.layers.1.mlp.up_proj.weight"]
+
+
+def test_wrong_shape_names_file_tensor_and_both_shapes(tmp_path):
+    make_model("llama").save_pretrained(tmp_path)
+    config = make_config("llama")
+    config.intermediate_size = 48
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+
+    with pytest.raises(ConfigError, match=r"model\.safetensors: tensor .*\(.*32.*\).*\(.*48.*\)"):
+        weight_source(tmp_path).load_into(model, never)
+
+
+def test_missing_expert_is_refused_by_shape(tmp_path):
+    make_model("mixtral").save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = safetensors.torch.load_file(file)
+    removed = next(name for name in tensors if ".experts.1." in name)
+    del tensors[removed]
+    safetensors.torch.save_file(tensors, file)
+
+    with pytest.raises(ConfigError, match="experts"):
+        weight_source(tmp_path).load_into(make_empty("mixtral"), never)
+
+
+def sharded(tmp_path: Path) -> tuple[Path, dict]:
+    make_model("llama").save_pretrained(tmp_path, max_shard_size="10KB")
+    index = tmp_path / "model.safetensors.index.json"
+    return index, json.loads(index.read_text())
+
+
+def test_missing_shard_is_named(tmp_path):
+    _, content = sharded(tmp_path)
+    shard = next(iter(content["weight_map"].values()))
+    (tmp_path / shard).unlink()
+
+    with pytest.raises(CorruptionError, match=f"{shard}.*no such file"):
+        weight_source(tmp_path)
+
+
+def test_index_that_names_the_wrong_file_is_refused(tmp_path):
+    index, content = sharded(tmp_path)
+    files = sorted(set(content["weight_map"].values()))
+    content["weight_map"]["model.norm.weight"] = next(
+        file for file in files if file != content["weight_map"]["model.norm.weight"]
+    )
+    index.write_text(json.dumps(content))
+
+    with pytest.raises(CorruptionError, match=r"'model\.norm\.weight' is in this file, but"):
+        weight_source(tmp_path)
+
+
+def test_index_may_not_point_outside_the_directory(tmp_path):
+    index, content = sharded(tmp_path)
+    content["weight_map"]["model.norm.weight"] = "../elsewhere.safetensors"
+    index.write_text(json.dumps(content))
+
+    with pytest.raises(CorruptionError, match="no file name"):
+        weight_source(tmp_path)
+
+
+def test_truncated_shard_is_refused_before_anything_is_written(tmp_path):
+    sharded(tmp_path)
+    last = max(tmp_path.glob("model-*.safetensors"))
+    last.write_bytes(last.read_bytes()[:-4])
+
+    with pytest.raises(CorruptionError, match=last.name):
+        weight_source(tmp_path).load_into(make_empty("llama"), never)
+
+
+def test_directory_without_safetensors_says_what_it_has(tmp_path):
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+
+    with pytest.raises(ConfigError, match=r"pytorch_model\.bin"):
+        weight_source(tmp_path)
+
+
+def test_export_replaces_an_earlier_one_and_nothing_else(tmp_path):
+    model = make_model("llama")
+    (tmp_path / "notes.txt").write_text("mine")
+    export_safetensors(model, tmp_path, max_shard_nbytes=10_000)
+    export_safetensors(model, tmp_path)
+
+    weights = sorted(entry.name for entry in tmp_path.iterdir() if "model" in entry.name)
+    assert weights == ["model.safetensors"]
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path)), logits(model))
+
+
+def test_failed_export_leaves_the_earlier_one_whole(tmp_path):
+    model = make_model("llama")
+    export_safetensors(model, tmp_path, max_shard_nbytes=10_000)
+    calls = 0
+
+    def read(name: str) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        if calls == 8:
+            raise RuntimeError("the drive is gone")
+        return torch.zeros_like(model.get_parameter(name))
+
+    with pytest.raises(RuntimeError, match="the drive is gone"):
+        export_safetensors(model, tmp_path, max_shard_nbytes=10_000, read=read)
+
+    assert not list(tmp_path.glob(".*partial"))
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path)), logits(model))
+
+
+def test_export_without_space_is_refused_before_a_file_is_made(tmp_path, monkeypatch):
+    class Full:
+        f_bavail, f_frsize = 1, 4096
+
+    monkeypatch.setattr("os.statvfs", lambda path: Full)
+    with pytest.raises(StorageError, match=r"needs .* KiB, the file system has 4\.0 KiB"):
+        export_safetensors(make_model("llama"), tmp_path)
+    assert list(tmp_path.iterdir()) == []
