@@ -1,0 +1,194 @@
+"""Budgets: the smallest one that an error names really trains, a page less is refused, and too
+little disk is refused before anything is touched."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from infinity.errors import CapacityError, ConfigError, InfinityError, StorageError
+from infinity.sizes import PAGE_NBYTES
+from infinity.testing.models import ALL
+from infinity.testing.simulated_device import SimulatedDevice
+
+from .harness import (
+    Named,
+    assert_same,
+    loss_of,
+    mlp,
+    offload,
+    offloaded_steps,
+    plain_steps,
+    swap_config,
+    swap_files,
+)
+
+pytestmark = pytest.mark.timeout(60)
+
+STEPS = 3
+
+# The configuration itself asks for four chunks of the update, of 64 KiB here.
+TOO_SMALL_NBYTES = 256 << 10
+
+PLACEMENTS: dict[str, Any] = {
+    "nvme": "nvme",
+    "gradients-on-host": {"parameters": "nvme", "master": "nvme", "moments": "nvme"},
+    "parameters-on-host": {"parameters": "host", "moments": "nvme", "gradients": "nvme"},
+    "parameters-split": {"parameters": ["host", "nvme"], "moments": ["nvme"], "gradients": "nvme"},
+    "moments-split": {"parameters": ["nvme"], "moments": ["host", "nvme"], "gradients": "nvme"},
+    "host": "host",
+    "device-then-host": {kind: ["device", "host"] for kind in ("parameters", "moments")},
+}
+
+# Wide enough that a unit is larger than the chunks of the update, or nested, shared, recomputed.
+MODELS = ["Mlp", "TinyDecoder", "UsedTwice", "TiedAcross", "ParentReads", "Recursive", "Frozen",
+          "NestedLists", "Checkpointed", "Conditional", "Attention", "OddShapes"]  # fmt: skip
+
+
+def build(name: str) -> nn.Module:
+    torch.manual_seed(1)
+    if name == "wide":
+        return mlp()
+    return ALL[name]().train()
+
+
+def smallest_nbytes(name: str, config: dict[str, Any], **options: Any) -> int:
+    """What the refusal of a budget that is far too small says would do."""
+    config["tiers"]["host"]["capacity"] = TOO_SMALL_NBYTES
+    with pytest.raises(CapacityError) as refused:
+        offload(build(name), config, **options)
+    error = refused.value
+    assert error.tier == "host" and error.available_nbytes == TOO_SMALL_NBYTES
+    assert "tiers.host.capacity" in error.key
+    return error.needed_nbytes
+
+
+def train(name: str, config: dict[str, Any], **options: Any) -> Named:
+    model = build(name)
+    with offload(model, config, **options):
+        return offloaded_steps(model, STEPS)
+
+
+def check_smallest(name: str, config: dict[str, Any], **options: Any) -> None:
+    smallest = smallest_nbytes(name, config, **options)
+    config["tiers"]["host"]["capacity"] = smallest - PAGE_NBYTES
+    with pytest.raises(CapacityError) as refused:
+        offload(build(name), config, **options)
+    assert refused.value.needed_nbytes == smallest
+    config["tiers"]["host"]["capacity"] = smallest
+    assert_same(plain_steps(build(name), STEPS), train(name, config, **options))
+
+
+@pytest.mark.parametrize("name", ["wide", *MODELS])
+def test_the_smallest_budget_trains_and_a_page_less_is_refused(
+    name: str, swap_directory: Path
+) -> None:
+    check_smallest(name, swap_config(swap_directory))
+
+
+@pytest.mark.parametrize("placement", [name for name in PLACEMENTS if name != "nvme"])
+def test_the_smallest_budget_of_every_placement(placement: str, swap_directory: Path) -> None:
+    check_smallest("wide", swap_config(swap_directory, placement=PLACEMENTS[placement]))
+
+
+@pytest.mark.parametrize("placement", ["nvme", "gradients-on-host"])
+@pytest.mark.parametrize("prefetch", [True, False])
+def test_the_smallest_budget_with_a_device_of_its_own(
+    placement: str, prefetch: bool, swap_directory: Path
+) -> None:
+    config = swap_config(swap_directory, placement=PLACEMENTS[placement], prefetch=prefetch)
+    smallest = smallest_nbytes("wide", config, device=SimulatedDevice())
+    config["tiers"]["host"]["capacity"] = smallest
+    trained = train("wide", config, device=SimulatedDevice(2, delay_s=1e-4))
+    assert_same(plain_steps(build("wide"), STEPS), trained)
+
+
+def test_accumulation_and_reading_gradients_in_the_smallest_budget(swap_directory: Path) -> None:
+    """Gradients are read back to be added to, and looked at by the user, in the same memory."""
+    config = swap_config(swap_directory)
+    config["tiers"]["host"]["capacity"] = smallest_nbytes("wide", config)
+    model, plain = build("wide"), build("wide")
+    with offload(model, config) as engine:
+        for seed in range(3):
+            loss_of(model, seed).backward()
+            loss_of(plain, seed).backward()
+            for name, parameter in plain.named_parameters():
+                assert torch.equal(parameter.grad, engine.read_gradient(name))
+
+
+@pytest.mark.parametrize("nbytes", ["256KiB", "500KiB"])
+def test_a_budget_that_is_too_small_touches_nothing(nbytes: str, swap_directory: Path) -> None:
+    model = mlp()
+    before = dict(model.named_parameters())
+    wide = dict.fromkeys(("moments", "gradients"), "host")
+    with pytest.raises(CapacityError):
+        offload(model, swap_config(swap_directory, placement=wide, host_nbytes=nbytes))
+    assert dict(model.named_parameters()) == before
+    assert not swap_directory.exists()
+
+
+# -- Disk ------------------------------------------------------------------------------------------
+
+
+def untouched(model: nn.Module, config: dict[str, Any], error: type[Exception]) -> Exception:
+    """Offloads, expects `error`, and sees to it that the model is what it was."""
+    before = dict(model.named_parameters())
+    values = {name: p.detach().clone() for name, p in before.items()}
+    with pytest.raises(error) as refused:
+        offload(model, config)
+    assert {name: id(p) for name, p in model.named_parameters()} == {
+        name: id(p) for name, p in before.items()
+    }
+    assert_same(values, {name: p.detach() for name, p in model.named_parameters()})
+    loss_of(model, 0).backward()
+    return refused.value
+
+
+def test_a_drive_budget_too_small_is_refused_with_the_numbers(swap_directory: Path) -> None:
+    config = swap_config(swap_directory, nvme_nbytes="256KiB")
+    error = untouched(mlp(), config, CapacityError)
+    assert isinstance(error, CapacityError) and error.tier == "nvme"
+    assert error.available_nbytes <= 256 << 10 < error.needed_nbytes
+    assert "tiers.nvme" in error.key
+    assert swap_files(swap_directory) == []
+
+
+@pytest.fixture
+def small_drive(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MiB."""
+    point = tmp_path / "drive"
+    point.mkdir()
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(point)],
+        capture_output=True,
+        check=False,
+    )
+    if done.returncode != 0:
+        pytest.skip(f"needs the right to mount, run as root: {done.stderr.decode().strip()}")
+    yield point
+    subprocess.run(["umount", "-l", str(point)], check=True)
+
+
+@pytest.mark.filterwarnings("ignore:swap path")
+@pytest.mark.parametrize("capacity", ["auto", "64MiB"])
+def test_a_full_drive_is_refused_before_anything_is_written(
+    capacity: str, small_drive: Path
+) -> None:
+    swap = small_drive / "swap"
+    error = untouched(mlp(), swap_config(swap, nvme_nbytes=capacity), InfinityError)
+    assert isinstance(error, CapacityError) and error.tier == "nvme"
+    assert error.available_nbytes < 1 << 20
+    assert swap_files(swap) == []
+
+
+def test_a_missing_parent_directory_is_named(tmp_path: Path) -> None:
+    missing = tmp_path / "no" / "such" / "place"
+    error = untouched(mlp(), swap_config(missing), InfinityError)
+    assert isinstance(error, (StorageError, ConfigError)) and str(tmp_path / "no") in str(error)
+    assert not (tmp_path / "no").exists()

@@ -1,0 +1,1020 @@
+"""The engine is used through an ordinary PyTorch loop, and behaves as PyTorch does in its corners.
+
+A *scenario* is a function of a side (plain or offloaded, see `harness`) that trains in some way and
+returns what it saw, by name. `compare` runs it on both and asks for the same bits. What the
+engine cannot do exactly it refuses with an error of its own tree that says what to do instead;
+those refusals are tested here too, and that they leave the model as it was.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import lr_scheduler
+from torch.utils.checkpoint import checkpoint
+
+import infinity
+from infinity.errors import InfinityError, NonFiniteError, SwapLockedError
+from infinity.testing import models
+from infinity.testing.simulated_device import SimulatedDevice
+
+from .harness import (
+    Named,
+    OffloadedSide,
+    PlainSide,
+    Plan,
+    Side,
+    differences,
+    held_units,
+    offloaded,
+    seed_everything,
+    swap_config,
+)
+from .zoo import ZOO, module_loss
+
+pytestmark = pytest.mark.timeout(120)
+
+Scenario = Callable[[Side], Named]
+PLAN = Plan(lr=1e-2, weight_decay=0.1)
+
+
+def decoder(seed: int = 0) -> nn.Module:
+    return ZOO["TinyDecoder"].build(seed)
+
+
+WIDE = 272  # parameters of 64 * 272 * 4 bytes and more are built on meta
+
+
+def wide(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return models.TinyDecoder(width=WIDE).train()
+
+
+def conditional(seed: int = 0) -> nn.Module:
+    return ZOO["Conditional"].build(seed)
+
+
+def loss_of(model: nn.Module, seed: int) -> Tensor:
+    seed_everything(seed)
+    return module_loss(model, model.inputs(seed))
+
+
+def finish(side: Side, seen: Named) -> Named:
+    """What a scenario returns: what it saw, and the final weights and gradients."""
+    seen.update({f"weight {name}": tensor for name, tensor in side.weights().items()})
+    seen.update({f"gradient {name}": tensor for name, tensor in side.gradients().items()})
+    return seen
+
+
+def compare(
+    scenario: Scenario, build: Callable[[], nn.Module], directory: Path, **options: Any
+) -> None:
+    """The scenario sees the same bits on both sides, and leaves nothing held."""
+    expected = scenario(PlainSide(build()))
+    with offloaded(build(), swap_config(directory, **options)) as model:
+        came = scenario(OffloadedSide(model))
+        assert not held_units(model)
+    found = differences(expected, came)
+    assert not found, "not the same bits\n  " + "\n  ".join(found[:6])
+
+
+# --- the loop ---------------------------------------------------------------------------------
+
+
+SCHEDULERS: dict[str, Callable[[Any], Any]] = {
+    "step": lambda optimizer: lr_scheduler.StepLR(optimizer, 2, gamma=0.5),
+    "cosine": lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, 5),
+    "one-cycle": lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=8),
+    "sequential": lambda optimizer: lr_scheduler.SequentialLR(
+        optimizer,
+        [lr_scheduler.LinearLR(optimizer, 0.1, total_iters=2),
+         lr_scheduler.ExponentialLR(optimizer, 0.9)],
+        milestones=[2],
+    ),
+    "plateau": lambda optimizer: lr_scheduler.ReduceLROnPlateau(optimizer, patience=0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", SCHEDULERS)
+def test_learning_rate_schedulers(kind: str, swap_directory: Path) -> None:
+    """They write `param_groups`: learning rates and, in one cycle, betas. Read at every step."""
+
+    def scenario(side: Side) -> Named:
+        optimizer = side.optimizer(side.model.parameters(), PLAN)
+        scheduler = SCHEDULERS[kind](optimizer)
+        seen: Named = {}
+        for step in range(6):
+            loss = loss_of(side.model, step)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step(*([loss.item()] if kind == "plateau" else []))
+            seen[f"loss {step}"] = loss.detach()
+            seen[f"lr {step}"] = torch.tensor(optimizer.param_groups[0]["lr"])
+        return finish(side, seen)
+
+    compare(scenario, decoder, swap_directory)
+
+
+def test_backward_passes_of_different_number_per_step(swap_directory: Path) -> None:
+    def scenario(side: Side) -> Named:
+        optimizer = side.optimizer(side.model.parameters(), PLAN)
+        seen: Named = {}
+        for step, count in enumerate([1, 3, 2]):
+            for micro in range(count):
+                loss = loss_of(side.model, 10 * step + micro) / count
+                loss.backward()
+                seen[f"loss {step} {micro}"] = loss.detach()
+                seen.update({f"{step} {micro} {n}": g for n, g in side.gradients().items()})
+            optimizer.step()
+            optimizer.zero_grad()
+        return finish(side, seen)
+
+    compare(scenario, conditional, swap_directory)
+
+
+@pytest.mark.parametrize(
+    "guard", [torch.no_grad, torch.inference_mode], ids=["no_grad", "inference"]
+)
+def test_evaluation_between_steps(guard: Any, swap_directory: Path) -> None:
+    """Between backward and step, between step and zero_grad, and in the middle of accumulation."""
+
+    def scenario(side: Side) -> Named:
+        optimizer = side.optimizer(side.model.parameters(), PLAN)
+        seen: Named = {}
+
+        def evaluate(name: str) -> None:
+            side.model.eval()
+            with guard():
+                seen[name] = loss_of(side.model, 99).clone()
+            side.model.train()
+
+        for step in range(2):
+            evaluate(f"{step} before")
+            loss_of(side.model, step).backward()
+            evaluate(f"{step} accumulating")
+            loss_of(side.model, step + 10).backward()
+            evaluate(f"{step} before the step")
+            optimizer.step()
+            evaluate(f"{step} after the step")
+            optimizer.zero_grad()
+        return finish(side, seen)
+
+    compare(scenario, decoder, swap_directory)
+
+
+def test_generate_between_steps(swap_directory: Path) -> None:
+    """Greedy and sampled tokens, with the cache and without, in eval and in train mode."""
+    entry = ZOO["gpt2"]
+    prompt = entry.prompt(3)
+
+    def scenario(side: Side) -> Named:
+        optimizer = side.optimizer(side.model.parameters(), PLAN)
+        seen: Named = {}
+        for step in range(2):
+            seed_everything(step)
+            entry.loss(side.model, entry.batch(step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            for name, options in {
+                "greedy": {"do_sample": False},
+                "no cache": {"do_sample": False, "use_cache": False},
+                "sampled": {"do_sample": True, "top_k": 5},
+                "beams": {"do_sample": False, "num_beams": 2},
+            }.items():
+                seed_everything(4)
+                seen[f"{name} {step}"] = side.model.generate(**prompt, max_new_tokens=6, **options)
+        return finish(side, seen)
+
+    compare(scenario, lambda: entry.build(0), swap_directory)
+
+
+@pytest.mark.parametrize(
+    "clear",
+    [
+        lambda model, optimizer: optimizer.zero_grad(),
+        lambda model, optimizer: optimizer.zero_grad(set_to_none=True),
+        lambda model, optimizer: optimizer.zero_grad(set_to_none=False),
+        lambda model, optimizer: model.zero_grad(),
+        lambda model, optimizer: model.zero_grad(set_to_none=False),
+        lambda model, optimizer: [setattr(p, "grad", None) for p in model.parameters()],
+        lambda model, optimizer: [setattr(p, "grad", None) for p in model.always.parameters()],
+        lambda model, optimizer: None,
+    ],
+    ids=["optimizer", "optimizer-none", "optimizer-zeros", "model", "model-zeros", "by-hand",
+         "by-hand-in-part", "never"],
+)  # fmt: skip
+def test_ways_to_clear_gradients(clear: Callable[[Any, Any], None], swap_directory: Path) -> None:
+    """Zeros are not None: with zeros, weight decay and moments act on parameters without
+    gradient."""
+
+    def scenario(side: Side) -> Named:
+        optimizer = side.optimizer(side.model.parameters(), PLAN)
+        seen: Named = {}
+        for step in range(5):
+            clear(side.model, optimizer)
+            loss = loss_of(side.model, step)
+            loss.backward()
+            seen[f"loss {step}"] = loss.detach()
+            seen.update({f"{step} {name}": g for name, g in side.gradients().items()})
+            optimizer.step()
+        return finish(side, seen)
+
+    compare(scenario, conditional, swap_directory)
+
+
+def test_step_without_backward_changes_nothing(swap_directory: Path) -> None:
+    """Without a gradient nothing is updated and no step is counted, as in torch."""
+
+    def scenario(side: Side) -> Named:
+        optimizer = side.optimizer(side.model.parameters(), PLAN)
+        optimizer.step()
+        loss_of(side.model, 1).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.step()
+        optimizer.step()
+        loss_of(side.model, 2).backward()
+        optimizer.step()
+        return finish(side, {})
+
+    compare(scenario, conditional, swap_directory)
+
+
+def test_two_steps_on_one_gradient(swap_directory: Path) -> None:
+    """A gradient that nobody cleared is applied again, and summed up by the next backward."""
+
+    def scenario(side: Side) -> Named:
+        optimizer = side.optimizer(side.model.parameters(), PLAN)
+        loss_of(side.model, 1).backward()
+        optimizer.step()
+        optimizer.step()
+        loss_of(side.model, 2).backward()
+        optimizer.step()
+        return finish(side, {})
+
+    compare(scenario, decoder, swap_directory)
+
+
+def test_step_takes_a_closure(swap_directory: Path) -> None:
+    def scenario(side: Side) -> Named:
+        optimizer = side.optimizer(side.model.parameters(), PLAN)
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = loss_of(side.model, 5)
+            loss.backward()
+            return loss
+
+        losses = [optimizer.step(closure) for _ in range(3)]
+        return finish(side, {f"loss {i}": loss.detach() for i, loss in enumerate(losses)})
+
+    compare(scenario, decoder, swap_directory)
+
+
+@pytest.mark.parametrize("max_norm", [1e-3, 1e3], ids=["acts", "idle"])
+def test_clipping_with_absent_gradients(max_norm: float, swap_directory: Path) -> None:
+    plan = Plan(lr=1e-2, weight_decay=0.1, max_norm=max_norm)
+
+    def scenario(side: Side) -> Named:
+        optimizer = side.optimizer(side.model.parameters(), plan)
+        seen: Named = {}
+        for step in range(4):
+            loss_of(side.model, step).backward()
+            seen[f"norm {step}"] = side.step(optimizer, plan)
+            optimizer.zero_grad()
+        return finish(side, seen)
+
+    compare(scenario, conditional, swap_directory)
+
+
+# --- groups, freezing -------------------------------------------------------------------------
+
+
+def test_groups_with_options_of_their_own(swap_directory: Path) -> None:
+    """Learning rate, decay, betas and eps per group; one group later; a part of a unit in no
+    group."""
+
+    def scenario(side: Side) -> Named:
+        named = dict(side.model.named_parameters())
+        norms = [p for n, p in named.items() if "norm" in n]
+        heads = [p for n, p in named.items() if "down" in n or "qkv" in n]
+        late = [p for n, p in named.items() if "gate" in n]
+        optimizer = side.optimizer(
+            [{"params": norms, "weight_decay": 0.0, "lr": 3e-3},
+             {"params": heads, "betas": (0.8, 0.95), "eps": 1e-6}], PLAN,
+        )  # fmt: skip
+        for step in range(4):
+            loss_of(side.model, step).backward()
+            optimizer.step()
+            side.model.zero_grad()
+            if step == 1:
+                optimizer.add_param_group({"params": late, "lr": 5e-2})
+                optimizer.param_groups[0]["weight_decay"] = 0.3
+        return finish(side, {})
+
+    compare(scenario, decoder, swap_directory)
+
+
+def test_named_parameters_in_groups(swap_directory: Path) -> None:
+    def scenario(side: Side) -> Named:
+        optimizer = side.optimizer(list(side.model.named_parameters()), PLAN)
+        loss_of(side.model, 1).backward()
+        optimizer.step()
+        return finish(side, {})
+
+    compare(scenario, decoder, swap_directory)
+
+
+def test_optimizer_takes_the_model_itself(swap_directory: Path) -> None:
+    with offloaded(decoder(), swap_config(swap_directory)) as model:
+        by_model = infinity.AdamW(model, lr=1e-2)
+        assert isinstance(by_model, torch.optim.Optimizer)
+        counted = [p for group in by_model.param_groups for p in group["params"]]
+        assert [id(p) for p in counted] == [id(p) for p in model.parameters()]
+
+
+def test_freezing_in_the_middle_of_training(swap_directory: Path) -> None:
+    """A frozen parameter gets no gradient and no update; its neighbours in the unit go on."""
+
+    def scenario(side: Side) -> Named:
+        model = side.model
+        optimizer = side.optimizer(model.parameters(), PLAN)
+        seen: Named = {}
+        for step in range(5):
+            if step == 1:
+                model.blocks[1].requires_grad_(False)
+                model.blocks[0].qkv.weight.requires_grad_(False)
+            if step == 3:
+                model.blocks[1].requires_grad_(True)
+            loss_of(model, step).backward()
+            seen.update({f"{step} {name}": g for name, g in side.gradients().items()})
+            optimizer.step()
+            optimizer.zero_grad()
+        return finish(side, seen)
+
+    compare(scenario, decoder, swap_directory)
+
+
+def test_unfreezing_what_was_frozen_at_offload_is_exact_or_refused(swap_directory: Path) -> None:
+    """A frozen parameter has no room for moments and gradients."""
+    with offloaded(ZOO["Frozen"].build(0), swap_config(swap_directory)) as model:
+        with pytest.raises(InfinityError, match=r"stem\.weight"):
+            model.stem.requires_grad_(True)
+            loss_of(model, 1).backward()
+        assert not held_units(model)
+
+
+# --- graphs -----------------------------------------------------------------------------------
+
+
+def test_two_forwards_before_one_backward(swap_directory: Path) -> None:
+    def scenario(side: Side) -> Named:
+        total = loss_of(side.model, 1) + 2 * loss_of(side.model, 2)
+        total.backward()
+        return finish(side, {"loss": total.detach()})
+
+    compare(scenario, decoder, swap_directory)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1)], ids=str)
+def test_several_graphs_in_any_order(order: tuple[int, ...], swap_directory: Path) -> None:
+    def scenario(side: Side) -> Named:
+        losses = [loss_of(side.model, seed) for seed in range(3)]
+        for index in order:
+            losses[index].backward()
+        return finish(side, {})
+
+    compare(scenario, decoder, swap_directory)
+
+
+def test_a_graph_that_is_kept_and_used_again(swap_directory: Path) -> None:
+    def scenario(side: Side) -> Named:
+        loss = loss_of(side.model, 1)
+        loss.backward(retain_graph=True)
+        seen = {f"first {name}": g for name, g in side.gradients().items()}
+        loss.backward()
+        return finish(side, seen)
+
+    compare(scenario, decoder, swap_directory)
+
+
+def test_a_graph_that_is_dropped(swap_directory: Path) -> None:
+    """A forward without a backward, and one whose loss dies before the backward of the next."""
+
+    def scenario(side: Side) -> Named:
+        unused = loss_of(side.model, 1)
+        side.settled()
+        loss = loss_of(side.model, 2)
+        del unused
+        loss.backward()
+        return finish(side, {})
+
+    compare(scenario, decoder, swap_directory)
+
+
+def test_a_weight_saved_before_a_step_is_a_stale_graph(swap_directory: Path) -> None:
+    """Backward through a forward that an optimizer step has overtaken: torch raises, so do we.
+
+    Plain PyTorch refuses by the version counter of the saved weight. Silence here would be a
+    gradient of new weights at old activations.
+    """
+    with offloaded(decoder(), swap_config(swap_directory)) as model:
+        optimizer = infinity.AdamW(model, lr=1e-2)
+        stale = loss_of(model, 1)
+        loss_of(model, 2).backward()
+        optimizer.step()
+        with pytest.raises(RuntimeError):
+            stale.backward()
+        assert not held_units(model)
+
+
+def test_gradients_asked_for_by_hand(swap_directory: Path) -> None:
+    """`torch.autograd.grad` with respect to inputs, and through a gradient (a penalty)."""
+
+    def scenario(side: Side) -> Named:
+        model = side.model
+        optimizer = side.optimizer(model.parameters(), PLAN)
+        seen: Named = {}
+        for step in range(2):
+            x = model.inputs(step)["x"].requires_grad_()
+            score = model(x).pow(2).mean()
+            (slope,) = torch.autograd.grad(score, x, create_graph=True)
+            seen[f"slope {step}"] = slope.detach()
+            side.settled()
+            (score + slope.pow(2).sum()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            assert x.grad is not None
+            seen[f"input {step}"] = x.grad
+        return finish(side, seen)
+
+    compare(scenario, lambda: ZOO["Mlp"].build(0), swap_directory)
+
+
+def test_input_gradients_alone(swap_directory: Path) -> None:
+    """`backward(inputs=[x])` and a wholly frozen model: no parameter gets a gradient."""
+
+    def scenario(side: Side) -> Named:
+        x = side.model.inputs(1)["x"].requires_grad_()
+        side.model(x).pow(2).mean().backward(inputs=[x])
+        seen: Named = {"one": x.grad}
+        side.settled()
+        side.model.requires_grad_(False)
+        y = side.model.inputs(2)["x"].requires_grad_()
+        side.model(y).pow(2).mean().backward()
+        seen["two"] = y.grad
+        return finish(side, seen)
+
+    compare(scenario, lambda: ZOO["Mlp"].build(0), swap_directory)
+
+
+def test_a_regulariser_reads_the_weights(swap_directory: Path) -> None:
+    """A loss that reads parameters outside of any module: weight penalty, tying, a norm to log."""
+
+    def scenario(side: Side) -> Named:
+        optimizer = side.optimizer(side.model.parameters(), PLAN)
+        seen: Named = {}
+        for step in range(2):
+            penalty = sum(p.pow(2).sum() for p in side.model.parameters())
+            loss = loss_of(side.model, step) + 1e-3 * penalty
+            loss.backward()
+            seen[f"loss {step}"] = loss.detach()
+            optimizer.step()
+            optimizer.zero_grad()
+        return finish(side, seen)
+
+    compare(scenario, lambda: ZOO["Mlp"].build(0), swap_directory)
+
+
+def test_user_hooks_see_real_parameters(swap_directory: Path) -> None:
+    """Forward hooks of the user, registered before and after `offload`, may read the weights."""
+
+    def scenario(side: Side) -> Named:
+        seen: Named = {}
+        sums: list[Tensor] = []
+        block = side.model.blocks[1]
+        block.register_forward_pre_hook(lambda m, args: sums.append(m[0].weight.detach().sum()))
+        block.register_forward_hook(lambda m, args, out: out * m[2].bias.detach().mean().exp())
+        optimizer = side.optimizer(side.model.parameters(), PLAN)
+        for step in range(2):
+            loss_of(side.model, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        seen.update({f"sum {index}": value.clone() for index, value in enumerate(sums)})
+        return finish(side, seen)
+
+    compare(scenario, lambda: ZOO["Mlp"].build(0), swap_directory)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_gradient_hooks_on_outputs_and_parameters(when: str, swap_directory: Path) -> None:
+    """`Tensor.register_hook` on an activation works; on a parameter it is kept or refused, not
+    lost."""
+
+    def build() -> nn.Module:
+        model = ZOO["Mlp"].build(0)
+        if when == "before":
+            model.head.weight.register_hook(lambda gradient: gradient * 3)
+        return model
+
+    def scenario(side: Side) -> Named:
+        if when == "after":
+            side.model.head.weight.register_hook(lambda gradient: gradient * 3)
+        x = side.model.inputs(1)["x"]
+        out = side.model.blocks[0](x)
+        out.register_hook(lambda gradient: gradient * 2)
+        side.model.head(out).pow(2).mean().backward()
+        return finish(side, {})
+
+    try:
+        compare(scenario, build, swap_directory)
+    except InfinityError as refused:
+        assert "head.weight" in str(refused)
+
+
+# --- recovery ---------------------------------------------------------------------------------
+
+
+class Interrupted(BaseException):
+    """Not an Exception, like KeyboardInterrupt: forward hooks do not run on it."""
+
+
+@pytest.mark.parametrize("error", [RuntimeError, Interrupted, KeyboardInterrupt])
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_training_goes_on_after_an_exception(
+    where: str, error: type[BaseException], swap_directory: Path
+) -> None:
+    """In the middle of the second micro-batch; the step is thrown away and training goes on."""
+
+    def scenario(side: Side) -> Named:
+        model, seen = side.model, {}
+        optimizer = side.optimizer(model.parameters(), PLAN)
+
+        def fail(*ignored: Any) -> None:
+            raise error("made to fail")
+
+        def arm(module: nn.Module, args: Any, output: Tensor) -> None:
+            output.register_hook(fail)
+
+        for step in range(3):
+            loss_of(model, step).backward()
+            if step == 1:
+                if where == "forward":
+                    handle = model.blocks[1].down.register_forward_pre_hook(fail)
+                else:
+                    handle = model.blocks[1].down.register_forward_hook(arm)
+                with pytest.raises(error):
+                    loss_of(model, 50).backward()
+                handle.remove()
+                if issubclass(error, Exception):
+                    side.settled()  # else the next forward lets go: no hook runs for these
+                optimizer.zero_grad()
+                loss_of(model, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return finish(side, seen)
+
+    compare(scenario, decoder, swap_directory)
+
+
+def test_not_finite_gradients_are_refused_before_anything_changes(swap_directory: Path) -> None:
+    with offloaded(decoder(), swap_config(swap_directory)) as model:
+        optimizer = infinity.AdamW(model, lr=1e-2, max_grad_norm=1.0, error_if_nonfinite=True)
+        loss_of(model, 0).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        before = OffloadedSide(model).weights()
+        (loss_of(model, 1) * float("inf")).backward()
+        with pytest.raises(NonFiniteError) as refused:
+            optimizer.step()
+        assert refused.value.step == 2
+        optimizer.zero_grad()
+        assert not differences(before, OffloadedSide(model).weights())
+        loss_of(model, 2).backward()
+        optimizer.step()
+        assert torch.isfinite(optimizer.grad_norm)
+
+
+# --- several models ---------------------------------------------------------------------------
+
+
+def test_two_models_in_one_graph(tmp_path: Path) -> None:
+    """A generator and a critic: each has its engine, optimizer and tiers; one feeds the other."""
+
+    def scenario(first: Side, second: Side) -> Named:
+        ours, theirs = (s.optimizer(s.model.parameters(), PLAN) for s in (first, second))
+        seen: Named = {}
+        for step in range(3):
+            x = first.model.inputs(step)["x"]
+            made = torch.nn.functional.pad(first.model(x), (0, 13))
+            score = second.model(made).mean()
+            score.backward()
+            ours.step()
+            ours.zero_grad()
+            theirs.zero_grad()
+            second.model(made.detach()).mean().neg().backward()
+            theirs.step()
+            theirs.zero_grad()
+            seen[f"score {step}"] = score.detach()
+        seen = {f"first {k}": v for k, v in finish(first, seen).items()}
+        return seen | {f"second {k}": v for k, v in finish(second, {}).items()}
+
+    build = ZOO["Mlp"].build
+    expected = scenario(PlainSide(build(0)), PlainSide(build(1)))
+    with (
+        offloaded(build(0), swap_config(tmp_path / "first")) as first,
+        offloaded(build(1), swap_config(tmp_path / "second")) as second,
+    ):
+        came = scenario(OffloadedSide(first), OffloadedSide(second))
+        assert not held_units(first) and not held_units(second)
+    assert not differences(expected, came)
+
+
+def test_two_models_cannot_share_a_swap_directory(swap_directory: Path) -> None:
+    with offloaded(decoder(), swap_config(swap_directory)) as model:
+        with pytest.raises(SwapLockedError):
+            infinity.offload(decoder(), swap_config(swap_directory))
+        loss_of(model, 1).backward()
+    with offloaded(decoder(), swap_config(swap_directory)) as model:
+        loss_of(model, 1).backward()
+
+
+# --- building on meta -------------------------------------------------------------------------
+
+
+def test_a_model_built_on_meta_trains_from_a_callable(swap_directory: Path) -> None:
+    """`infinity.init`: large parameters on meta; weights streamed by name, tied ones once."""
+    plain = wide()
+    asked: list[str] = []
+
+    def weights(name: str) -> Tensor:
+        asked.append(name)
+        return plain.get_parameter(name).detach()
+
+    config = swap_config(swap_directory)
+    with infinity.init(config):
+        model = models.TinyDecoder(width=WIDE)
+    # Small parameters may be real: they are what their constructors made them.
+    assert model.tokens.weight.is_meta and model.blocks[0].qkv.weight.is_meta
+    assert not any(buffer.is_meta for buffer in model.buffers())
+    with offloaded(model.train(), config, weights=weights) as model:
+        assert sorted(asked) == sorted(name for name, _ in plain.named_parameters())
+        came = OffloadedSide(model)
+        reference = PlainSide(plain)
+        for side in (came, reference):
+            optimizer = side.optimizer(side.model.parameters(), PLAN)
+            for step in range(2):
+                loss_of(side.model, step).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        assert not differences(reference.weights(), came.weights())
+
+
+@pytest.mark.parametrize("architecture", ["gpt2", "llama-tied", "mixtral", "t5", "falcon_mamba"])
+def test_a_model_built_on_meta_trains_from_a_checkpoint(architecture: str, tmp_path: Path) -> None:
+    """From a sharded Hugging Face directory, without the plain model ever being built."""
+    entry = ZOO[architecture]
+    plain = entry.build(0)
+    plain.save_pretrained(tmp_path / "checkpoint", max_shard_size="40KB")
+    config = swap_config(tmp_path / "swap")
+    with infinity.init(config):
+        model = entry.construct()
+    with offloaded(model.train(), config, weights=tmp_path / "checkpoint") as model:
+        seed_everything(1)
+        loss = entry.loss(model, entry.batch(1))
+        loss.backward()
+        seed_everything(1)
+        expected = entry.loss(plain, entry.batch(1))
+        expected.backward()
+        assert torch.equal(loss, expected)
+        assert not differences(PlainSide(plain).gradients(), OffloadedSide(model).gradients())
+
+
+def test_seeded_weights_are_the_same_on_every_placement(tmp_path: Path) -> None:
+    def weights(seed: int, where: str) -> dict[str, Tensor]:
+        config = swap_config(tmp_path / f"{seed}{where}", placement=where, host_nbytes="48MiB")
+        torch.manual_seed(seed)
+        with infinity.init(config):
+            model = models.TinyDecoder(width=WIDE)
+        torch.manual_seed(len(where))  # what happens in between must not matter
+        with offloaded(model, config, seed=seed) as model:
+            return OffloadedSide(model).weights()
+
+    first = weights(1, "nvme")
+    assert not differences(first, weights(1, "host"))
+    assert not differences(first, weights(1, "device"))
+    assert len(differences(first, weights(2, "host"))) >= 10
+    for name, weight in first.items():
+        if "norm" not in name:
+            assert 0.01 < weight.std() < 1.5, name
+
+
+# --- looking at parameters --------------------------------------------------------------------
+
+
+def test_handles_look_like_parameters(swap_directory: Path) -> None:
+    plain = decoder()
+    with offloaded(decoder(), swap_config(swap_directory)) as model:
+        ours, theirs = dict(model.named_parameters()), dict(plain.named_parameters())
+        assert list(ours) == list(theirs)
+        for name, handle in ours.items():
+            parameter = theirs[name]
+            assert isinstance(handle, nn.Parameter), name
+            assert handle.shape == parameter.shape and handle.dtype == parameter.dtype
+            assert handle.stride() == parameter.stride() and handle.numel() == parameter.numel()
+            assert handle.device == parameter.device and handle.ndim == parameter.ndim
+            assert handle.requires_grad and handle.is_leaf and handle.grad is None
+            assert handle.element_size() == 4 and len(handle) == len(parameter)
+            assert not handle.is_meta and handle.is_floating_point() and handle.size(0)
+            assert name in repr(handle) or "Handle" in repr(handle)
+        assert model.head.weight is model.tokens.weight
+        assert infinity.engine_of(model).parameter_names() == list(theirs)
+        assert "TinyDecoder" in repr(model) and len(list(model.modules())) == len(
+            list(plain.modules())
+        )
+        assert sum(p.numel() for p in model.parameters()) == sum(
+            p.numel() for p in plain.parameters()
+        )
+        assert len({*model.parameters()}) == len(ours)  # hashable, each itself
+        assert list(model.state_dict()) == list(plain.state_dict())
+        assert type(model) is type(plain)
+
+
+def test_a_released_parameter_reads_true(swap_directory: Path) -> None:
+    """Outside of any forward a read fetches the parameter, or raises a named error: never
+    rubbish."""
+    plain = decoder()
+    with offloaded(decoder(), swap_config(swap_directory)) as model:
+        for name in ("tokens.weight", "blocks.1.qkv.weight", "norm.bias"):
+            handle, parameter = model.get_parameter(name), plain.get_parameter(name)
+            for read in (
+                lambda p: p + 1, lambda p: p.norm(), lambda p: p.clone(), lambda p: p.detach().sum(),
+                lambda p: p.cpu().tolist(), lambda p: p.data.mean(), lambda p: p.t(),
+                lambda p: p[0].item() if p.ndim == 1 else p[0, 0].item(), lambda p: p.numpy(force=True),
+                lambda p: torch.equal(p, p), lambda p: p.max(), lambda p: p.float() @ p.float().t(),
+                lambda p: torch.nn.functional.linear(torch.ones(1, p.shape[-1]), p.detach()),
+                lambda p: torch.stack([p, p]), lambda p: p.to(torch.float64), lambda p: bool((p == p).all()),
+            ):  # fmt: skip
+                try:
+                    came = read(handle)
+                except InfinityError as error:
+                    assert name in str(error)
+                    continue
+                wanted = torch.as_tensor(read(parameter))
+                assert torch.equal(torch.as_tensor(came), wanted), f"{name}: wrong values"
+        assert not held_units(model)
+
+
+def test_gather_reads_and_modifies(swap_directory: Path) -> None:
+    plain = decoder()
+    with offloaded(decoder(), swap_config(swap_directory, compute="bfloat16")) as model:
+        engine = infinity.engine_of(model)
+        with infinity.gather(model.blocks[0]):
+            with infinity.gather(model):  # nested: everything stays until the outermost ends
+                assert torch.equal(model.norm.weight, plain.norm.weight.bfloat16())
+            inner = model.blocks[0].qkv.weight
+            assert torch.equal(inner, plain.blocks[0].qkv.weight.bfloat16())
+        assert not held_units(model)
+        with infinity.gather([model.norm.weight], modify=True), torch.no_grad():
+            model.norm.weight.fill_(0.3)
+        assert torch.equal(engine.read_parameter("norm.weight"), torch.full((32,), 0.3).bfloat16())
+        wide = engine.read_parameter("norm.weight", master=True)
+        assert wide.dtype is torch.float32 and torch.equal(
+            wide.bfloat16(), torch.full((32,), 0.3).bfloat16()
+        )
+        value = torch.linspace(-1, 1, 32)
+        engine.write_parameter("norm.bias", value)
+        assert torch.equal(engine.read_parameter("norm.bias", master=True), value)
+        assert torch.equal(engine.read_parameter("norm.bias"), value.bfloat16())
+        assert not held_units(model)
+
+
+def test_gather_sees_a_pending_update(swap_directory: Path) -> None:
+    """What is read after `step()` is what the step made, wherever the update is applied."""
+
+    def scenario(side: Side) -> Named:
+        optimizer = side.optimizer(side.model.parameters(), PLAN)
+        seen: Named = {}
+        for step in range(2):
+            loss_of(side.model, step).backward()
+            optimizer.step()
+            seen.update({f"{step} {name}": weight for name, weight in side.weights().items()})
+            optimizer.zero_grad()
+        return finish(side, seen)
+
+    compare(scenario, decoder, swap_directory)
+
+
+def test_modified_weights_train_on(swap_directory: Path) -> None:
+    """A weight set between steps keeps its moments, as an assignment under no_grad does in
+    torch."""
+
+    def scenario(side: Side) -> Named:
+        optimizer = side.optimizer(side.model.parameters(), PLAN)
+        for step in range(3):
+            loss_of(side.model, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if isinstance(side, PlainSide):
+                with torch.no_grad():
+                    side.model.blocks[1].up.weight.mul_(0.5)
+            else:
+                with infinity.gather(side.model.blocks[1], modify=True), torch.no_grad():
+                    side.model.blocks[1].up.weight.mul_(0.5)
+        return finish(side, {})
+
+    compare(scenario, decoder, swap_directory)
+
+
+# --- refusals ---------------------------------------------------------------------------------
+
+
+def _reentrant(model: nn.Module) -> None:
+    x = model.tokens(model.inputs(1)["ids"])
+    for block in model.blocks:
+        x = checkpoint(block, x, use_reentrant=True)
+    x.sum().backward()
+
+
+def _load_state_dict(model: nn.Module) -> None:
+    model.load_state_dict(decoder(1).state_dict())
+
+
+def _clip(model: nn.Module) -> None:
+    loss_of(model, 1).backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+
+def _plain_optimizer(model: nn.Module) -> None:
+    optimizer = torch.optim.AdamW(model.parameters())
+    loss_of(model, 1).backward()
+    optimizer.step()
+
+
+def _in_place(model: nn.Module) -> None:
+    with torch.no_grad():
+        model.blocks[0].qkv.weight.mul_(0.0)
+
+
+def _in_place_data(model: nn.Module) -> None:
+    model.blocks[0].qkv.weight.data.mul_(0.0)
+
+
+def _init_in_place(model: nn.Module) -> None:
+    nn.init.zeros_(model.blocks[0].qkv.weight)
+
+
+def _copy_into(model: nn.Module) -> None:
+    with torch.no_grad():
+        model.blocks[0].qkv.weight.copy_(torch.zeros(96, 32))
+
+
+REFUSED: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
+    "to-dtype": (lambda m: m.to(torch.bfloat16), "precision.compute"),
+    "half": (lambda m: m.half(), "precision.compute"),
+    "double": (lambda m: m.double(), "precision.compute"),
+    "to-meta": (lambda m: m.to("meta"), "tier"),
+    "to-empty": (lambda m: m.to_empty(device="cpu"), "gather|tier"),
+    "deepcopy": (copy.deepcopy, "export|gather"),
+    "deepcopy-parameter": (lambda m: copy.deepcopy(m.norm.weight), "gather"),
+    "pickle": (pickle.dumps, "export|gather"),
+    "torch-save": (lambda m: torch.save(m, io.BytesIO()), "export|gather"),
+    "load-state-dict": (_load_state_dict, "write_parameter|weights="),
+    "in-place": (_in_place, r"gather\(.*modify=True"),
+    "in-place-data": (_in_place_data, r"gather\(.*modify=True"),
+    "init-in-place": (_init_in_place, r"gather\(.*modify=True"),
+    "copy-into": (_copy_into, r"gather\(.*modify=True"),
+    "clip-grad-norm": (_clip, "max_grad_norm"),
+    "plain-optimizer": (_plain_optimizer, r"infinity\.AdamW|gather"),
+    "reentrant-checkpoint": (_reentrant, "use_reentrant=False"),
+    "share-memory": (lambda m: m.share_memory(), "tier|released"),
+    "offload-twice": (lambda m: infinity.offload(m), "already|offloaded"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_refusals_say_what_to_do_and_do_no_damage(what: str, swap_directory: Path) -> None:
+    action, advice = REFUSED[what]
+    before = PlainSide(decoder()).weights()
+    with offloaded(decoder(), swap_config(swap_directory)) as model:
+        with pytest.raises(InfinityError, match=advice):
+            action(model)
+        model.zero_grad()
+        assert not held_units(model)
+        assert not differences(before, OffloadedSide(model).weights())
+        plain = decoder()
+        ours, theirs = loss_of(model, 3), loss_of(plain, 3)
+        ours.backward()
+        theirs.backward()
+        assert torch.equal(ours, theirs)
+        assert not differences(PlainSide(plain).gradients(), OffloadedSide(model).gradients())
+
+
+def test_a_state_dict_holds_true_values_or_is_refused(swap_directory: Path) -> None:
+    with offloaded(decoder(), swap_config(swap_directory)) as model:
+        stream = io.BytesIO()
+        try:
+            torch.save(model.state_dict(), stream)
+        except InfinityError as refused:
+            assert "export" in str(refused) or "gather" in str(refused)
+            return
+        stream.seek(0)
+        assert not differences(decoder().state_dict(), torch.load(stream))
+
+
+@pytest.mark.parametrize("call", [
+    lambda m: m.to("cpu"), lambda m: m.cpu(), lambda m: m.float(), lambda m: m.to(torch.float32),
+    lambda m: m.train().eval().train(), lambda m: m.requires_grad_(True), lambda m: m.apply(lambda _: None),
+    lambda m: list(m.buffers()), lambda m: copy.copy(list(m.parameters())),
+])  # fmt: skip
+def test_calls_that_change_nothing_are_allowed(call: Any, swap_directory: Path) -> None:
+    """Trainers call `model.to(device)` and friends without asking."""
+    with offloaded(decoder(), swap_config(swap_directory)) as model:
+        call(model)
+        plain = decoder()
+        ours, theirs = loss_of(model, 3), loss_of(plain, 3)
+        assert torch.equal(ours, theirs)
+
+
+def test_a_dtype_that_has_no_optimizer_state_is_refused(swap_directory: Path) -> None:
+    for dtype in (torch.float64, torch.complex64):
+        with pytest.raises(InfinityError, match=r"1\.weight.*"):
+            infinity.offload(
+                nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, dtype=dtype)),
+                swap_config(swap_directory),
+            )
+
+
+def test_an_optimizer_built_before_offload_is_refused(swap_directory: Path) -> None:
+    """It holds the old parameters: stepping it would train tensors that nothing reads."""
+    model = decoder()
+    old = list(model.parameters())
+    with offloaded(model, swap_config(swap_directory)) as model:
+        with pytest.raises(InfinityError, match="offload"):
+            infinity.AdamW(old, lr=1e-2)
+        with pytest.raises(InfinityError):
+            infinity.AdamW(decoder().parameters(), lr=1e-2)
+
+
+def test_modules_added_after_offload_are_noticed(swap_directory: Path) -> None:
+    """A new head trains or is refused; it is never silently left out."""
+    with offloaded(ZOO["Mlp"].build(0), swap_config(swap_directory)) as model:
+        model.head = nn.Linear(16, 5)
+        with pytest.raises(InfinityError, match="after"):
+            loss_of(model, 1).backward()
+            infinity.AdamW(model, lr=1e-2)
+
+
+def test_close_gives_everything_back(swap_directory: Path) -> None:
+    """The swap directory is free and empty, closing twice is fine, and later use is a named
+    error."""
+    model = infinity.offload(decoder(), swap_config(swap_directory))
+    engine = infinity.engine_of(model)
+    loss_of(model, 1).backward()
+    engine.close()
+    engine.close()
+    assert not swap_directory.exists() or not list(swap_directory.iterdir())
+    with pytest.raises(InfinityError, match="closed"):
+        loss_of(model, 1)
+    with pytest.raises(InfinityError, match="closed"):
+        model.norm.weight.sum()
+
+
+def test_a_model_that_is_dropped_is_collected(swap_directory: Path) -> None:
+    """Without `close`: no reference cycle keeps the engine, its threads and its files for ever."""
+    model = infinity.offload(decoder(), swap_config(swap_directory))
+    loss_of(model, 1).backward()
+    del model
+    gc.collect()
+    with offloaded(decoder(), swap_config(swap_directory)) as model:
+        loss_of(model, 1).backward()
+
+
+def test_the_simulated_device_catches_a_missing_wait() -> None:
+    """The double is only worth something if it can fail: unfinished copies read as NaN."""
+    from infinity.observe import Counters
+
+    device = SimulatedDevice(seed=0, delay_s=0.2)
+
+    class Host:
+        @staticmethod
+        def owns(_: Tensor) -> bool:
+            return False
+
+    device.open(Host(), Counters())  # type: ignore[arg-type]
+    target = torch.full((8,), float("nan"))
+    copied = device.copy(torch.ones(8), target)
+    assert target.isnan().any()
+    copied.wait()
+    assert torch.equal(target, torch.ones(8))
+    device.close()

@@ -1,0 +1,410 @@
+"""Where the state lives never changes the result: twenty steps on every placement.
+
+Training here has everything an ordinary run has: gradient accumulation, global-norm clipping that
+acts in some steps and not in others, a learning-rate schedule, groups with and without weight
+decay.
+
+fp32: per-step losses, gradients, clip norms and final weights are the bits of plain PyTorch with
+`torch.optim.AdamW(fused=True)` and `torch.nn.utils.clip_grad_norm_`.
+
+bf16 compute: the bits are the same on every placement, and the bits of a reference written in plain
+PyTorch: bf16 weights, gradients summed in fp32, torch's fused AdamW on an fp32 master.
+
+How the cases are chosen. A kind of state (parameters, master, moments, gradients) rests on the
+device, on the host, on NVMe, or is split over host and NVMe. All combinations of these are run,
+each under one of the eight ways to run (storage engine, prefetch, device), taken in turn so that
+every pair of a kind's place and a way occurs. The uniform placements are run in all eight ways.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+import infinity
+from infinity.errors import CapacityError
+from infinity.testing import models
+from infinity.testing.simulated_device import SimulatedDevice
+
+from .harness import (
+    KINDS,
+    OffloadedSide,
+    Plan,
+    Record,
+    assert_same,
+    offloaded,
+    plain_run,
+    run,
+    same_bits,
+    seed_everything,
+    smallest_host_nbytes,
+    swap_config,
+)
+from .zoo import ZOO, Batch, Entry, configuration, constructor, seeded
+
+pytestmark = pytest.mark.timeout(120)
+
+STEPS = 20
+VOCAB = 96
+
+
+# --- what is trained --------------------------------------------------------------------------
+
+
+def _gpt2(seed: int) -> nn.Module:
+    options = {"vocab_size": VOCAB, "n_embd": 48, "n_layer": 3, "n_head": 4, "n_positions": 32,
+               "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}  # fmt: skip
+    make = constructor(transformers.GPT2LMHeadModel, lambda: configuration("gpt2", **options))
+    return seeded(make)(seed)
+
+
+def _decoder(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return models.TinyDecoder(width=48, layers=4, heads=4, vocab=VOCAB).train()
+
+
+def _ids(seed: int) -> Tensor:
+    # Four batches in turn: something that can be learnt, so that losses and norms move.
+    return torch.randint(4, VOCAB, (2, 12), generator=torch.Generator().manual_seed(seed % 4))
+
+
+def _gpt2_batch(seed: int) -> Batch:
+    return {"input_ids": _ids(seed), "labels": _ids(seed)}
+
+
+def _decoder_batch(seed: int) -> Batch:
+    return {"ids": _ids(seed), "labels": _ids(seed)}
+
+
+MODELS: dict[str, Entry] = {
+    "gpt2": replace(ZOO["gpt2"], build=_gpt2, batch=_gpt2_batch),
+    "decoder": replace(ZOO["TinyDecoder"], build=_decoder, batch=_decoder_batch),
+}
+
+
+def groups(model: nn.Module) -> list[dict[str, Any]]:
+    """Two groups as in every recipe: no decay for vectors, and a learning rate of their own."""
+    parameters = list(model.parameters())
+    return [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": 0.1},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0, "lr": 3e-3},
+    ]
+
+
+PLAN = Plan(steps=STEPS, accumulation=2, max_norm=1.0, lr=1e-2, scheduled=True)
+
+
+@cache
+def reference(model: str) -> Record:
+    return plain_run(MODELS[model], PLAN, groups=groups)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_reference_is_not_idle(model: str) -> None:
+    """The reference learns, and the clip threshold lies among its norms."""
+    record = reference(model)
+    assert len(record.norms) == STEPS and len(record.losses) == 2 * STEPS
+    clipped = sum(bool(norm > 1.0) for norm in record.norms)
+    assert 3 <= clipped <= STEPS - 3
+    assert record.losses[-1] < 0.9 * record.losses[0]
+
+
+# --- where and how ----------------------------------------------------------------------------
+
+PLACES: dict[str, list[str]] = {
+    "device": ["device"],
+    "host": ["host"],
+    "nvme": ["nvme"],
+    "split": ["host", "nvme"],
+}
+
+
+@dataclass(frozen=True)
+class Way:
+    """How the same placement may be run."""
+
+    engine: str
+    prefetch: bool
+    simulated: bool
+
+    def __str__(self) -> str:
+        device = "simulated" if self.simulated else "cpu"
+        return f"{self.engine}-{'prefetch' if self.prefetch else 'demand'}-{device}"
+
+
+WAYS = [
+    Way(engine, prefetch, simulated)
+    for engine in ("io_uring", "threads")
+    for prefetch in (True, False)
+    for simulated in (False, True)
+]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One placement in one way; `places` is by kind."""
+
+    places: tuple[tuple[str, str], ...]
+    way: Way
+    model: str = "decoder"
+
+    def __str__(self) -> str:
+        return f"{'-'.join(place for _, place in self.places)}-{self.way}-{self.model}"
+
+
+def cases(kinds: Sequence[str]) -> list[Case]:
+    """All placements of `kinds`, ways in turn; uniform placements in every way."""
+    found: dict[Case, None] = {}
+    ways = itertools.cycle(WAYS)
+    for index, places in enumerate(itertools.product(PLACES, repeat=len(kinds))):
+        placed = tuple(zip(kinds, places, strict=True))
+        if index and index % len(WAYS) == 0:
+            next(ways)  # shift, or the ways would march in step with the last kind
+        way = next(ways)
+        found[Case(placed, way, "gpt2" if index % 3 == 0 else "decoder")] = None
+        if len(set(places)) == 1:
+            found.update({Case(placed, way): None for way in WAYS})
+    return list(found)
+
+
+FP32_CASES = cases(["parameters", "moments", "gradients"])
+
+
+def test_every_pair_of_a_place_and_a_way_is_covered() -> None:
+    for kind in ("parameters", "moments", "gradients"):
+        for place, way in itertools.product(PLACES, WAYS):
+            assert any(dict(c.places)[kind] == place and c.way == way for c in FP32_CASES)
+    assert {c.places for c in FP32_CASES} == {
+        tuple(zip(("parameters", "moments", "gradients"), places, strict=True))
+        for places in itertools.product(PLACES, repeat=3)
+    }
+
+
+def kind_nbytes(model: nn.Module, kind: str) -> int:
+    """Bytes of one kind in fp32, without the rounding to pages."""
+    numel = sum(parameter.numel() for parameter in model.parameters())
+    return numel * (8 if kind == "moments" else 4)
+
+
+def budget_nbytes(entry: Entry, config: dict[str, Any]) -> int:
+    """A host budget in which a split kind really splits.
+
+    What the engine says it needs at least when all that can leave the host does, and half of the
+    smallest kind that is split: of several split kinds the one that is placed first lies on both
+    tiers.
+    """
+    placement = config["placement"]
+    away = {kind: [tier for tier in order if tier != "host"] for kind, order in placement.items()}
+    without_host = {**config, "placement": {kind: away[kind] or placement[kind] for kind in KINDS}}
+    model = entry.build(0)
+    split = [kind_nbytes(model, kind) for kind in KINDS if placement[kind] == PLACES["split"]]
+    return smallest_host_nbytes(lambda: entry.build(0), without_host) + min(split, default=0) // 2
+
+
+def config_of(case: Case, directory: Path, **options: Any) -> dict[str, Any]:
+    placement = {kind: PLACES[place] for kind, place in case.places}
+    config = swap_config(
+        directory, placement=placement, engine=case.way.engine, prefetch=case.way.prefetch,
+        **options,
+    )  # fmt: skip
+    config["tiers"]["host"]["capacity"] = budget_nbytes(MODELS[case.model], config)
+    return config
+
+
+def device_of(case: Case) -> SimulatedDevice | None:
+    return SimulatedDevice(seed=len(str(case)), delay_s=1e-4) if case.way.simulated else None
+
+
+def check_places(model: nn.Module, case: Case) -> None:
+    """Every kind lies where the case says, and of the kinds that are split at least one on both
+    tiers."""
+    lies_on = infinity.engine_of(model).placed_nbytes()
+    for kind, place in case.places:
+        assert set(lies_on[kind]) <= set(PLACES[place]), f"{kind} lies on {lies_on[kind]}"
+    split = [kind for kind, place in case.places if place == "split"]
+    assert not split or any(len(lies_on[kind]) == 2 for kind in split), f"none is split: {lies_on}"
+
+
+def skip_without(engine: str, io_engines: frozenset[str]) -> None:
+    if engine not in io_engines:
+        pytest.skip(f"{engine} is forbidden on this machine")
+
+
+@pytest.mark.parametrize("case", FP32_CASES, ids=str)
+def test_fp32_has_the_bits_of_plain_pytorch(
+    case: Case, swap_directory: Path, io_engines: frozenset[str]
+) -> None:
+    skip_without(case.way.engine, io_engines)
+    entry = MODELS[case.model]
+    with offloaded(
+        entry.build(0), config_of(case, swap_directory), device=device_of(case)
+    ) as model:
+        check_places(model, case)
+        assert_same(reference(case.model), run(entry, OffloadedSide(model), PLAN, groups=groups))
+
+
+LISTS = [
+    ["device", "host"], ["device", "nvme"], ["device", "host", "nvme"], ["nvme", "host"],
+    ["host", "device"],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("order", LISTS, ids="-".join)
+@pytest.mark.parametrize("kind", [None, "parameters", "moments", "gradients"])
+def test_lists_of_tiers_fill_in_order(
+    order: list[str], kind: str | None, swap_directory: Path
+) -> None:
+    """Lists that begin on the device, with too little room there for all of it."""
+    entry = MODELS["decoder"]
+    placement = {k: order if kind in (None, k) else ["nvme"] for k in KINDS}
+    numel = sum(parameter.numel() for parameter in entry.build(0).parameters())
+    config = swap_config(
+        swap_directory, placement=placement, host_nbytes="4MiB", device_nbytes=2 * numel
+    )
+    if order[0] == "host":
+        config["tiers"]["host"]["capacity"] = 2 * numel + smallest_host_nbytes(
+            lambda: entry.build(0), swap_config(swap_directory, placement="nvme")
+        )
+        config["tiers"]["device"]["capacity"] = "16MiB"
+    with offloaded(entry.build(0), config) as model:
+        assert_same(reference("decoder"), run(entry, OffloadedSide(model), PLAN, groups=groups))
+
+
+@pytest.mark.parametrize("engine", ["io_uring", "threads"])
+def test_several_compute_threads_and_several_drives(
+    engine: str, tmp_path: Path, io_engines: frozenset[str]
+) -> None:
+    """With two compute threads on both sides, and stripes over two paths of different weight.
+
+    The model is wide enough here (96) for its matrix products and its updates to be divided among
+    threads.
+    """
+    skip_without(engine, io_engines)
+
+    def build(seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        return models.TinyDecoder(width=96, layers=4, heads=4, vocab=256).train()
+
+    entry = replace(MODELS["decoder"], build=build)
+    plan = replace(PLAN, steps=6)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        config = swap_config(tmp_path / "first", placement="nvme", engine=engine)
+        config["tiers"]["nvme"].append({"path": str(tmp_path / "second"), "weight": 2.5})
+        expected = plain_run(entry, plan, groups=groups)
+        with offloaded(entry.build(0), config) as model:
+            assert_same(expected, run(entry, OffloadedSide(model), plan, groups=groups))
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("chunk", ["64KiB", "192KiB", "1MiB"])
+@pytest.mark.parametrize("units", ["auto"])
+def test_the_chunk_of_the_update_does_not_matter(
+    chunk: str, units: str, swap_directory: Path
+) -> None:
+    entry = MODELS["decoder"]
+    config = swap_config(swap_directory, placement="nvme", update_chunk=chunk)
+    with offloaded(entry.build(0), config, units=units) as model:
+        assert_same(reference("decoder"), run(entry, OffloadedSide(model), PLAN, groups=groups))
+
+
+def test_the_smallest_budget_works_and_less_is_refused(swap_directory: Path) -> None:
+    """The refusal of a host budget states the smallest that works: it does, and a page less does
+    not."""
+    entry = MODELS["gpt2"]
+    config = swap_config(swap_directory, placement="nvme")
+    smallest = smallest_host_nbytes(lambda: entry.build(0), config)
+    config["tiers"]["host"]["capacity"] = smallest - 4096
+    with pytest.raises(CapacityError) as refused:
+        infinity.offload(entry.build(0), config)
+    assert refused.value.needed_nbytes == smallest
+    config["tiers"]["host"]["capacity"] = smallest
+    with offloaded(entry.build(0), config) as model:
+        assert_same(reference("gpt2"), run(entry, OffloadedSide(model), PLAN, groups=groups))
+
+
+# --- bf16 -------------------------------------------------------------------------------------
+
+BF16_STEPS = 10
+BF16_PLAN = replace(PLAN, steps=BF16_STEPS)
+
+
+@cache
+def bf16_reference() -> Record:
+    """bf16 weights with an fp32 master, in plain PyTorch.
+
+    The master starts as the model's fp32 weights. The gradients of each micro-batch, bf16, are
+    added up in fp32; the norm is taken and the clip factor applied in fp32; the fused AdamW updates
+    the master, which is rounded to bf16 (to nearest even) for the next forward.
+    """
+    entry, record = MODELS["decoder"], Record()
+    master = entry.build(0)
+    model = entry.build(0).bfloat16()
+    pairs = list(zip(model.parameters(), master.parameters(), strict=True))
+    optimizer = torch.optim.AdamW(
+        groups(master), lr=BF16_PLAN.lr, weight_decay=BF16_PLAN.weight_decay, fused=True
+    )
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + 0.1 * step))
+    for step in range(BF16_STEPS):
+        for micro in range(BF16_PLAN.accumulation):
+            seed = 1000 + step * BF16_PLAN.accumulation + micro
+            seed_everything(seed)
+            loss = entry.loss(model, entry.batch(seed)) / BF16_PLAN.accumulation
+            loss.backward()
+            record.losses.append(loss.detach().clone())
+            for weight, wide in pairs:
+                assert weight.grad is not None
+                gradient = weight.grad.float()
+                wide.grad = gradient if wide.grad is None else wide.grad + gradient
+                weight.grad = None
+        record.norms.append(torch.nn.utils.clip_grad_norm_(master.parameters(), 1.0).clone())
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            for weight, wide in pairs:
+                weight.copy_(wide)
+    record.weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+    return record
+
+
+BF16_CASES = [
+    case
+    for index, case in enumerate(cases(KINDS))
+    if case.model == "decoder" and (len({p for _, p in case.places}) == 1 or index % 5 == 0)
+]
+
+
+@pytest.mark.parametrize("case", BF16_CASES, ids=str)
+def test_bf16_has_the_same_bits_on_every_placement(
+    case: Case, swap_directory: Path, io_engines: frozenset[str]
+) -> None:
+    """Losses, clip norms, bf16 weights and the fp32 master against the reference in plain
+    PyTorch."""
+    skip_without(case.way.engine, io_engines)
+    entry, expected = MODELS["decoder"], bf16_reference()
+    config = config_of(case, swap_directory, compute="bfloat16")
+    with offloaded(entry.build(0), config, device=device_of(case)) as model:
+        check_places(model, case)
+        record = run(entry, OffloadedSide(model), BF16_PLAN, groups=groups)
+        engine = infinity.engine_of(model)
+        for name, weight in expected.weights.items():
+            master = engine.read_parameter(name, master=True)
+            assert master.dtype is torch.float32
+            assert same_bits(master.bfloat16(), weight), name
+    assert all(map(same_bits, expected.losses, record.losses))
+    assert all(map(same_bits, expected.norms, record.norms))
+    assert expected.weights.keys() == record.weights.keys()
+    for name, weight in expected.weights.items():
+        assert same_bits(weight, record.weights[name]), name

@@ -1,0 +1,102 @@
+"""The trace against a model that writes the predicted future out and looks through it."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from infinity.schedule.trace import NEVER, Trace
+
+NUM_UNITS = 5
+uses = st.integers(0, NUM_UNITS - 1)
+passes = st.lists(st.lists(uses, max_size=12), min_size=1, max_size=5)
+
+
+class Future:
+    """`ahead` is the endless prediction, as far as a test can look."""
+
+    def __init__(self) -> None:
+        self.order: list[int] = []
+        self.ahead: list[int] = []
+        self.misses = 0
+
+    def begin(self, last_pass: list[int]) -> None:
+        if last_pass:
+            self.order = list(last_pass)
+        self.ahead = self.order * 60
+
+    def distance(self, unit: int) -> int:
+        return self.ahead.index(unit) if unit in self.order else NEVER
+
+    def upcoming(self) -> list[int]:
+        return list(dict.fromkeys(self.ahead[: len(self.order)]))
+
+    def visit(self, unit: int) -> bool:
+        distance = self.distance(unit)
+        self.misses += bool(self.order) and distance != 0
+        if distance != NEVER:
+            self.ahead = self.ahead[distance + 1 :]
+        return distance == 0
+
+
+@given(passes=passes)
+@settings(max_examples=200, deadline=None)
+def test_it_predicts_what_the_model_predicts(passes: list[list[int]]) -> None:
+    trace, future = Trace(), Future()
+    last: list[int] = []
+    for one in passes:
+        trace.begin()
+        future.begin(last)
+        for unit in one:
+            _same_view(trace, future)
+            assert trace.visit(unit) == future.visit(unit)
+        _same_view(trace, future)
+        last = one
+    assert trace.misses == future.misses
+
+
+def _same_view(trace: Trace, future: Future) -> None:
+    assert list(trace.order) == future.order
+    for unit in range(NUM_UNITS + 1):
+        assert trace.distance(unit) == future.distance(unit)
+    assert list(trace.upcoming()) == future.upcoming()
+
+
+@given(order=st.lists(uses, min_size=1, max_size=12), cycles=st.integers(1, 4))
+@settings(max_examples=100, deadline=None)
+def test_an_order_that_repeats_is_predicted_wholly(order: list[int], cycles: int) -> None:
+    trace = Trace()
+    trace.begin()
+    assert not any([trace.visit(unit) for unit in order]), "nothing was known yet"  # noqa: C419
+    for _ in range(cycles):
+        trace.begin()
+        assert all([trace.visit(unit) for unit in order])  # noqa: C419 (each visit counts)
+    assert trace.misses == 0
+    # The end of a pass is the start of the next: it looks round the corner.
+    assert list(trace.upcoming()) == list(dict.fromkeys(order))
+
+
+@given(order=st.lists(uses, min_size=1, max_size=12), wrong=st.lists(uses, max_size=6))
+@settings(max_examples=100, deadline=None)
+def test_a_pass_in_another_order_is_learnt_at_once(order: list[int], wrong: list[int]) -> None:
+    trace = Trace()
+    for one in (wrong, order):
+        trace.begin()
+        for unit in one:
+            trace.visit(unit)
+    trace.begin()
+    misses = trace.misses
+    assert all([trace.visit(unit) for unit in order])  # noqa: C419 (each visit counts)
+    assert trace.misses == misses
+
+
+@given(order=st.lists(uses, min_size=1, max_size=12))
+@settings(max_examples=50, deadline=None)
+def test_a_pass_without_uses_keeps_the_prediction(order: list[int]) -> None:
+    trace = Trace()
+    trace.begin()
+    for unit in order:
+        trace.visit(unit)
+    trace.begin()
+    trace.begin()
+    assert list(trace.order) == order
