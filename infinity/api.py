@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from infinity.config import SwapConfig
-from infinity.engine.build import OwnDevice, build
+from infinity.engine.build import LoadPlan, OwnDevice, build
 from infinity.engine.discover import UnitRule
 from infinity.engine.engine import Engine, engine_of
 from infinity.engine.initialise import init
@@ -25,7 +26,7 @@ def offload(
     model: nn.Module,
     config: Any = None,
     *,
-    weights: str | os.PathLike[str] | None = None,
+    weights: str | os.PathLike[str] | Callable[[str], torch.Tensor] | None = None,
     seed: int = 0,
     units: UnitRule = "auto",
     device: OwnDevice | None = None,
@@ -37,7 +38,8 @@ def offload(
 
     model: any module; its parameters real, or on meta as `infinity.init` leaves them
     config: a swap-tier file's path, a dict, a SwapConfig, or None for the defaults
-    weights: a directory of safetensors in Hugging Face layout, streamed in tensor by tensor
+    weights: a directory of safetensors in Hugging Face layout, streamed in tensor by tensor; or a
+        function from a parameter's name to its value, asked once for every parameter
     seed: initialises parameters that are on meta and not in `weights`
     units: "auto", or class names or name patterns of the modules that move as one
     device: a device adapter of your own (infinity.testing.SimulatedDevice)
@@ -46,13 +48,27 @@ def offload(
     StorageError or UnsupportedError before anything was touched.
     """
     resolved = SwapConfig.load(config)
-    plan = None
-    if weights is not None:
+    plan: LoadPlan | None = None
+    if callable(weights):
+        plan = _Asked(weights, [name for name, _ in model.named_parameters()])
+    elif weights is not None:
         from infinity.checkpoint import weight_source
 
         plan = weight_source(weights).plan(model)
     build(model, resolved, weights=plan, seed=seed, units=units, device=device)
     return model
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A LoadPlan over a function of the caller's."""
+
+    value_of: Callable[[str], torch.Tensor]
+    names: list[str]
+
+    def load(self, write: Callable[[str, torch.Tensor], None]) -> None:
+        for name in self.names:
+            write(name, self.value_of(name))
 
 
 @contextmanager

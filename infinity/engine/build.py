@@ -113,6 +113,11 @@ def _refuse(model: nn.Module, *, has_weights: bool) -> None:
                 f"{name!r} is a {type(parameter.data).__name__}; expected a plain tensor. "
                 "Offload the model before it is sharded or quantized by other means"
             )
+        if parameter._post_accumulate_grad_hooks:
+            raise UnsupportedError(
+                f"{name!r} has a hook after the accumulation of its gradient, which has left for "
+                "its tier by then; remove the hook, or use register_hook"
+            )
     for module_name, module in model.named_modules():
         for name, buffer in module._buffers.items():
             if buffer is None or not buffer.is_meta:
@@ -389,6 +394,8 @@ def _slots(parts: Machinery, anatomy: Anatomy, units: Sequence[Unit]) -> list[Sl
                 face.__dict__.update(
                     {k: v for k, v in vars(found.parameter).items() if k != "_is_hf_initialized"}
                 )
+            for hook in (found.parameter._backward_hooks or {}).values():
+                compute.register_hook(hook)
             by_parameter[id(found.parameter)] = Slot(
                 found.name, unit, spec, handle, compute, found.aliases, found.parameter
             )

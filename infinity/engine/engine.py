@@ -47,7 +47,8 @@ from infinity.tiers.pool import HostPool
 
 _log = logging.getLogger("infinity")
 
-_ENGINES: weakref.WeakKeyDictionary[nn.Module, Engine] = weakref.WeakKeyDictionary()
+# Weak on both sides: a model keeps its engine by the hooks it carries, nothing else keeps either.
+_ENGINES: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Engine]] = weakref.WeakKeyDictionary()
 
 # Units that initialisation keeps attached at once, so that views it takes stay valid a while.
 _INITIALISING_UNITS = 2
@@ -55,13 +56,12 @@ _INITIALISING_UNITS = 2
 
 def engine_of(model: nn.Module) -> Engine:
     """The engine that `infinity.offload` gave to this model, or to a model around or inside it."""
-    engine = _ENGINES.get(model)
-    if engine is not None:
-        return engine
-    for module, each in _ENGINES.items():
-        inside = any(child is module for child in model.modules())
-        if inside or any(child is model for child in module.modules()):
-            return each
+    for module, found in list(_ENGINES.items()):
+        is_same = module is model or any(child is module for child in model.modules())
+        if is_same or any(child is model for child in module.modules()):
+            engine = found()
+            if engine is not None:
+                return engine
     raise InfinityError(
         f"{type(model).__name__} is not offloaded; call infinity.offload(model, config) first"
     )
@@ -132,6 +132,13 @@ class Engine:
             f"<Engine of {type(self.model).__name__}: {len(self.slots)} parameters, {units} units>"
         )
 
+    def __reduce_ex__(self, protocol: object) -> Any:
+        raise UnsupportedError(
+            "an offloaded model cannot be pickled or copied: its state is on the tiers. Save with "
+            "infinity.checkpoint.export_safetensors(model, directory), or read parameters inside "
+            "`with infinity.gather(model):`"
+        )
+
     def __post_init__(self) -> None:
         self.counters = self.parts.counters
         self._executor = self.parts.executor
@@ -149,6 +156,8 @@ class Engine:
         self._warned: set[str] = set()
         self._is_in_pass = False  # The model's forward is running: its own code may change weights.
         self._initialising: list[int] | None = None  # Units held by initialisation, oldest first.
+        # A model that is dropped without close() gives its memory and its swap files back too.
+        self._finalizer = weakref.finalize(self, self.parts.resources.close)
         for slot in self.slots:
             self._by_unit.setdefault(slot.unit.index, []).append(slot)
             self._by_face[id(slot.handle)] = self._by_face[id(slot.compute)] = slot
@@ -158,19 +167,28 @@ class Engine:
 
     def install(self) -> None:
         """Puts handles in the place of parameters and hooks on sites."""
+        engine = weakref.ref(self)  # A hook on a tensor is out of the garbage collector's sight.
+
+        def take_gradient(parameter: torch.Tensor) -> None:
+            owner = engine()
+            if owner is not None:
+                owner._take_gradient(parameter)
+
         for slot in self.slots:
             assert slot.original is not None
             slot.show(slot.handle, slot.original)
             if slot.spec.state_offset >= 0:
-                slot.compute.register_post_accumulate_grad_hook(self._take_gradient)
+                slot.compute.register_post_accumulate_grad_hook(take_gradient)
         for hooks in self._site_hooks:
             self._removable.extend(hooks.install())
         self._removable += [
             self.model.register_forward_pre_hook(self._pass_begins, prepend=True),
             self.model.register_forward_hook(self._pass_ends, always_call=True),
         ]
+        owners = {alias.module for slot in self.slots for alias in slot.aliases}
+        self._removable += [m.register_load_state_dict_pre_hook(self._take_loaded) for m in owners]
         self._refresh_caches(self.model.modules())
-        _ENGINES[self.model] = self
+        _ENGINES[self.model] = engine
 
     def uninstall(self) -> None:
         """Puts the original parameters back, for a set-up that failed."""
@@ -328,6 +346,9 @@ class Engine:
         with self._lock:
             self._gradients.forget(self._by_face[id(handle)].spec)
 
+    def zero_gradient(self, gradient: Handle) -> None:
+        self.zero_gradients([self._slot(gradient.name_in_model)], set_to_none=False)
+
     def read_gradient(self, name: str) -> torch.Tensor | None:
         """A copy of the gradient summed so far: fp32, on the host; None if there is none."""
         slot = self._slot(name)
@@ -453,6 +474,19 @@ class Engine:
         with self._holding([slot.unit.index]):
             copy = slot.compute.detach().to("cpu", copy=True)
         return copy.float() if master and copy.is_floating_point() else copy
+
+    def _take_loaded(
+        self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *unused: Any
+    ) -> None:
+        """Before `load_state_dict` comes to a module: values go to their tiers, and what it then
+        finds to copy is the handle itself."""
+        for attribute, face in module._parameters.items():
+            value = state_dict.get(prefix + attribute)
+            if not isinstance(face, Handle) or not isinstance(value, torch.Tensor):
+                continue
+            if value is not face and value.shape == face.shape:
+                self.write_parameter(face.name_in_model, value)
+                state_dict[prefix + attribute] = face
 
     def write_parameter(self, name: str, tensor: torch.Tensor) -> None:
         """Replaces a parameter's value, master copy included. Any dtype; the parameter's shape."""
@@ -590,6 +624,9 @@ class Engine:
                 )
             self._gradients.settle()
             self.parts.updater.apply(record)
+            # A graph that saved the old weights must find out, as it would in plain PyTorch.
+            changed = [slot.compute for slot in self.slots if slot.spec in record.settings]
+            torch.autograd.graph.increment_version(changed)
 
     def gradient_norms(self, slots: Iterable[Slot]) -> dict[str, torch.Tensor]:
         """2-norm of each gradient that is there, fp32 scalars on the host, in the given order."""
@@ -606,11 +643,11 @@ class Engine:
 
     def zero_gradients(self, slots: Iterable[Slot], *, set_to_none: bool) -> None:
         with self._lock:
-            if not set_to_none:
-                self._gradients.zero()
-                return
             for slot in slots:
-                self._gradients.forget(slot.spec)
+                if set_to_none:
+                    self._gradients.forget(slot.spec)
+                else:
+                    self._gradients.zero(slot.unit, slot.spec)
 
     def placed_nbytes(self) -> dict[str, dict[str, int]]:
         """Bytes by kind and tier, as they rest."""
@@ -643,7 +680,7 @@ class Engine:
                     for slot in slots:
                         slot.show(slot.handle, slot.compute)
             self._executor.close()
-            self.parts.resources.close()
+            self._finalizer()
             _ENGINES.pop(self.model, None)
 
     def __enter__(self) -> Engine:

@@ -241,23 +241,17 @@ class Gradients:
         for table in (self._present, self._norms, self._scales):
             table.pop(spec, None)  # type: ignore[attr-defined]
 
-    def zero(self) -> None:
-        """Every gradient that is there becomes zeros, as `zero_grad(set_to_none=False)` asks."""
+    def zero(self, unit: Unit, spec: TensorSpec) -> None:
+        """The gradient, if there is one, becomes zeros: `zero_grad(set_to_none=False)`."""
+        if spec not in self._present or spec.numel == 0:
+            return
         self.finish_copies()
-        self._norms.clear()
-        self._scales.clear()
-        for unit in self._store.units:
-            specs = [spec for spec in unit.trainable() if spec in self._present]
-            home = self._store.home(unit, Piece.GRADIENTS)
-            for spec in specs:
-                if spec.numel == 0:
-                    continue
-                if isinstance(home, DeviceHome):
-                    _slice(home.memory.view(torch.float32), spec).zero_()
-                else:
-                    _slice(self._array(unit), spec).zero_()
-            if specs and isinstance(home, NvmeHome):
-                self.write_out(unit)
+        self._norms.pop(spec, None)
+        self._scales.pop(spec, None)
+        home = self._store.home(unit, Piece.GRADIENTS)
+        on_device = isinstance(home, DeviceHome)
+        array = home.memory.view(torch.float32) if on_device else self._array(unit)
+        _slice(array, spec).zero_()
 
 
 def _slice(array: torch.Tensor, spec: TensorSpec) -> torch.Tensor:

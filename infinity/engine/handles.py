@@ -38,6 +38,7 @@ class Owner(Protocol):
 
     def gradient_of(self, handle: Handle) -> torch.Tensor | None: ...
     def forget_gradient(self, handle: Handle) -> None: ...
+    def zero_gradient(self, handle: Handle) -> None: ...
     def set_trainable(self, handle: Handle, is_trainable: bool) -> None: ...
 
 
@@ -163,8 +164,8 @@ _PLAIN = _known(
     "is_maia is_hpu is_ort is_neg is_conj is_inference itemsize nbytes _version output_nr "
     "retains_grad _backward_hooks _base name size dim numel nelement ndimension stride "
     "storage_offset element_size is_floating_point is_complex is_signed is_contiguous is_pinned "
-    "is_same_size get_device __len__ __hash__ _is_view is_coalesced requires_grad dense_dim sparse_dim dim_order "
-    "has_names"
+    "is_same_size get_device __len__ __hash__ _is_view is_coalesced requires_grad dense_dim "
+    "sparse_dim dim_order has_names"
 ) | {torch.is_floating_point, torch.is_complex, torch.numel, torch.is_same_size}
 
 
@@ -245,6 +246,7 @@ def _get_data(handle: Handle) -> Handle:
 
 def _set_data(handle: Handle, value: torch.Tensor) -> None:
     if value is not handle:
+        _converted(handle, value.device, value.dtype)  # Says more where these are what changes.
         raise ParameterNotResident(
             handle.name_in_model,
             "its data cannot be replaced; change it inside "
@@ -253,16 +255,42 @@ def _set_data(handle: Handle, value: torch.Tensor) -> None:
 
 
 def _set_requires_grad(handle: Handle, value: bool) -> None:
-    handle.owner.set_trainable(handle, value)
+    if not handle.is_gradient:
+        handle.owner.set_trainable(handle, value)
+    elif value:
+        raise UnsupportedError(
+            f"the gradient of {handle.name_in_model!r} rests on its tier and cannot require a "
+            "gradient of its own; take it from torch.autograd.grad"
+        )
 
 
 def _requires_grad_(handle: Handle, requires_grad: bool = True) -> Handle:
-    handle.owner.set_trainable(handle, requires_grad)
+    _set_requires_grad(handle, requires_grad)
     return handle
 
 
-def _converted(handle: Handle, device: torch.device | None, dtype: torch.dtype | None) -> Handle:
+def _zero_(handle: Handle) -> Any:
+    if not handle.is_gradient:
+        return NotImplemented
+    handle.owner.zero_gradient(handle)  # nn.Module.zero_grad(set_to_none=False) does this.
+    return handle
+
+
+def _copy_(handle: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
+    return handle if source is handle else NotImplemented
+
+
+def _refuse_grad_hook(handle: Handle, *args: Any, **kwargs: Any) -> Any:
+    raise UnsupportedError(
+        f"a hook after the accumulation of the gradient of {handle.name_in_model!r} would find no "
+        "gradient: it has left for its tier by then. Use register_hook"
+    )
+
+
+def _converted(handle: Handle, device: torch.device | None, dtype: torch.dtype | None) -> Any:
     """`.to()` of what it already is; anything else is refused, for the engine owns both."""
+    if handle.is_gradient:
+        return NotImplemented
     same_device = device is None or (
         device.type == handle.device.type
         and (device.index is None or handle.device.index in (None, device.index))
@@ -288,6 +316,10 @@ def _to(handle: Any, *args: Any, **kwargs: Any) -> Any:
     return _converted(handle, device, dtype)
 
 
+def _rests_as_is(handle: Handle) -> bool:
+    return handle.device.type == "cpu" and not handle.is_gradient
+
+
 def _convert_to(dtype: torch.dtype) -> Callable[..., Any]:
     return lambda handle, *args, **kwargs: _converted(handle, None, dtype)
 
@@ -308,10 +340,15 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
     torch.Tensor.data.__set__: _set_data,
     torch.Tensor.requires_grad.__set__: _set_requires_grad,
     torch.Tensor.requires_grad_: _requires_grad_,
+    torch.Tensor.zero_: _zero_,
+    torch.Tensor.copy_: _copy_,
+    torch.Tensor.register_post_accumulate_grad_hook: _refuse_grad_hook,
     torch.Tensor.to: _to,
     torch.Tensor.half: _convert_to(torch.float16),
     torch.Tensor.bfloat16: _convert_to(torch.bfloat16),
+    torch.Tensor.double: _convert_to(torch.float64),
     torch.Tensor.float: lambda h, *a, **k: h if h.dtype is torch.float32 else NotImplemented,
+    torch.Tensor.cpu: lambda h, *a, **k: h if _rests_as_is(h) else NotImplemented,
     torch.Tensor.cuda: _move_to("cuda"),
     torch.Tensor.data_ptr: _refuse_storage,
     torch.Tensor.untyped_storage: _refuse_storage,

@@ -64,7 +64,8 @@ class AdamW(torch.optim.Optimizer):
         param_group["params"] = params = (
             [params] if isinstance(params, torch.Tensor) else list(params)
         )
-        for parameter in params:
+        for item in params:
+            parameter = item[1] if isinstance(item, tuple) else item  # (name, parameter)
             self._slots[id(parameter)] = self._find(parameter)  # Frozen ones never get a gradient.
         super().add_param_group(param_group)
 
