@@ -155,6 +155,7 @@ class Engine:
         self._finished: set[int] = set()  # Units the running backward has left.
         self._warned: set[str] = set()
         self._is_in_pass = False  # The model's forward is running: its own code may change weights.
+        self._torn: str | None = None  # Why a step stopped between its first and its last update.
         self._initialising: list[int] | None = None  # Units held by initialisation, oldest first.
         # A model that is dropped without close() gives its memory and its swap files back too.
         self._finalizer = weakref.finalize(self, self.parts.resources.close)
@@ -317,6 +318,7 @@ class Engine:
                 self._gradients.write_out_all()
             for hooks in self._site_hooks:
                 hooks.reset()
+            self._is_in_pass = False
 
     def resident_units(self) -> list[str]:
         """Names of the units in use at this moment; empty between a backward and the next
@@ -496,6 +498,12 @@ class Engine:
                 f"{name!r} has shape {slot.spec.facts.shape}, got {tuple(tensor.shape)}"
             )
         with self._lock, torch.no_grad():
+            self.reset()
+            if self._executor.is_held(slot.unit.index):
+                raise InfinityError(
+                    f"write_parameter({name!r}) while {slot.unit.name!r} is in use; leave "
+                    "infinity.gather() first"
+                )
             self._quiesce()
             self._write(slot.unit, {slot.spec: tensor})
 
@@ -622,8 +630,18 @@ class Engine:
                     f"optimizer.step() while {', '.join(held[:4])} is in use; "
                     "leave infinity.gather() and finish the backward first"
                 )
+            if self._torn is not None:
+                raise InfinityError(
+                    "an optimizer step failed halfway, so the parameters are a mixture of two "
+                    f"steps; start again from a checkpoint. The cause was: {self._torn}"
+                )
             self._gradients.settle()
-            self.parts.updater.apply(record)
+            try:
+                self.parts.updater.apply(record)
+            except BaseException as error:
+                if self.parts.updater.is_torn:
+                    self._torn = str(error)
+                raise
             # A graph that saved the old weights must find out, as it would in plain PyTorch.
             changed = [slot.compute for slot in self.slots if slot.spec in record.settings]
             torch.autograd.graph.increment_version(changed)

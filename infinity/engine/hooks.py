@@ -93,6 +93,8 @@ class Backwards:
     def _reached(self, stay: Stay, exits: Iterable[Node]) -> None:
         """A node of the forward is about to run; `exits` is empty when it is one itself."""
         running = current_backward()
+        if torch.is_grad_enabled():
+            self._follow(stay)
         if stay.held_in == running:
             return
         self._arm(running)
@@ -100,6 +102,16 @@ class Backwards:
         stay.held_in = running
         self._stays[stay] = None
         stay.exits_left = sum(map(torch._C._will_engine_execute_node, exits)) or 1
+
+    def _follow(self, stay: Stay) -> None:
+        """This backward is differentiable (`create_graph`): the nodes that the node about to run
+        will make have saved the same weights."""
+        first = torch.autograd._get_sequence_nr()
+
+        def made(inputs: tuple[torch.Tensor | None, ...], outputs: Any) -> None:
+            self.watch(Stay(stay.units), *nodes_since(first, inputs))
+
+        torch._C._current_autograd_node().register_hook(made)
 
     def _passed(self, stay: Stay) -> None:
         if stay.held_in != current_backward():

@@ -45,13 +45,12 @@ class AdamW(torch.optim.Optimizer):
     ) -> None:
         _check(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, max_grad_norm=max_grad_norm)
         if isinstance(params, nn.Module):
-            engine_of(params)
+            engine_of(params).reset()  # A forward that was interrupted may hold parameters still.
             params = [parameter for parameter in params.parameters() if parameter.requires_grad]
         defaults = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
         self._slots: dict[int, Slot] = {}
-        self._steps: dict[
-            int, int
-        ] = {}  # By id of the handle; a parameter steps when it has a gradient.
+        # By id of the handle: a parameter steps when it has a gradient.
+        self._steps: dict[int, int] = {}
         self._engine: Engine | None = None
         self.max_grad_norm = max_grad_norm
         self.always_norm = always_norm
@@ -93,15 +92,16 @@ class AdamW(torch.optim.Optimizer):
                 loss = closure()
         assert self._engine is not None
         factor = self._clip()
-        settings = {}
+        settings, steps = {}, {}
         for group in self.param_groups:
             for handle in group["params"]:
                 slot = self._slots[id(handle)]
                 if self._engine.has_gradient(slot):
-                    self._steps[id(handle)] = self._steps.get(id(handle), 0) + 1
-                    settings[slot.spec] = _settings(group, self._steps[id(handle)])
+                    steps[id(handle)] = self._steps.get(id(handle), 0) + 1
+                    settings[slot.spec] = _settings(group, steps[id(handle)])
         if settings:
             self._engine.step(StepRecord(settings, factor))
+            self._steps.update(steps)  # A step that was refused has not been made.
         return loss
 
     def _clip(self) -> torch.Tensor | None:

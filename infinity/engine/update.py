@@ -86,6 +86,7 @@ class Updater:
         self._block: Block | None = None
         self._berths: deque[_Berth] = deque()  # Free or being written, oldest first.
         self._is_applying = False
+        self.is_torn = False  # The last step stopped after it had changed something.
 
     def apply(self, record: StepRecord) -> None:
         """Updates every parameter in the record. Weights and moments are on their way to where they
@@ -101,8 +102,8 @@ class Updater:
         try:
             for index, chunk in enumerate(plan):
                 if chunk.unit is not unit:
-                    self._check_in(unit)
-                    unit = None
+                    done, unit = unit, None
+                    self._check_in(done)
                     weights = self._check_out(chunk.unit, record)
                     unit = chunk.unit
                     self._fetch_next_weights(plan, index)
@@ -110,12 +111,15 @@ class Updater:
                     stages.append(self._start(waiting.popleft()))
                 stage = stages.popleft()
                 try:
+                    self._await_reads(stage)
+                    self.is_torn = True
                     self._compute(stage, weights, record)
                     self._write_back(stage)
                 finally:
                     self._moor(stage)
-            self._check_in(unit)
-            unit = None
+            done, unit = unit, None
+            self._check_in(done)
+            self.is_torn = False
         finally:
             self._is_applying = False
             for stage in stages:
@@ -243,9 +247,11 @@ class Updater:
             stage.arrays[piece] = part.view(torch.float32)
         return stage
 
-    def _compute(self, stage: _Stage, weights: torch.Tensor, record: StepRecord) -> None:
+    def _await_reads(self, stage: _Stage) -> None:
         if stage.berth is not None:
             self._wait(stage.berth.transfers, "read_wait_s")
+
+    def _compute(self, stage: _Stage, weights: torch.Tensor, record: StepRecord) -> None:
         with self._counters.timed("update_s"), torch.no_grad():
             groups: dict[AdamWSettings, list[Slice]] = {}
             for part in stage.chunk.slices:

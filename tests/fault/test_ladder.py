@@ -204,7 +204,7 @@ def test_step(operation: str, code: int, swap_directory: Path) -> None:
             assert_same(reference(2), weights_of(model))
 
     failures = climb(swap_directory, operation, code, prepare, examine)
-    assert failures >= 20
+    assert failures >= (20 if operation == "read" else 16)
 
 
 @pytest.mark.parametrize(("operation", "code"), FAULTS, ids=str)
@@ -226,7 +226,7 @@ def test_the_second_step_as_a_whole(operation: str, code: int, swap_directory: P
             assert_same(reference(2), weights_of(model))
 
     failures = climb(swap_directory, operation, code, prepare, examine)
-    assert failures >= 20
+    assert failures >= (20 if operation == "read" else 16)
 
 
 @pytest.mark.parametrize(("operation", "code"), FAULTS, ids=str)
