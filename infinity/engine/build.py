@@ -14,7 +14,7 @@ from torch import nn
 from infinity.config import SwapConfig
 from infinity.engine.discover import Anatomy, Found, UnitRule, dissect, storage_strides
 from infinity.engine.engine import _ENGINES, Engine, Machinery, Site, Slot
-from infinity.engine.gradients import Gradients
+from infinity.engine.gradients import STAGED_NBYTES, Gradients
 from infinity.engine.handles import Handle
 from infinity.engine.initialise import initialise
 from infinity.engine.master import MasterWriter
@@ -31,7 +31,7 @@ from infinity.state.placement import (
     smallest_working_nbytes,
 )
 from infinity.state.store import StateStore
-from infinity.state.units import Piece, TensorFacts, Unit, layout_unit
+from infinity.state.units import STATE_ITEM_NBYTES, Piece, TensorFacts, Unit, layout_unit
 from infinity.storage.arena import Arena, available_host_nbytes
 from infinity.storage.engine import StorageEngine, open_engine
 from infinity.storage.volume import Volume, VolumePath
@@ -170,6 +170,7 @@ class _Budgets:
             self.preferences,
             held_nbytes=self.held_nbytes,
             chunk_nbytes=config.schedule.update_chunk,
+            staged_nbytes=self._staged_nbytes(units),
         )
         comfortable = self._comfortable(config, units, smallest)
         self.host_nbytes = self._host_nbytes(config, units, comfortable)
@@ -201,6 +202,13 @@ class _Budgets:
         free_nbytes, _ = torch.cuda.mem_get_info()
         # Half of what is free: the rest is for activations, gradients and the user's own tensors.
         return capacity.resolve(free_nbytes, auto_percent=50.0)
+
+    def _staged_nbytes(self, units: Sequence[Unit]) -> int:
+        """What sums of gradients on the host are added to through."""
+        if self.is_cpu or set(self.preferences["gradients"]) == {"device"}:
+            return 0
+        largest = max(spec.numel for unit in units for spec in unit.tensors) * STATE_ITEM_NBYTES
+        return rounded_nbytes(min(largest, STAGED_NBYTES))
 
     def _comfortable(self, config: SwapConfig, units: Sequence[Unit], smallest: int) -> int:
         """Working memory that lets fetches, gradients and updates run ahead of each other."""

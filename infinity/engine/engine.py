@@ -333,10 +333,10 @@ class Engine:
         slot = self._by_face[id(parameter)]
         gradient = parameter.grad
         assert gradient is not None
+        parameter.grad = None  # First: what follows may raise, and the next backward must not add.
         with self._lock:
             self._backwards.ensure_armed()
             self._gradients.add(slot.unit, slot.spec, gradient)
-            parameter.grad = None
 
     def gradient_of(self, handle: Handle) -> torch.Tensor | None:
         slot = self._by_face[id(handle)]

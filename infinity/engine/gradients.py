@@ -24,6 +24,9 @@ from infinity.tiers.device import Copy, DeviceAdapter
 from infinity.tiers.host import Block
 from infinity.tiers.pool import HostPool
 
+# What gradients in device memory are added to sums on the host through, at most.
+STAGED_NBYTES = 16 << 20
+
 
 @dataclass(eq=False, slots=True)
 class _Buffer:
@@ -91,12 +94,24 @@ class Gradients:
             self._copies.append(self._device.copy(flat, target))
         else:
             self.finish_copies()
-            self._in_use = unit
-            block = self._pool.require(flat.numel() * STATE_ITEM_NBYTES, f"gradient of {spec.name}")
+            self._add_staged(unit, spec, flat, target)
+
+    def _add_staged(
+        self, unit: Unit, spec: TensorSpec, flat: torch.Tensor, target: torch.Tensor
+    ) -> None:
+        """Adds a gradient in device memory to a sum on the host, through a small block."""
+        count = min(flat.numel(), STAGED_NBYTES // STATE_ITEM_NBYTES)
+        self._in_use = unit
+        try:
+            block = self._pool.require(count * STATE_ITEM_NBYTES, f"gradient of {spec.name}")
+        finally:
             self._in_use = None
+        try:
             staged = self._pool.tensor(block).view(torch.float32)
-            self._device.copy(flat, staged).wait()
-            target.add_(staged)
+            for source, sink in zip(flat.split(count), target.split(count), strict=True):
+                self._device.copy(source, staged[: source.numel()]).wait()
+                sink.add_(staged[: source.numel()])
+        finally:
             self._pool.free(block)
 
     def _array(self, unit: Unit) -> torch.Tensor:

@@ -112,9 +112,11 @@ def smallest_working_nbytes(
     *,
     held_nbytes: int,
     chunk_nbytes: int,
+    staged_nbytes: int = 0,
 ) -> int:
     """The least host memory training can work in, beside what rests on the host.
 
+    `staged_nbytes`: what gradients of a device with its own memory come out through.
     `held_nbytes`: the most weight bytes that nested modules hold at once. In a backward these are
     in memory and, where gradients do not rest on the host, those of one unit being summed and of
     one being written; when a master is set from outside, one unit's weights and the master of a
@@ -128,7 +130,7 @@ def smallest_working_nbytes(
     travelling = sum(piece.kind in streamed for piece in _STATE_PIECES)
     chunk_nbytes = min(chunk_nbytes, _SMALLEST_CHUNK_NBYTES)
     working_nbytes = max(
-        held_nbytes + gradients_nbytes,
+        held_nbytes + gradients_nbytes + staged_nbytes,
         weights_nbytes + master_nbytes,
         weights_nbytes + rounded_nbytes(travelling * chunk_nbytes),
     )

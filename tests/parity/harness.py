@@ -320,12 +320,16 @@ def swap_config(
     return table
 
 
-def smallest_host_nbytes(build: Callable[[], nn.Module], config: dict[str, Any]) -> int:
+def smallest_host_nbytes(
+    build: Callable[[], nn.Module], config: dict[str, Any], device: Any = None
+) -> int:
     """The smallest host budget `build()` trains in, as the engine's own refusal states it."""
     least_nbytes = 256 << 10  # four of the smallest update chunks: the configuration asks for these
     starved = {"capacity": least_nbytes, "huge_pages": False}
     try:
-        model = infinity.offload(build(), {**config, "tiers": {**config["tiers"], "host": starved}})
+        model = infinity.offload(
+            build(), {**config, "tiers": {**config["tiers"], "host": starved}}, device=device
+        )
     except CapacityError as error:
         assert error.tier == "host"
         return error.needed_nbytes
