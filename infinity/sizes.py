@@ -7,6 +7,7 @@ refused: fio, DeepSpeed and pydantic read it three different ways.
 from __future__ import annotations
 
 import re
+from decimal import Decimal
 
 KIB = 1 << 10
 MIB = 1 << 20
@@ -41,7 +42,7 @@ def parse_nbytes(text: str | int) -> int:
             u = unit.upper()
             hint = f"; write {u}iB (powers of 1024) or {u}B (powers of 1000)"
         raise ValueError(f"unknown size unit {unit!r} in {text!r}{hint}")
-    return int(float(number) * _UNITS[unit]) if "." in number else int(number) * _UNITS[unit]
+    return int(Decimal(number) * _UNITS[unit])
 
 
 def format_nbytes(nbytes: int | float) -> str:

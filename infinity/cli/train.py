@@ -41,8 +41,7 @@ def train(
     table, source = read_file(config)
     for text in overrides or []:
         override(table, text)
-    loaded = SwapConfig.__new__(SwapConfig)
-    loaded._read(table, source)
+    loaded = SwapConfig.from_table(table, source)
     loaded.require("model", "data", "train")
 
     from infinity.training import program

@@ -63,7 +63,9 @@ IoEngineName = Literal["auto", "io_uring", "threads"]
 class Section(BaseModel):
     """One table of the swap-tier file."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", allow_inf_nan=False, ser_json_inf_nan="constants"
+    )
 
 
 def _one_as_list(value: Any) -> Any:

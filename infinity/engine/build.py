@@ -4,14 +4,17 @@ first."""
 from __future__ import annotations
 
 import logging
+import shutil
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from infinity.config import SwapConfig
+from infinity.config.schema import NvmeTier
 from infinity.engine.discover import Anatomy, Found, UnitRule, dissect, storage_strides
 from infinity.engine.engine import _ENGINES, Engine, Machinery, Site, Slot
 from infinity.engine.gradients import STAGED_NBYTES, Gradients
@@ -360,7 +363,7 @@ def _open_volume(
     paths = [
         VolumePath(
             path=str(tier.path),
-            capacity_nbytes=tier.capacity.nbytes,
+            capacity_nbytes=_nvme_nbytes(tier),
             direct=tier.direct,
             weight=tier.weight,
         )
@@ -369,6 +372,16 @@ def _open_volume(
     volume = Volume(storage, paths, stripe_nbytes=config.io.stripe)
     resources.callback(volume.close)
     return volume
+
+
+def _nvme_nbytes(tier: NvmeTier) -> int | None:
+    """What may be taken of one path; None leaves it to the free space less a reserve."""
+    if tier.capacity.is_auto:
+        return None
+    there = Path(tier.path)
+    while not there.exists() and there != there.parent:
+        there = there.parent
+    return tier.capacity.resolve(shutil.disk_usage(there).free)
 
 
 def _open_device(

@@ -146,7 +146,7 @@ def _take_generation_config(model: Any, plan: ModelPlan) -> None:
 
 
 def _checkpoint_activations(model: Any) -> None:
-    # transformers 5.23 renamed the method; the engine refuses reentrant checkpointing.
+    # transformers 5.23 renamed the method.
     options = {"use_reentrant": False}
     try:
         if hasattr(model, "activation_checkpointing_enable"):
