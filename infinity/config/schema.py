@@ -55,6 +55,7 @@ DeviceKind = Literal["auto", "cpu", "cuda"]
 DirectIo = Literal["auto", "always", "never"]
 ComputeDtype = Literal["float32", "bfloat16"]
 GradientDtype = Literal["float32"]
+UpdatesMode = Literal["deferred", "at_step"]
 OptimizerName = Literal["adamw"]
 LrSchedule = Literal["constant", "linear", "cosine"]
 IoEngineName = Literal["auto", "io_uring", "threads"]
@@ -232,6 +233,12 @@ class Schedule(Section):
     )
     window: Annotated[Literal["auto"] | int, AutoOr(Size())] = Field(
         "auto", description="Host bytes that parameters fetched ahead may take."
+    )
+    updates: Annotated[UpdatesMode, Choice(UpdatesMode)] = Field(
+        "deferred",
+        description='When `optimizer.step()` is carried out: "deferred" updates a unit right '
+        'before it is used next, overlapped with the forward; "at_step" all of them at once. Never '
+        "changes a result.",
     )
     update_chunk: Annotated[int, Size(minimum=PAGE_NBYTES, multiple=PAGE_NBYTES)] = Field(
         16 * MIB, description="Bytes of each kind of state that one move of the optimizer takes."

@@ -185,7 +185,9 @@ class _Budgets:
         self.is_tight = working_nbytes < 3 * smallest
         weights_nbytes = max(resting_nbytes(unit, Piece.PARAMETERS) for unit in units)
         self.chunk_nbytes, self.num_berths = plan_berths(
-            working_nbytes - weights_nbytes, config.schedule.update_chunk
+            working_nbytes - max(weights_nbytes, self.held_nbytes),
+            config.schedule.update_chunk,
+            unit_nbytes=max(unit.state_numel for unit in units) * STATE_ITEM_NBYTES,
         )
         self.window_nbytes = 0 if self.is_tight else self._window_nbytes(config, working_nbytes)
 
@@ -333,9 +335,16 @@ def _assemble(
         counters=counters,
         chunk_nbytes=budgets.chunk_nbytes,
         num_berths=budgets.num_berths,
+        reads_ahead=config.schedule.prefetch and not budgets.is_tight,
     )
-    # Cheapest first: what is on its way out anyway, then weights that would have to be read again.
-    for reclaim in (updater.reclaim, gradients.reclaim, executor.reclaim):
+    # Cheapest first: what is idle, what is on its way out anyway, weights that would have to be
+    # read again, and state read ahead, which is needed soonest.
+    for reclaim in (
+        updater.reclaim_idle,
+        gradients.reclaim,
+        executor.reclaim,
+        updater.reclaim,
+    ):
         pool.add_reclaimer(reclaim)
     master = MasterWriter(store, pool)
     return Machinery(store, pool, device, executor, gradients, updater, master, counters, resources)

@@ -155,7 +155,6 @@ class Engine:
         self._finished: set[int] = set()  # Units the running backward has left.
         self._warned: set[str] = set()
         self._is_in_pass = False  # The model's forward is running: its own code may change weights.
-        self._torn: str | None = None  # Why a step stopped between its first and its last update.
         self._initialising: list[int] | None = None  # Units held by initialisation, oldest first.
         # A model that is dropped without close() gives its memory and its swap files back too.
         self._finalizer = weakref.finalize(self, self.parts.resources.close)
@@ -236,6 +235,7 @@ class Engine:
             except BaseException:
                 self.leave(done)
                 raise
+            self.parts.updater.read_ahead()
 
     def _write_out_finished(self, entering: list[int]) -> None:
         """Gradients of units that the backward has left go to where they rest.
@@ -249,6 +249,8 @@ class Engine:
     def _hold(self, unit: int, priority: Priority) -> None:
         if self.is_closed:
             raise InfinityError("the engine of this model is closed; its parameters are gone")
+        if not self._executor.is_held(unit):
+            self.parts.updater.bring_up_to_date(unit, is_needed=True)
         if self._executor.hold(unit, priority):
             for slot in self._by_unit[unit]:
                 slot.show(slot.compute, slot.handle)
@@ -261,6 +263,8 @@ class Engine:
             for unit in units:
                 if self._executor.release(unit):
                     self._let_go(unit)
+                    self._executor.write_behind(unit)
+            self.parts.updater.read_ahead()
 
     def _let_go(self, unit: int) -> None:
         for slot in self._by_unit[unit]:
@@ -357,6 +361,7 @@ class Engine:
         with self._lock:
             if not self._gradients.has(slot.spec):
                 return None
+            self._bring_up_to_date(slot.unit)
             return self._gradients.read(slot.unit, slot.spec)
 
     # -- Handles -----------------------------------------------------------------------------------
@@ -537,6 +542,7 @@ class Engine:
         self._executor.absorb(unit)
         facts = self.parts.store.units[unit]
         if facts.has_master:
+            self.parts.updater.finish_writes()
             weights = self._executor.check_out(unit, read=True)
             for spec in facts.trainable():
                 self.parts.master.follow(facts, spec, weights)
@@ -552,6 +558,12 @@ class Engine:
     def _quiesce(self) -> None:
         """Moments and masters of the last step are where they rest."""
         self.parts.updater.settle()
+
+    def _bring_up_to_date(self, unit: Unit) -> None:
+        """The gradients of a unit whose update is pending are still to be used."""
+        if self.parts.updater.is_pending(unit.index):
+            assert not self._executor.is_held(unit.index)
+            self.parts.updater.bring_up_to_date(unit.index)
 
     @contextmanager
     def _holding(self, units: list[int]) -> Iterator[None]:
@@ -621,7 +633,7 @@ class Engine:
     # -- The step ----------------------------------------------------------------------------------
 
     def step(self, record: StepRecord) -> None:
-        """Applies an optimizer step to every parameter in the record."""
+        """Decides an optimizer step; each unit is updated before anybody sees it again."""
         with self._lock:
             self.reset()
             held = self._executor.held()
@@ -630,18 +642,12 @@ class Engine:
                     f"optimizer.step() while {', '.join(held[:4])} is in use; "
                     "leave infinity.gather() and finish the backward first"
                 )
-            if self._torn is not None:
-                raise InfinityError(
-                    "an optimizer step failed halfway, so the parameters are a mixture of two "
-                    f"steps; start again from a checkpoint. The cause was: {self._torn}"
-                )
             self._gradients.settle()
-            try:
+            if self.config.schedule.updates == "at_step":
                 self.parts.updater.apply(record)
-            except BaseException as error:
-                if self.parts.updater.is_torn:
-                    self._torn = str(error)
-                raise
+            else:
+                self.parts.updater.defer(record)
+                self.parts.updater.read_ahead()
             # A graph that saved the old weights must find out, as it would in plain PyTorch.
             changed = [slot.compute for slot in self.slots if slot.spec in record.settings]
             torch.autograd.graph.increment_version(changed)
@@ -650,6 +656,7 @@ class Engine:
         """2-norm of each gradient that is there, fp32 scalars on the host, in the given order."""
         with self._lock:
             self.reset()
+            self._quiesce()  # What no forward has touched since the last step.
             return {
                 slot.name: self._gradients.norm(slot.unit, slot.spec)
                 for slot in slots
@@ -665,6 +672,7 @@ class Engine:
                 if set_to_none:
                     self._gradients.forget(slot.spec)
                 else:
+                    self._bring_up_to_date(slot.unit)
                     self._gradients.zero(slot.unit, slot.spec)
 
     def placed_nbytes(self) -> dict[str, dict[str, int]]:
@@ -690,7 +698,7 @@ class Engine:
             self._remove_hooks()
             try:
                 self._gradients.settle()
-                self.parts.updater.settle()
+                self.parts.updater.abandon()
             except Exception:
                 _log.debug("while closing", exc_info=True)
             for unit, slots in self._by_unit.items():

@@ -1,19 +1,31 @@
 """The optimizer step, streamed: read a chunk of state, update it, write it back.
 
-Chunks go round a few *berths*, parts of one host block: while one is updated, the next is being
-read and the last one written. Pieces that rest where the host can address them are updated in place
+`optimizer.step()` only decides (`StepRecord`) and makes every unit it touches *pending*. A pending
+unit is updated when it is next needed, right before its forward: its weights are on their way in
+anyway, and the traffic of the optimizer overlaps with the compute of the units before it.
+
+Chunks go round a ring of *berths*, parts of one host block. A berth is free, or holds a chunk that
+is being read ahead, or one that is being written back. Chunks are read ahead in the order in which
+units are expected to be used. Pieces that rest where the host can address them are updated in place
 and need no berth.
+
+Note [Pending units]
+  Nobody sees the state of a pending unit: every way to its weights, moments or gradients goes
+  through `bring_up_to_date` first. A unit is updated whole or not at all, but for a failure between
+  its chunks, which is remembered as torn.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from infinity.engine.gradients import Gradients
+from infinity.errors import InfinityError, StorageError
 from infinity.observe import Counters
 from infinity.ops.adamw import AdamWSettings, adamw_
 from infinity.schedule.executor import Executor
@@ -34,6 +46,14 @@ class StepRecord:
     clip_factor: torch.Tensor | None  # fp32 scalar that gradients are multiplied by.
 
 
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    """What a unit's update is made of. `chunks` are in order and not empty."""
+
+    record: StepRecord
+    chunks: tuple[Chunk, ...]
+
+
 @dataclass(eq=False, slots=True)
 class _Berth:
     """Room for one chunk of every piece that travels, and what is happening in it."""
@@ -44,7 +64,7 @@ class _Berth:
 
 @dataclass(eq=False, slots=True)
 class _Stage:
-    """One chunk in memory: fp32 arrays of the chunk's length, by piece."""
+    """One chunk in memory, or on its way there: fp32 arrays of the chunk's length, by piece."""
 
     chunk: Chunk
     berth: _Berth | None
@@ -54,7 +74,8 @@ class _Stage:
 class Updater:
     """Applies step records to units. Called under the engine's lock.
 
-    `num_berths` chunks of `chunk_nbytes` per piece are in memory at once; at least one.
+    `num_berths` chunks of `chunk_nbytes` per piece are in memory at once; at least one. With
+    `reads_ahead` chunks of units that are needed later are read into berths that are free.
     """
 
     def __init__(
@@ -67,6 +88,7 @@ class Updater:
         counters: Counters,
         chunk_nbytes: int,
         num_berths: int,
+        reads_ahead: bool,
     ) -> None:
         self._store = store
         self._pool = pool
@@ -75,6 +97,7 @@ class Updater:
         self._counters = counters
         self._chunk_nbytes = chunk_nbytes
         self._num_berths = num_berths
+        self._reads_ahead = reads_ahead
         self._travelling = [
             piece
             for piece in _STATE_PIECES
@@ -85,78 +108,189 @@ class Updater:
         ]
         self._block: Block | None = None
         self._berths: deque[_Berth] = deque()  # Free or being written, oldest first.
+        self._started: dict[tuple[int, int], _Stage] = {}  # By unit and start; oldest first.
+        self._pending: dict[int, _Pending] = {}
         self._is_applying = False
-        self.is_torn = False  # The last step stopped after it had changed something.
+        self._torn: BaseException | None = None  # Why a unit's update stopped between its chunks.
+
+    # -- Pending updates -------------------------------------------------------------------------
+
+    def defer(self, record: StepRecord) -> None:
+        """Makes every unit with a parameter in the record pending; nothing is moved yet."""
+        self.settle()
+        for unit in self._store.units:
+            chunks = tuple(self._chunks_of(unit, record))
+            if chunks:
+                self._pending[unit.index] = _Pending(record, chunks)
+                self._executor.await_update(unit.index, True)
 
     def apply(self, record: StepRecord) -> None:
-        """Updates every parameter in the record. Weights and moments are on their way to where they
-        rest when this returns; nobody may hold a unit meanwhile."""
-        plan = list(self._chunks(record))
-        self.settle()
-        self._take_berths()
-        stages: deque[_Stage] = deque()
-        waiting = deque(plan)
-        unit: Unit | None = None
-        weights = torch.empty(0)
-        self._is_applying = True
+        """Updates every unit in the record now. After a failure either nothing was changed and
+        nothing is pending, or the parameters are torn."""
+        self.defer(record)
+        count = len(self._pending)
         try:
-            for index, chunk in enumerate(plan):
-                if chunk.unit is not unit:
-                    done, unit = unit, None
-                    self._check_in(done)
-                    weights = self._check_out(chunk.unit, record)
-                    unit = chunk.unit
-                    self._fetch_next_weights(plan, index)
-                while waiting and self._may_start(stages):
-                    stages.append(self._start(waiting.popleft()))
-                stage = stages.popleft()
+            self.settle()
+        except BaseException as error:
+            if len(self._pending) < count:
+                self._tear(error)
+            elif self._torn is None:
+                self._withdraw()
+            raise
+
+    def _withdraw(self) -> None:
+        for unit in self._pending:
+            self._executor.await_update(unit, False)
+        self._pending.clear()
+        self._unstart()
+
+    def is_pending(self, unit: int) -> bool:
+        return unit in self._pending
+
+    def bring_up_to_date(self, unit: int, *, is_needed: bool = False) -> None:
+        """Applies the unit's pending update, if it has one. Nobody may hold the unit.
+
+        Its new moments are on their way to where they rest, and so are its weights, unless
+        `is_needed` says that they will be used at once and written when nobody holds them. After a
+        failed read the unit is as it was and still pending.
+        """
+        pending = self._pending.get(unit)
+        if pending is None:
+            return
+        self._refuse_torn()
+        self._apply(self._store.units[unit], pending, is_needed)
+
+    def read_ahead(self) -> None:
+        """Starts reading chunks that will be needed next into the berths that are free."""
+        if self._reads_ahead and self._pending and not self._is_applying and self._torn is None:
+            if self._block is None and not self._take_berths(or_none=True):
+                return
+            self._start_more(self._expected())
+
+    def settle(self) -> None:
+        """Applies everything pending and waits until every moment and master is where it rests."""
+        for unit in self._in_order():
+            self.bring_up_to_date(unit)
+        self.finish_writes()
+
+    def finish_writes(self) -> None:
+        """Waits until what was updated so far is where it rests."""
+        self._wait([t for berth in self._berths for t in berth.transfers], "write_wait_s")
+        for berth in self._berths:
+            berth.transfers.clear()
+
+    def abandon(self) -> None:
+        """Forgets what is pending and waits for what is in flight; the engine is closing."""
+        self._withdraw()
+        self.finish_writes()
+
+    def _tear(self, error: BaseException) -> None:
+        self._torn = self._torn or error.with_traceback(None)
+
+    def _refuse_torn(self) -> None:
+        if self._torn is not None:
+            raise InfinityError(
+                "an optimizer step failed halfway, so the parameters are a mixture of two steps; "
+                "start again from a checkpoint. The cause was: "
+                f"{str(self._torn) or type(self._torn).__name__}"
+            ) from self._torn
+
+    def _in_order(self) -> list[int]:
+        """Pending units, those expected to be used next first."""
+        expected = [unit for unit in self._executor.expected() if unit in self._pending]
+        return list(dict.fromkeys([*expected, *self._pending]))
+
+    def _chunks_of(self, unit: Unit, record: StepRecord) -> Iterator[Chunk]:
+        for chunk in chunk_unit(unit, self._chunk_nbytes) if unit.state_numel else ():
+            slices = tuple(s for s in chunk.slices if s.tensor in record.settings)
+            if slices:
+                yield Chunk(chunk.unit, chunk.start, chunk.stop, slices)
+
+    def _expected(self) -> Iterator[Chunk]:
+        for unit in self._executor.expected():
+            if unit in self._pending:
+                yield from self._pending[unit].chunks
+
+    def _apply(self, unit: Unit, pending: _Pending, is_needed: bool) -> None:
+        record, chunks = pending.record, pending.chunks
+        weights = self._check_out(unit, record)
+        is_changed = False
+        try:
+            self._take_berths()
+            self._is_applying = True
+            for index, chunk in enumerate(chunks):
+                stage = self._due(chunk)
                 try:
+                    self._start_more(chunks[index + 1 :])
                     self._await_reads(stage)
-                    self.is_torn = True
+                    is_changed = True
                     self._compute(stage, weights, record)
                     self._write_back(stage)
                 finally:
                     self._moor(stage)
-            done, unit = unit, None
-            self._check_in(done)
-            self.is_torn = False
+        except BaseException as error:
+            if is_changed:
+                self._tear(error)
+            raise
         finally:
             self._is_applying = False
-            for stage in stages:
-                self._moor(stage)
-            if unit is not None:
-                self._check_in(unit)
+            self._executor.check_in(
+                unit.index,
+                dirty_nbytes=unit.trainable_nbytes if is_changed else 0,
+                is_valid=is_changed or not self._overwrites_all(unit, record),
+                write_now=not is_needed,
+            )
+        del self._pending[unit.index]
+        self._executor.await_update(unit.index, False)
         if record.clip_factor is not None:
-            for clipped in {chunk.unit: None for chunk in plan}:
-                self._gradients.note_clipped(clipped, record.clip_factor)
+            self._gradients.note_clipped(unit, record.clip_factor)
 
-    def _chunks(self, record: StepRecord) -> Iterator[Chunk]:
-        for unit in self._store.units:
-            for chunk in chunk_unit(unit, self._chunk_nbytes) if unit.state_numel else ():
-                slices = tuple(s for s in chunk.slices if s.tensor in record.settings)
-                if slices:
-                    yield Chunk(chunk.unit, chunk.start, chunk.stop, slices)
+    # -- Berths ----------------------------------------------------------------------------------
 
-    # -- Berths ------------------------------------------------------------------------------------
-
-    def _take_berths(self) -> None:
+    def _take_berths(self, *, or_none: bool = False) -> bool:
+        """Takes the ring's block if it is not there. With `or_none`, only if there is room."""
         if self._block is not None or not self._travelling:
-            return
+            return True
         stride = self._chunk_nbytes
         per_berth = stride * len(self._travelling)
-        self._block = self._pool.require(per_berth * self._num_berths, "chunks of the optimizer")
+        take = self._pool.try_allocate if or_none else self._pool.require
+        self._block = take(per_berth * self._num_berths, "chunks of the optimizer")
+        if self._block is None:
+            return False
         for number in range(self._num_berths):
             parts = {
                 piece: self._pool.carve(self._block, number * per_berth + place * stride, stride)
                 for place, piece in enumerate(self._travelling)
             }
             self._berths.append(_Berth(parts))
+        return True
 
-    def _may_start(self, stages: deque[_Stage]) -> bool:
-        """Always the chunk that is due; others only into a berth that is free already."""
-        if not stages or not self._travelling:
-            return not stages
-        return bool(self._berths) and all(t.done() for t in self._berths[0].transfers)
+    def _due(self, chunk: Chunk) -> _Stage:
+        """The stage of a chunk that is needed now: read ahead already, or started here."""
+        stage = self._started.pop(_key(chunk), None)
+        if stage is not None:
+            return stage
+        if self._travelling and not self._berths:
+            self._unstart(1)  # Read ahead for later; what is due goes first.
+        return self._start(chunk)
+
+    def _start_more(self, chunks: Iterable[Chunk]) -> None:
+        """Starts reading into berths that are free already, in order, until none is left."""
+        for chunk in chunks:
+            if not self._berths or not all(t.done() for t in self._berths[0].transfers):
+                return
+            if _key(chunk) not in self._started:
+                self._started[_key(chunk)] = self._start(chunk)
+
+    def _unstart(self, count: int | None = None) -> None:
+        """Gives up reads ahead, the last started first; all of them without `count`."""
+        while self._started and count != 0:
+            _, stage = self._started.popitem()
+            if stage.berth is not None:
+                with contextlib.suppress(StorageError):  # Nobody asked for these bytes yet.
+                    self._wait(stage.berth.transfers, "read_wait_s")
+            self._moor(stage)
+            count = None if count is None else count - 1
 
     def _moor(self, stage: _Stage) -> None:
         """The berth goes to the end of the queue; what is in flight there is waited for later."""
@@ -177,75 +311,76 @@ class Updater:
         if first is not None:
             raise first
 
+    def reclaim_idle(self) -> bool:
+        """Gives the ring's block back when nothing is pending. False if there is none to give."""
+        return not self._pending and self.reclaim()
+
     def reclaim(self) -> bool:
-        """Between steps, gives the berths' block back, waiting for its writes. False if there is
-        none."""
+        """Gives the ring's block back unless an update is running, with what was read ahead."""
         if self._is_applying or self._block is None:
             return False
         try:
-            self.settle()
+            self._unstart()
+            self.finish_writes()
         finally:
             self._berths.clear()
             block, self._block = self._block, None
             self._pool.free(block)
         return True
 
-    def settle(self) -> None:
-        """Waits until every moment and master is where it rests."""
-        self._wait([t for berth in self._berths for t in berth.transfers], "write_wait_s")
-        for berth in self._berths:
-            berth.transfers.clear()
-
-    # -- Weights -----------------------------------------------------------------------------------
+    # -- Weights ---------------------------------------------------------------------------------
 
     def _check_out(self, unit: Unit, record: StepRecord) -> torch.Tensor:
-        # With a master copy every weight is written and none is read, unless some are left alone.
-        overwrites_all = unit.has_master and all(spec in record.settings for spec in unit.tensors)
         with self._counters.timed("weights_s"):
-            return self._executor.check_out(unit.index, read=not overwrites_all)
+            return self._executor.check_out(unit.index, read=not self._overwrites_all(unit, record))
 
-    def _check_in(self, unit: Unit | None) -> None:
-        if unit is not None:
-            self._executor.check_in(unit.index, dirty_nbytes=unit.trainable_nbytes)
+    @staticmethod
+    def _overwrites_all(unit: Unit, record: StepRecord) -> bool:
+        """With a master copy every weight is written and none is read, unless some are left
+        alone."""
+        return unit.has_master and all(spec in record.settings for spec in unit.tensors)
 
-    def _fetch_next_weights(self, plan: Sequence[Chunk], index: int) -> None:
-        unit = plan[index].unit
-        rest = (plan[later].unit for later in range(index, len(plan)))
-        following = next((each for each in rest if each is not unit), None)
-        if following is not None and not following.has_master:
-            self._executor.fetch_for_update(following.index)
-
-    # -- Chunks ------------------------------------------------------------------------------------
+    # -- Chunks ----------------------------------------------------------------------------------
 
     def _start(self, chunk: Chunk) -> _Stage:
         """Starts reading the pieces of a chunk that have to travel."""
         berth = None
         if self._travelling:
             berth = self._berths.popleft()
-            self._wait(berth.transfers, "write_wait_s")
+            try:
+                self._wait(berth.transfers, "write_wait_s")
+            except BaseException:
+                self._berths.append(berth)
+                raise
         stage = _Stage(chunk, berth, {})
-        for piece in _STATE_PIECES:
-            if self._store.home(chunk.unit, piece) is None:
-                continue
-            resting = self._store.resting(chunk.unit, piece)
-            if resting is not None:
-                part = resting[chunk.offset_nbytes : chunk.offset_nbytes + chunk.nbytes]
-            else:
-                assert berth is not None
-                block = berth.parts[piece]
-                part = self._pool.tensor(block)[: chunk.nbytes]
-                berth.transfers.append(
-                    self._store.read(
-                        chunk.unit,
-                        piece,
-                        block,
-                        priority=Priority.STATE,
-                        offset_nbytes=chunk.offset_nbytes,
-                        nbytes=chunk.nbytes,
-                    )
-                )
-            stage.arrays[piece] = part.view(torch.float32)
+        try:
+            for piece in _STATE_PIECES:
+                if self._store.home(chunk.unit, piece) is not None:
+                    stage.arrays[piece] = self._bring(stage, piece).view(torch.float32)
+        except BaseException:
+            self._moor(stage)
+            raise
         return stage
+
+    def _bring(self, stage: _Stage, piece: Piece) -> torch.Tensor:
+        """The chunk's bytes of a piece: where they rest, or being read into the berth."""
+        chunk, berth = stage.chunk, stage.berth
+        resting = self._store.resting(chunk.unit, piece)
+        if resting is not None:
+            return resting[chunk.offset_nbytes : chunk.offset_nbytes + chunk.nbytes]
+        assert berth is not None
+        block = berth.parts[piece]
+        berth.transfers.append(
+            self._store.read(
+                chunk.unit,
+                piece,
+                block,
+                priority=Priority.STATE,
+                offset_nbytes=chunk.offset_nbytes,
+                nbytes=chunk.nbytes,
+            )
+        )
+        return self._pool.tensor(block)[: chunk.nbytes]
 
     def _await_reads(self, stage: _Stage) -> None:
         if stage.berth is not None:
@@ -300,6 +435,10 @@ class Updater:
                     nbytes=chunk.nbytes,
                 )
             )
+
+
+def _key(chunk: Chunk) -> tuple[int, int]:
+    return chunk.unit.index, chunk.start
 
 
 def _weight_slice(weights: torch.Tensor, part: Slice) -> torch.Tensor:

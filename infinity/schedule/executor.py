@@ -25,13 +25,13 @@ orders them.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum, auto
 
 import torch
 
-from infinity.errors import CapacityError
+from infinity.errors import CapacityError, StorageError
 from infinity.observe import Counters
 from infinity.schedule.plan import choose_victim
 from infinity.schedule.trace import Trace
@@ -66,6 +66,7 @@ class Weights:
     copying: Copy = FINISHED
     dirty_nbytes: int = 0  # The head of the block that is newer than where it rests.
     is_checked_out: bool = False
+    awaits_update: bool = False  # These bytes are a step behind: the device must not see them.
 
 
 class Executor:
@@ -134,6 +135,10 @@ class Executor:
         weights.holds -= 1
         return weights.holds == 0
 
+    def expected(self) -> Iterator[int]:
+        """Units in the order in which they will probably be used next, each once."""
+        return self._trace.upcoming()
+
     def held(self) -> list[str]:
         """Names of the units in use."""
         return [weights.unit.name for weights in self.weights if weights.holds]
@@ -181,7 +186,7 @@ class Executor:
     # -- Device ----------------------------------------------------------------------------------
 
     def _attach(self, weights: Weights) -> None:
-        assert weights.block is not None
+        assert weights.block is not None and not weights.awaits_update
         self._make_device_room(weights.unit)
         if weights.writing is not None and self._device.shares_host_memory:
             self._finish_write(weights)  # The pages leave the address the write reads from.
@@ -255,7 +260,7 @@ class Executor:
 
     def _attach_ahead(self, weights: Weights) -> None:
         window = self._device_window_nbytes
-        if weights.is_checked_out:
+        if weights.is_checked_out or weights.awaits_update:
             return
         if window is None or self._attached_nbytes + weights.unit.weight_nbytes <= window:
             self._attach(weights)
@@ -300,6 +305,10 @@ class Executor:
     def is_held(self, unit: int) -> bool:
         return self.weights[unit].holds > 0
 
+    def await_update(self, unit: int, is_awaited: bool) -> None:
+        """Between a step's decision and the update of the unit, its weights are out of date."""
+        self.weights[unit].awaits_update = is_awaited
+
     def check_out(self, unit: int, *, read: bool) -> torch.Tensor:
         """The unit's weights as host bytes to change: uint8, shape (weight_nbytes,).
 
@@ -339,15 +348,24 @@ class Executor:
             if block is not None:
                 self._start_read(weights, block, Priority.STATE)
 
-    def check_in(self, unit: int, *, dirty_nbytes: int, write_now: bool = True) -> None:
+    def check_in(
+        self, unit: int, *, dirty_nbytes: int, write_now: bool = True, is_valid: bool = True
+    ) -> None:
         """Ends `check_out`; the first `dirty_nbytes` were changed and go to where they rest.
 
-        With `write_now` false the write waits until the block is evicted or `finish_writes`.
+        With `write_now` false the write waits for `write_behind`, `finish_writes` or until the
+        block is evicted. Bytes that were to be overwritten and were not are not valid: they are
+        dropped.
         """
         weights = self.weights[unit]
         assert weights.is_checked_out
         weights.is_checked_out = False
         if weights.rests_on_host or (weights.rests_on_device and weights.block is None):
+            return
+        if not is_valid:
+            self._drop_block(weights)
+            if weights.state is State.READY:
+                weights.state = State.ABSENT
             return
         weights.dirty_nbytes = max(weights.dirty_nbytes, dirty_nbytes)
         if write_now or weights.rests_on_device:
@@ -373,6 +391,20 @@ class Executor:
         self._detach(weights)
         if not weights.rests_on_host:
             weights.dirty_nbytes = weights.unit.weight_nbytes
+
+    def write_behind(self, unit: int) -> None:
+        """Nobody holds the unit now: if it was changed, it starts on its way to where it rests.
+
+        Not when it is the next to be used: a write would only be in its way. A refusal is left to
+        the next one who asks the volume for something; the unit stays dirty.
+        """
+        weights = self.weights[unit]
+        if not weights.dirty_nbytes or weights.holds or self._trace.distance(unit) == 0:
+            return
+        if weights.state is State.ATTACHED and self._device.shares_host_memory:
+            self._detach(weights)
+        with contextlib.suppress(StorageError):
+            self._start_write(weights)
 
     def _start_write(self, weights: Weights) -> None:
         if weights.dirty_nbytes == 0:

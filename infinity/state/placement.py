@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from infinity.errors import CapacityError
-from infinity.sizes import HUGE_PAGE_NBYTES, PAGE_NBYTES, align_down, format_nbytes
+from infinity.sizes import HUGE_PAGE_NBYTES, PAGE_NBYTES, align_down, align_up, format_nbytes
 from infinity.state.units import Piece, Unit
 from infinity.tiers.ranges import rounded_nbytes
 
@@ -102,7 +102,7 @@ def _no_room(
 
 # What the optimizer moves at a time at the very least; below this, requests get too small.
 _SMALLEST_CHUNK_NBYTES = 16 * PAGE_NBYTES
-_MOST_BERTHS = 3  # One being read, one updated, one written.
+_LEAST_BERTHS = 3  # One being read, one updated, one written, where there is room.
 _STATE_PIECES = (Piece.GRADIENTS, Piece.EXP_AVG, Piece.EXP_AVG_SQ, Piece.MASTER)
 
 
@@ -120,7 +120,8 @@ def smallest_working_nbytes(
     `held_nbytes`: the most weight bytes that nested modules hold at once. In a backward these are
     in memory and, where gradients do not rest on the host, those of one unit being summed and of
     one being written; when a master is set from outside, one unit's weights and the master of a
-    tensor; in an update, one unit's weights and one chunk of every piece that travels.
+    tensor; in an update, which may be made while the modules around are held, one chunk of every
+    piece that travels.
     """
     streamed = {kind for kind, order in preferences.items() if set(order) != {"host"}}
     weights_nbytes = _most(units, Piece.PARAMETERS) if "parameters" in streamed else 0
@@ -132,7 +133,7 @@ def smallest_working_nbytes(
     working_nbytes = max(
         held_nbytes + gradients_nbytes + staged_nbytes,
         weights_nbytes + master_nbytes,
-        weights_nbytes + rounded_nbytes(travelling * chunk_nbytes),
+        held_nbytes + rounded_nbytes(travelling * chunk_nbytes),
     )
     # Large blocks start at huge pages, which may cost the head of one.
     return working_nbytes + (HUGE_PAGE_NBYTES if working_nbytes >= HUGE_PAGE_NBYTES else 0)
@@ -142,18 +143,26 @@ def _most(units: Sequence[Unit], piece: Piece) -> int:
     return max((resting_nbytes(unit, piece) for unit in units), default=0)
 
 
-def plan_berths(free_nbytes: int, chunk_nbytes: int) -> tuple[int, int]:
+def plan_berths(free_nbytes: int, chunk_nbytes: int, *, unit_nbytes: int) -> tuple[int, int]:
     """(bytes per piece and berth, berths) of the optimizer's pipeline in `free_nbytes`.
 
-    Three berths of the configured chunk if they fit, smaller chunks if not, and fewer berths when
-    the chunks would get too small. Worked example: 512 MiB free and chunks of 16 MiB need 3 x 4 x
-    16 = 192 MiB, so (16 MiB, 3); 8 MiB free give chunks of 8 / 12 MiB, in whole pages.
+    `unit_nbytes` is the largest piece of a unit. Wanted are berths of the configured chunk for two
+    units, one being written back while the next is read, in at most half of what is free. With
+    less, three smaller berths (one being read, one updated, one written), and fewer when chunks
+    would get too small. Worked example: chunks of 16 MiB and units of 48 MiB want 6 berths of 4 x
+    16 MiB; 512 MiB free allow 4 of them; 8 MiB free give 3 berths with chunks of 8 / 12 MiB, in
+    whole pages.
     """
     if free_nbytes >= HUGE_PAGE_NBYTES:
         free_nbytes = align_down(free_nbytes, HUGE_PAGE_NBYTES)
+    chunk_nbytes = min(chunk_nbytes, align_up(max(unit_nbytes, 1), PAGE_NBYTES))
     smallest_nbytes = min(chunk_nbytes, _SMALLEST_CHUNK_NBYTES)
     pieces = len(_STATE_PIECES)
-    share_nbytes = align_down(free_nbytes // (_MOST_BERTHS * pieces), PAGE_NBYTES)
-    if share_nbytes >= smallest_nbytes:
-        return min(chunk_nbytes, share_nbytes), _MOST_BERTHS
-    return smallest_nbytes, max(1, free_nbytes // (pieces * smallest_nbytes))
+    share_nbytes = align_down(free_nbytes // (_LEAST_BERTHS * pieces), PAGE_NBYTES)
+    if share_nbytes < smallest_nbytes:
+        return smallest_nbytes, max(1, free_nbytes // (pieces * smallest_nbytes))
+    if share_nbytes < chunk_nbytes:
+        return share_nbytes, _LEAST_BERTHS
+    wanted = 2 * -(-unit_nbytes // chunk_nbytes)
+    affordable = free_nbytes // 2 // (pieces * chunk_nbytes)
+    return chunk_nbytes, max(_LEAST_BERTHS, min(wanted, affordable))

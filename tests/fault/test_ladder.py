@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+import infinity
 from infinity.engine.engine import Engine
 from infinity.errors import StorageError
 from infinity.testing.faulty_engine import Fault, FaultyEngine
@@ -107,6 +108,7 @@ def climb(
     code: int,
     prepare: Callable[[nn.Module], Callable[[], object]],
     examine: Callable[[nn.Module, Engine, int], None],
+    updates: str = "deferred",
 ) -> int:
     """Runs the part that `prepare` returns with each operation failing in turn.
 
@@ -115,7 +117,10 @@ def climb(
     failures = 0
     for rung in rungs():
         model = mlp()
-        with trapped(model, swap_config(swap_directory, host_nbytes="512KiB")) as (engine, trap):
+        with trapped(model, swap_config(swap_directory, host_nbytes="512KiB", updates=updates)) as (
+            engine,
+            trap,
+        ):
             part = prepare(model)
             trap.set(operation, rung, code)
             raised = None
@@ -184,31 +189,41 @@ def test_second_backward(operation: str, code: int, swap_directory: Path) -> Non
     assert failures >= 2
 
 
+@pytest.mark.parametrize("updates", ["at_step", "deferred"])
 @pytest.mark.parametrize(("operation", "code"), FAULTS, ids=str)
-def test_step(operation: str, code: int, swap_directory: Path) -> None:
+def test_step(operation: str, code: int, updates: str, swap_directory: Path) -> None:
+    """A step that is carried out at once happens or does not; one that was only decided is made up
+    for later."""
     optimizers = {}
 
     def prepare(model: nn.Module) -> Callable[[], object]:
         loss_of(model, 0).backward()
         optimizers.clear()
         optimizers[model] = optimizer_of(model)
-        return optimizers[model].step
+        if updates == "at_step":
+            return optimizers[model].step
+        optimizers[model].step()
+        return infinity.engine_of(model).flush
 
     def examine(model: nn.Module, engine: Engine, rung: int) -> None:
         assert_everything_comes_back(engine)
         if rung == 1:  # Nothing has been changed yet.
             optimizer = optimizers[model]
-            optimizer.step()
+            if updates == "at_step":
+                optimizer.step()
             optimizer.zero_grad()
             offloaded_step(model, optimizer, 1)
             assert_same(reference(2), weights_of(model))
 
-    failures = climb(swap_directory, operation, code, prepare, examine)
+    failures = climb(swap_directory, operation, code, prepare, examine, updates)
     assert failures >= (20 if operation == "read" else 16)
 
 
+@pytest.mark.parametrize("updates", ["at_step", "deferred"])
 @pytest.mark.parametrize(("operation", "code"), FAULTS, ids=str)
-def test_the_second_step_as_a_whole(operation: str, code: int, swap_directory: Path) -> None:
+def test_the_second_step_as_a_whole(
+    operation: str, code: int, updates: str, swap_directory: Path
+) -> None:
     """Forward, backward and step with everything known ahead, so that reads run ahead."""
     optimizers = {}
 
@@ -225,7 +240,7 @@ def test_the_second_step_as_a_whole(operation: str, code: int, swap_directory: P
             offloaded_step(model, optimizers[model], 1)
             assert_same(reference(2), weights_of(model))
 
-    failures = climb(swap_directory, operation, code, prepare, examine)
+    failures = climb(swap_directory, operation, code, prepare, examine, updates)
     assert failures >= (20 if operation == "read" else 16)
 
 

@@ -290,6 +290,7 @@ def swap_config(
     device_nbytes: int | str | None = None,
     engine: str = "threads",
     prefetch: bool = True,
+    updates: str = "deferred",
     compute: str = "float32",
     update_chunk: int | str = "64KiB",
     **more: Mapping[str, Any],
@@ -310,7 +311,7 @@ def swap_config(
         "placement": {kind: placement.get(kind, ["host"]) for kind in KINDS},
         "io": {"engine": engine, "block_size": "64KiB", "stripe": "16KiB", "queue_depth": 2,
                "threads": 2},
-        "schedule": {"prefetch": prefetch, "update_chunk": update_chunk},
+        "schedule": {"prefetch": prefetch, "update_chunk": update_chunk, "updates": updates},
         "precision": {"compute": compute},
     }  # fmt: skip
     if directory is not None:

@@ -12,8 +12,9 @@ PyTorch: bf16 weights, gradients summed in fp32, torch's fused AdamW on an fp32 
 
 How the cases are chosen. A kind of state (parameters, master, moments, gradients) rests on the
 device, on the host, on NVMe, or is split over host and NVMe. All combinations of these are run,
-each under one of the eight ways to run (storage engine, prefetch, device), taken in turn so that
-every pair of a kind's place and a way occurs. The uniform placements are run in all eight ways.
+each under one of the sixteen ways to run (storage engine, prefetch, device, when updates are carried
+out), taken in turn so that
+every pair of a kind's place and a way occurs. The uniform placements are run in all of them.
 """
 
 from __future__ import annotations
@@ -135,17 +136,20 @@ class Way:
     engine: str
     prefetch: bool
     simulated: bool
+    updates: str
 
     def __str__(self) -> str:
         device = "simulated" if self.simulated else "cpu"
-        return f"{self.engine}-{'prefetch' if self.prefetch else 'demand'}-{device}"
+        fetch = "prefetch" if self.prefetch else "demand"
+        return f"{self.engine}-{fetch}-{device}-{self.updates}"
 
 
 WAYS = [
-    Way(engine, prefetch, simulated)
+    Way(engine, prefetch, simulated, updates)
     for engine in ("io_uring", "threads")
     for prefetch in (True, False)
     for simulated in (False, True)
+    for updates in ("deferred", "at_step")
 ]
 
 
@@ -203,6 +207,7 @@ def config_of(case: Case, directory: Path, **options: Any) -> dict[str, Any]:
     placement = {kind: PLACES[place] for kind, place in case.places}
     config = swap_config(
         directory, placement=placement, engine=case.way.engine, prefetch=case.way.prefetch,
+        updates=case.way.updates,
         **options,
     )  # fmt: skip
     entry, placement = MODELS[case.model], config["placement"]

@@ -17,7 +17,7 @@ from infinity.state.placement import (
     resting_nbytes,
     smallest_working_nbytes,
 )
-from infinity.state.units import Piece, Unit
+from infinity.state.units import STATE_ITEM_NBYTES, Piece, Unit
 from infinity.tiers.ranges import rounded_nbytes
 
 from .strategies import units
@@ -159,20 +159,29 @@ def test_working_memory_holds_what_it_must(
         assert needed >= weights + 2 * gradients
         if unit.state_numel:
             pieces = 2 * ("moments" in streamed) + len(streamed & {"gradients", "master"})
-            berth_nbytes, berths = plan_berths(needed - weights, chunk)
+            berth_nbytes, berths = plan_berths(
+                needed - weights, chunk, unit_nbytes=unit.state_numel * STATE_ITEM_NBYTES
+            )
             assert berths >= 1
             assert weights + pieces * berths * berth_nbytes <= needed or pieces < 4
 
 
 @given(
-    free=st.integers(0, 1 << 34), configured=st.integers(1, 1 << 20).map(lambda n: n * PAGE_NBYTES)
+    free=st.integers(0, 1 << 34),
+    configured=st.integers(1, 1 << 20).map(lambda n: n * PAGE_NBYTES),
+    unit=st.integers(0, 1 << 30).map(lambda n: n * STATE_ITEM_NBYTES),
 )
-@settings(max_examples=200, deadline=None)
-def test_berths_fit_what_is_free_and_are_whole_pages(free: int, configured: int) -> None:
-    berth_nbytes, berths = plan_berths(free, configured)
+@settings(max_examples=300, deadline=None)
+def test_berths_fit_what_is_free_and_are_whole_pages(free: int, configured: int, unit: int) -> None:
+    berth_nbytes, berths = plan_berths(free, configured, unit_nbytes=unit)
     assert berth_nbytes % PAGE_NBYTES == 0
     assert 0 < berth_nbytes <= configured and berths >= 1
+    assert berth_nbytes < max(unit, 1) + PAGE_NBYTES
     if berths > 1:
         assert 4 * berths * berth_nbytes <= free
-    if free >= 4 * 3 * configured + HUGE_PAGE_NBYTES:
-        assert (berth_nbytes, berths) == (configured, 3)
+    if berths > 3:
+        assert 4 * berths * berth_nbytes <= free // 2
+        assert (berths - 2) * berth_nbytes < 2 * unit, "more than two units never help"
+    whole = min(configured, max(unit, 1))
+    if free >= 2 * 4 * 3 * whole + HUGE_PAGE_NBYTES:
+        assert berth_nbytes >= whole and berths >= 3
