@@ -295,8 +295,10 @@ class Ring:
         """Gives the kernel what is prepared; returns how many it took. Raises RingError."""
         answer = self._lib.io_uring_submit(self._live())
         _check(answer, "io_uring_enter")
-        self._num_prepared -= answer
-        return answer
+        # With SQPOLL the answer counts also what an earlier submit left for the kernel's thread.
+        num_taken = min(answer, self._num_prepared)
+        self._num_prepared -= num_taken
+        return num_taken
 
     def wait(self, num: int = 1, *, timeout_s: float | None = None) -> list[Completion]:
         """Submits, waits until `num` completions are there, and takes all that are.

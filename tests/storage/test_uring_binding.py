@@ -139,6 +139,7 @@ def test_many_operations_complete_once_each_with_their_token(ring: Ring, file: i
     assert sorted(each.token for each in done) == list(range(40))
     assert all(each.nbytes == 100 for each in done)
     assert b"".join(buffers) == content(4000)
+    assert ring.num_in_flight == 0
 
 
 def test_registered_buffers_and_files(ring: Ring, file: int) -> None:
