@@ -7,6 +7,7 @@ import errno
 import mmap
 import os
 import re
+import stat
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -59,7 +60,10 @@ def examine(config: SwapConfig, root: Path) -> Iterator[Finding]:
     for tier in config.tiers.nvme:
         place = nearest_directory(tier.path)
         directory = check_directory(
-            tier.path, parent_exists=tier.path.parent.is_dir(), is_writable=_is_writable(place)
+            tier.path,
+            code=directory_errno(tier.path),
+            parent_code=directory_errno(tier.path.parent),
+            is_writable=os.access(place, os.W_OK | os.X_OK),
         )
         yield directory
         if directory.status == "missing":
@@ -68,41 +72,49 @@ def examine(config: SwapConfig, root: Path) -> Iterator[Finding]:
         mount = find_mount(os.path.realpath(place), read_text(root / "proc/self/mountinfo") or "")
         yield check_file_system(path, mount)
         yield check_direct(path, tier.direct, try_direct(place))
-        stat = os.statvfs(place)
-        yield check_space(tier, stat.f_bavail * stat.f_frsize, stat.f_blocks * stat.f_frsize)
+        space = os.statvfs(place)
+        yield check_space(tier, space.f_bavail * space.f_frsize, space.f_blocks * space.f_frsize)
         drive = find_drive(root, _device_number(place, mount))
         yield check_drive(path, drive)
         if drive is not None:
             yield nvme_health.examine(path, drive.name)
 
 
+def directory_errno(path: Path) -> int:
+    """0 for a directory; ENOTDIR for anything else; what stat(2) answers when it cannot be seen."""
+    try:
+        return 0 if stat.S_ISDIR(os.stat(path).st_mode) else errno.ENOTDIR
+    except OSError as error:
+        return error.errno or errno.EIO
+
+
 def nearest_directory(path: Path) -> Path:
-    """The directory itself, or the first above it that exists."""
-    while not path.is_dir() and path != path.parent:
+    """The directory itself, or the first above it that exists and can be seen."""
+    while directory_errno(path) and path != path.parent:
         path = path.parent
     return path
 
 
-def check_directory(path: Path, *, parent_exists: bool, is_writable: bool) -> Finding:
-    """`is_writable` speaks of the directory, or of the one it would be made in."""
+def check_directory(path: Path, *, code: int, parent_code: int, is_writable: bool) -> Finding:
+    """Codes as of `directory_errno`; `is_writable` is the directory, or where it would be made."""
     subject, cost = f"{path}: directory", "no swap file can be made here: no run starts"
-    if not path.exists() and not parent_exists:
+    if code == errno.ENOENT and parent_code == errno.ENOENT:
         return missing(
             subject,
             f"neither it nor {path.parent} exists",
             cost=cost,
             remedy=f"Mount the drive, or: mkdir -p {path.parent}",
         )
-    if path.exists() and not path.is_dir():
-        return missing(subject, "is a file", cost=cost, remedy="Choose another path.")
+    if code not in (0, errno.ENOENT):
+        return missing(subject, os.strerror(code), cost=cost, remedy="Choose another path.")
     if not is_writable:
         return missing(
             subject,
             "may not be written by this user",
             cost=cost,
-            remedy=f"sudo chown $USER {path if path.exists() else path.parent}",
+            remedy=f"sudo chown $USER {path.parent if code else path}",
         )
-    return ok(subject, "writable" if path.exists() else f"will be made in {path.parent}")
+    return ok(subject, f"will be made in {path.parent}" if code else "writable")
 
 
 def find_mount(path: str, mountinfo: str) -> Mount | None:
@@ -301,10 +313,6 @@ def check_drive(path: str, drive: Drive | None) -> Finding:
             remedy="Choose a path on NVMe.",
         )
     return ok(subject, found)
-
-
-def _is_writable(directory: Path) -> bool:
-    return os.access(directory, os.W_OK | os.X_OK)
 
 
 def _device_number(directory: Path, mount: Mount | None) -> int:

@@ -70,8 +70,7 @@ def check_uring(
     if engine == "threads":
         return ok("io_uring", f'not asked for: io.engine is "threads" ({gates})')
     if refusal is None:
-        granted = uring.SetupFlag(ring_flags).name or "no flags"
-        return ok("io_uring", f"works, rings with {granted} ({gates})")
+        return ok("io_uring", f"works, rings with {_names(ring_flags)} ({gates})")
     found = f"{refusal.cause} ({gates})"
     if engine == "io_uring":
         return missing(
@@ -104,5 +103,9 @@ def check_binding(probe: uring.Probe | None) -> Finding:
     return ok(
         subject,
         f"{len(probe.opcodes)} operations, queues up to {probe.max_num_entries} entries, "
-        f"{probe.setup_flags.name or 'no flags'}",
+        f"{_names(probe.setup_flags)}",
     )
+
+
+def _names(flags: int) -> str:
+    return str(uring.SetupFlag(flags).name) if flags else "no flags"
