@@ -17,11 +17,23 @@ from typer.testing import CliRunner
 from infinity import uring
 from infinity.cli import app
 from infinity.config import SwapConfig
-from infinity.doctor import accelerator, drives, files, kernel, memory, nvme_health, processor
+from infinity.doctor import (
+    accelerator,
+    drives,
+    file_systems,
+    files,
+    kernel,
+    memory,
+    nvme_health,
+    paths,
+    processor,
+)
 from infinity.doctor.accelerator import Gpu, Link
-from infinity.doctor.drives import DirectTrial, Drive, Mount
+from infinity.doctor.drives import Drive
+from infinity.doctor.file_systems import Mount
 from infinity.doctor.finding import Finding, degraded, missing, ok, worst
 from infinity.doctor.nvme_health import Health
+from infinity.doctor.paths import DirectTrial
 from infinity.sizes import GIB, KIB, MIB
 from infinity.storage.probe import Refusal
 
@@ -156,14 +168,14 @@ def test_directory(tmp_path: Path) -> None:
         (new, absent, 0, False, "missing", f"chown $USER {tmp_path}"),
     ]
     for path, code, parent_code, is_writable, status, word in cases:
-        found = drives.check_directory(
+        found = paths.check_directory(
             path, code=code, parent_code=parent_code, is_writable=is_writable
         )
         expect(found, status, word)
-    found_codes = [drives.directory_errno(path) for path in (tmp_path, new, far, file)]
+    found_codes = [paths.directory_errno(path) for path in (tmp_path, new, far, file)]
     assert found_codes == [0, absent, absent, errno.ENOTDIR]
-    assert drives.nearest_directory(tmp_path / "no" / "new") == tmp_path
-    assert drives.nearest_directory(file) == tmp_path
+    assert paths.nearest_directory(tmp_path / "no" / "new") == tmp_path
+    assert paths.nearest_directory(file) == tmp_path
 
 
 MOUNTINFO = """\
@@ -176,12 +188,12 @@ broken line
 
 
 def test_the_mount_of_a_path_is_the_nearest_and_newest() -> None:
-    assert drives.find_mount("/home/x", MOUNTINFO) == Mount("/", "ext4", "/dev/vda")
-    assert drives.find_mount("/dev/shm", MOUNTINFO) == Mount("/dev/shm", "tmpfs", "tmpfs")
-    assert drives.find_mount("/dev/shmem", MOUNTINFO) == Mount("/", "ext4", "/dev/vda")
+    assert file_systems.find_mount("/home/x", MOUNTINFO) == Mount("/", "ext4", "/dev/vda")
+    assert file_systems.find_mount("/dev/shm", MOUNTINFO) == Mount("/dev/shm", "tmpfs", "tmpfs")
+    assert file_systems.find_mount("/dev/shmem", MOUNTINFO) == Mount("/", "ext4", "/dev/vda")
     newest = Mount("/mnt/my drive", "btrfs", "/dev/nvme1n1")
-    assert drives.find_mount("/mnt/my drive/a/b", MOUNTINFO) == newest
-    assert drives.find_mount("/home", "") is None
+    assert file_systems.find_mount("/mnt/my drive/a/b", MOUNTINFO) == newest
+    assert file_systems.find_mount("/home", "") is None
 
 
 @pytest.mark.parametrize(
@@ -197,8 +209,8 @@ def test_the_mount_of_a_path_is_the_nearest_and_newest() -> None:
     ],
 )
 def test_file_system(kind: str, status: str, word: str) -> None:
-    expect(drives.check_file_system("/p", Mount("/mnt", kind, "/dev/x")), status, word)
-    expect(drives.check_file_system("/p", None), "ok", "not readable")
+    expect(file_systems.check_file_system("/p", Mount("/mnt", kind, "/dev/x")), status, word)
+    expect(file_systems.check_file_system("/p", None), "ok", "not readable")
 
 
 @pytest.mark.parametrize(
@@ -214,14 +226,14 @@ def test_file_system(kind: str, status: str, word: str) -> None:
     ],
 )
 def test_direct_io(direct: str, trial: DirectTrial, status: str, word: str) -> None:
-    expect(drives.check_direct("/p", direct, trial), status, word)
+    expect(paths.check_direct("/p", direct, trial), status, word)
 
 
 def test_direct_io_is_tried_and_leaves_nothing_behind(tmp_path: Path) -> None:
-    trial = drives.try_direct(tmp_path)
+    trial = paths.try_direct(tmp_path)
     assert trial.errno in (0, errno.EINVAL)  # EINVAL: tmpfs before Linux 6.6.
     assert list(tmp_path.iterdir()) == []
-    assert drives.try_direct(tmp_path / "absent").errno == errno.ENOENT
+    assert paths.try_direct(tmp_path / "absent").errno == errno.ENOENT
 
 
 def test_free_space() -> None:
@@ -230,10 +242,10 @@ def test_free_space() -> None:
             {"tiers": {"nvme": [{"path": "/p", "capacity": capacity}]}}
         ).tiers.nvme[0]
 
-    expect(drives.check_space(tier("auto"), 50 * GIB, 100 * GIB), "ok", "50.0 GiB of 100.0 GiB")
-    expect(drives.check_space(tier("auto"), 5 * GIB, 100 * GIB), "degraded", "fstrim")
-    expect(drives.check_space(tier("60GiB"), 50 * GIB, 100 * GIB), "missing", "60.0 GiB")
-    expect(drives.check_space(tier("auto"), 0, 0), "ok", "does not say")
+    expect(paths.check_space(tier("auto"), 50 * GIB, 100 * GIB), "ok", "50.0 GiB of 100.0 GiB")
+    expect(paths.check_space(tier("auto"), 5 * GIB, 100 * GIB), "degraded", "fstrim")
+    expect(paths.check_space(tier("60GiB"), 50 * GIB, 100 * GIB), "missing", "60.0 GiB")
+    expect(paths.check_space(tier("auto"), 0, 0), "ok", "does not say")
 
 
 def make_block(root: Path, name: str, number: str, **contents: str) -> Path:
