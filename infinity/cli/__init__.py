@@ -14,6 +14,11 @@ from infinity.errors import InfinityError
 # name -> (module, attribute, one line of help). A Typer is a group, a function one command.
 _COMMANDS = {
     "config": ("infinity.cli.config", "app", "Check, show and describe swap-tier files."),
+    "doctor": (
+        "infinity.cli.doctor",
+        "doctor",
+        "Say what this machine lacks, at what cost.",
+    ),
     "train": ("infinity.cli.train", "train", "Fine-tune a model as a swap-tier file says."),
 }
 
