@@ -1,0 +1,58 @@
+// Four elements at a time: AArch64 Advanced SIMD, which every such processor has. See
+// lanes_scalar.h.
+#pragma once
+
+#include <arm_neon.h>
+
+#include "span.h"
+
+namespace infinity::update {
+namespace {
+
+struct NeonLanes {
+  using Float = float32x4_t;
+  using Count = uint32x4_t;  // 32 bits per lane: a call counts fewer than 2^31 elements per lane.
+  static constexpr std::size_t kCount = 4;
+
+  static Float broadcast(float value) { return vdupq_n_f32(value); }
+  static Float load(const float* source) { return vld1q_f32(source); }
+  static void store(float* target, Float value) { vst1q_f32(target, value); }
+
+  static Float add(Float a, Float b) { return vaddq_f32(a, b); }
+  static Float sub(Float a, Float b) { return vsubq_f32(a, b); }
+  static Float mul(Float a, Float b) { return vmulq_f32(a, b); }
+  static Float div(Float a, Float b) { return vdivq_f32(a, b); }
+  static Float sqrt(Float a) { return vsqrtq_f32(a); }
+  static Float fma(Float a, Float b, Float c) { return vfmaq_f32(c, a, b); }
+  static Float signed_by(Float a, Float magnitude) {
+    const Float zero = vdupq_n_f32(0.0F);
+    const Float above = vbslq_f32(vcgtq_f32(a, zero), magnitude, zero);
+    return vbslq_f32(vcltq_f32(a, zero), vnegq_f32(magnitude), above);
+  }
+
+  static Float load_bf16(const std::uint16_t* source) {
+    return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(source), 16));
+  }
+  static Float load_split(const std::uint16_t* weight, const std::int16_t* residual) {
+    const uint32x4_t low = vreinterpretq_u32_s32(vmovl_s16(vld1_s16(residual)));
+    return vreinterpretq_f32_u32(vaddq_u32(vshll_n_u16(vld1_u16(weight), 16), low));
+  }
+  static void store_split(std::uint16_t* weight, std::int16_t* residual, Float master) {
+    const uint32x4_t is_number = vceqq_f32(master, master);
+    const uint32x4_t bits =
+        vbslq_u32(is_number, vreinterpretq_u32_f32(master), vdupq_n_u32(0x7FC00000U));
+    vst1_u16(weight, vshrn_n_u32(vaddq_u32(bits, vdupq_n_u32(0x8000U)), 16));
+    vst1_s16(residual, vreinterpret_s16_u16(vmovn_u32(bits)));
+  }
+
+  static Count no_count() { return vdupq_n_u32(0); }
+  static Count count_nonfinite(Count count, Float a) {
+    const uint32x4_t exponent = vdupq_n_u32(0x7F800000U);
+    const uint32x4_t masked = vandq_u32(vreinterpretq_u32_f32(a), exponent);
+    return vsubq_u32(count, vceqq_u32(masked, exponent));
+  }
+  static std::uint64_t total(Count count) { return vaddlvq_u32(count); }
+};
+
+}  // namespace
+}  // namespace infinity::update
