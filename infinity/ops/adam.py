@@ -13,7 +13,7 @@ from typing import ClassVar
 import torch
 
 from infinity.ops.adamw import moment_coefficients, moment_step
-from infinity.ops.fma import fma, to_fp32
+from infinity.ops.exact import fma, to_fp32
 
 
 @dataclass(frozen=True, slots=True)

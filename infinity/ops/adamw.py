@@ -19,7 +19,7 @@ from typing import ClassVar
 
 import torch
 
-from infinity.ops.fma import fma, one_minus_product, to_fp32
+from infinity.ops.exact import fma, one_minus_product, sqrt, to_fp32
 from infinity.ops.native import apply_rule
 from infinity.ops.span import Span
 
@@ -90,7 +90,7 @@ def moment_step(
         exp_avg_sq = fma(gradient, part, exp_avg_sq * beta2)
     # A tensor, because torch divides by a number as it multiplies by its reciprocal.
     divisor = torch.full_like(exp_avg_sq, correction2_sqrt)
-    denominator = exp_avg_sq.sqrt() / divisor + eps
+    denominator = sqrt(exp_avg_sq) / divisor + eps
     return weight + (exp_avg * -step_size) / denominator, exp_avg, exp_avg_sq
 
 

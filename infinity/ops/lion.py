@@ -14,7 +14,7 @@ from typing import ClassVar
 
 import torch
 
-from infinity.ops.fma import fma, one_minus_product, to_fp32
+from infinity.ops.exact import fma, one_minus_product, to_fp32
 
 
 @dataclass(frozen=True, slots=True)

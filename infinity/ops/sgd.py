@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from infinity.ops.fma import fma, to_fp32
+from infinity.ops.exact import fma, to_fp32
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,6 +31,15 @@ def fma(a: torch.Tensor | float, b: torch.Tensor | float, c: torch.Tensor | floa
     return odd.to(torch.float32)
 
 
+def sqrt(a: torch.Tensor) -> torch.Tensor:
+    """The square root of an fp32 tensor, rounded once, as processors do it.
+
+    torch's own fp32 root comes from a vector library and may be off by one place. The fp64 root is
+    accurate enough: the root of an fp32 value is never closer to the middle of two of them.
+    """
+    return a.to(torch.float64).sqrt().to(torch.float32)
+
+
 def one_minus_product(a: float, b: float) -> float:
     """1 - a * b, rounded once to fp64, as compilers contract it."""
     return float(1 - Fraction(a) * Fraction(b))
