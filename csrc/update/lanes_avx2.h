@@ -30,6 +30,12 @@ struct Avx2Lanes {
     return _mm256_or_ps(above, _mm256_and_ps(_mm256_cmp_ps(a, zero, _CMP_LT_OQ), minus));
   }
 
+  // `a` where it is positive infinity, else `b`.
+  static Float keep_infinity(Float a, Float b) {
+    const Float infinity = _mm256_castsi256_ps(_mm256_set1_epi32(0x7F800000));
+    return _mm256_blendv_ps(b, a, _mm256_cmp_ps(a, infinity, _CMP_EQ_OQ));
+  }
+
   static Float load_bf16(const std::uint16_t* source) {
     return _mm256_castsi256_ps(widen_high(source));
   }

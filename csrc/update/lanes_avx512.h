@@ -31,6 +31,12 @@ struct Avx512Lanes {
     return _mm512_mask_mov_ps(_mm512_maskz_mov_ps(is_above, magnitude), is_below, minus);
   }
 
+  // `a` where it is positive infinity, else `b`.
+  static Float keep_infinity(Float a, Float b) {
+    const Float infinity = _mm512_castsi512_ps(_mm512_set1_epi32(0x7F800000));
+    return _mm512_mask_mov_ps(b, _mm512_cmp_ps_mask(a, infinity, _CMP_EQ_OQ), a);
+  }
+
   static Float load_bf16(const std::uint16_t* source) {
     return _mm512_castsi512_ps(widen_high(source));
   }

@@ -30,6 +30,12 @@ struct NeonLanes {
     return vbslq_f32(vcltq_f32(a, zero), vnegq_f32(magnitude), above);
   }
 
+  // `a` where it is positive infinity, else `b`.
+  static Float keep_infinity(Float a, Float b) {
+    const Float infinity = vreinterpretq_f32_u32(vdupq_n_u32(0x7F800000U));
+    return vbslq_f32(vceqq_f32(a, infinity), a, b);
+  }
+
   static Float load_bf16(const std::uint16_t* source) {
     return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(source), 16));
   }

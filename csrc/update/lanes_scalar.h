@@ -36,6 +36,11 @@ struct ScalarLanes {
     return a > 0.0F ? magnitude : a < 0.0F ? -magnitude : 0.0F;
   }
 
+  // `a` where it is positive infinity, else `b`.
+  static Float keep_infinity(Float a, Float b) {
+    return float_to_bits(a) == 0x7F800000U ? a : b;
+  }
+
   static Float load_bf16(const std::uint16_t* source) {
     return bits_to_float(static_cast<std::uint32_t>(*source) << 16);
   }

@@ -6,10 +6,6 @@
 namespace infinity::update {
 namespace {
 
-// How far ahead of use each stream is asked for. Hardware prefetchers stop at 4 KiB pages; seven
-// streams cross one every few hundred iterations.
-inline constexpr std::size_t kPrefetchNbytes = 2048;
-
 template <WeightFormat kWeight, GradientFormat kGradient, std::size_t kStates>
 struct Streams {
   Span span;  // A copy, so that no store can be taken to change an address.

@@ -6,6 +6,7 @@
 // Source: Loshchilov and Hutter, "Decoupled weight decay regularization", 2019, algorithm 2.
 #pragma once
 
+#include "../divisor.h"
 #include "../lanes_scalar.h"
 
 namespace infinity::update {
@@ -36,7 +37,7 @@ struct AdamW {
           lerp_(L::broadcast(is_lerp_small_ ? c.lerp_weight : c.lerp_weight - 1.0F)),
           beta2_(L::broadcast(c.beta2)),
           square_weight_(L::broadcast(c.square_weight)),
-          correction2_sqrt_(L::broadcast(c.correction2_sqrt)),
+          correction2_sqrt_(c.correction2_sqrt),
           eps_(L::broadcast(c.eps)),
           minus_step_size_(L::broadcast(-c.step_size)) {}
 
@@ -52,13 +53,15 @@ struct AdamW {
       states[0] = exp_avg;
       states[1] = exp_avg_sq;
 
-      const Float denominator = L::add(L::div(L::sqrt(exp_avg_sq), correction2_sqrt_), eps_);
+      const Float denominator = L::add(correction2_sqrt_.divide(L::sqrt(exp_avg_sq)), eps_);
       return L::add(weight, L::div(L::mul(exp_avg, minus_step_size_), denominator));
     }
 
    private:
     bool is_lerp_small_;
-    Float lerp_, beta2_, square_weight_, correction2_sqrt_, eps_, minus_step_size_;
+    Float lerp_, beta2_, square_weight_;
+    Divisor<L> correction2_sqrt_;
+    Float eps_, minus_step_size_;
   };
 
   template <class L, bool kIsTail>
