@@ -6,7 +6,7 @@
 
 namespace infinity::update {
 
-KernelTable avx2_kernels() noexcept { return AllRules<Avx2Lanes>::kTable; }
+KernelTable avx2_kernels() noexcept { return AllRules<Avx2Vector, PairLanes<Avx2Vector>>::kTable; }
 
 }  // namespace infinity::update
 

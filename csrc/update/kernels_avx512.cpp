@@ -6,7 +6,7 @@
 
 namespace infinity::update {
 
-KernelTable avx512_kernels() noexcept { return AllRules<Avx512Lanes>::kTable; }
+KernelTable avx512_kernels() noexcept { return AllRules<Avx512Vector, PairLanes<Avx512Vector>>::kTable; }
 
 }  // namespace infinity::update
 

@@ -6,7 +6,7 @@
 
 namespace infinity::update {
 
-KernelTable neon_kernels() noexcept { return AllRules<NeonLanes>::kTable; }
+KernelTable neon_kernels() noexcept { return AllRules<NeonVector, PairLanes<NeonVector>>::kTable; }
 
 }  // namespace infinity::update
 

@@ -2,6 +2,6 @@
 
 namespace infinity::update {
 
-KernelTable scalar_kernels() noexcept { return AllRules<ScalarLanes>::kTable; }
+KernelTable scalar_kernels() noexcept { return AllRules<ScalarLanes, ScalarLanes>::kTable; }
 
 }  // namespace infinity::update

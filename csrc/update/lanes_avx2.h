@@ -1,14 +1,15 @@
-// Eight elements at a time: AVX2 and FMA (2013 and later). See lanes_scalar.h.
+// Eight elements in a vector: AVX2 and FMA (2013 and later). See lanes_scalar.h.
 #pragma once
 
 #include <immintrin.h>
 
-#include "span.h"
+#include "lanes_pair.h"
 
 namespace infinity::update {
 namespace {
 
-struct Avx2Lanes {
+// One vector. Its split weights are stored by pairs (lanes_pair.h).
+struct Avx2Vector {
   using Float = __m256;
   using Count = __m256i;  // 32 bits per lane: a call counts fewer than 2^31 elements per lane.
   static constexpr std::size_t kCount = 8;
@@ -43,13 +44,14 @@ struct Avx2Lanes {
     const __m256i low = _mm256_cvtepi16_epi32(load_halves(residual));
     return _mm256_castsi256_ps(_mm256_add_epi32(widen_high(weight), low));
   }
-  static void store_split(std::uint16_t* weight, std::int16_t* residual, Float master) {
-    const Float is_nan = _mm256_cmp_ps(master, master, _CMP_UNORD_Q);
-    const Float nan = _mm256_castsi256_ps(_mm256_set1_epi32(0x7FC00000));
-    const __m256i bits = _mm256_castps_si256(_mm256_blendv_ps(master, nan, is_nan));
+  static void store_split(std::uint16_t* weight, std::int16_t* residual, Float first,
+                          Float second) {
+    const __m256i bits[2] = {without_payload(first), without_payload(second)};
     const __m256i half = _mm256_set1_epi32(0x8000);
-    store_halves(weight, _mm256_srli_epi32(_mm256_add_epi32(bits, half), 16));
-    store_halves(residual, _mm256_and_si256(bits, _mm256_set1_epi32(0xFFFF)));
+    const __m256i low = _mm256_set1_epi32(0xFFFF);
+    store_halves(weight, _mm256_srli_epi32(_mm256_add_epi32(bits[0], half), 16),
+                 _mm256_srli_epi32(_mm256_add_epi32(bits[1], half), 16));
+    store_halves(residual, _mm256_and_si256(bits[0], low), _mm256_and_si256(bits[1], low));
   }
 
   static Count no_count() { return _mm256_setzero_si256(); }
@@ -73,11 +75,16 @@ struct Avx2Lanes {
   static __m256i widen_high(const std::uint16_t* source) {
     return _mm256_slli_epi32(_mm256_cvtepu16_epi32(load_halves(source)), 16);
   }
+  static __m256i without_payload(Float a) {  // One quiet NaN for all.
+    const Float nan = _mm256_castsi256_ps(_mm256_set1_epi32(static_cast<int>(0xFFC00000U)));
+    const Float is_nan = _mm256_cmp_ps(a, a, _CMP_UNORD_Q);
+    return _mm256_castps_si256(_mm256_blendv_ps(a, nan, is_nan));
+  }
   // The low half of each lane; the high half must be zero.
-  static void store_halves(void* target, __m256i lanes) {
-    const __m256i packed = _mm256_packus_epi32(lanes, lanes);  // Within each 128 bits.
-    const __m256i ordered = _mm256_permute4x64_epi64(packed, 0b1000);
-    _mm_storeu_si128(static_cast<__m128i*>(target), _mm256_castsi256_si128(ordered));
+  static void store_halves(void* target, __m256i first, __m256i second) {
+    const __m256i packed = _mm256_packus_epi32(first, second);  // Within each 128 bits.
+    const __m256i ordered = _mm256_permute4x64_epi64(packed, 0b11'01'10'00);
+    _mm256_storeu_si256(static_cast<__m256i*>(target), ordered);
   }
 };
 

@@ -1,14 +1,26 @@
-// Sixteen elements at a time: AVX-512 F, BW, DQ and VL. See lanes_scalar.h.
+// Sixteen elements in a vector: AVX-512 F, BW, DQ and VL. See lanes_scalar.h.
 #pragma once
 
 #include <immintrin.h>
 
-#include "span.h"
+#include "lanes_pair.h"
 
 namespace infinity::update {
 namespace {
 
-struct Avx512Lanes {
+// Which of the 64 halves of two vectors: every second one, from `start`.
+struct Halves {
+  alignas(64) std::uint16_t indexes[32];
+
+  explicit constexpr Halves(unsigned start) : indexes() {
+    for (unsigned i = 0; i < 32; ++i) indexes[i] = static_cast<std::uint16_t>(2 * i + start);
+  }
+};
+inline constexpr Halves kLowHalves(0);
+inline constexpr Halves kHighHalves(1);
+
+// One vector. Its split weights are stored by pairs (lanes_pair.h).
+struct Avx512Vector {
   using Float = __m512;
   using Count = std::uint64_t;
   static constexpr std::size_t kCount = 16;
@@ -45,13 +57,13 @@ struct Avx512Lanes {
         static_cast<const __m256i*>(static_cast<const void*>(residual))));
     return _mm512_castsi512_ps(_mm512_add_epi32(widen_high(weight), low));
   }
-  static void store_split(std::uint16_t* weight, std::int16_t* residual, Float master) {
-    const __mmask16 is_nan = _mm512_cmp_ps_mask(master, master, _CMP_UNORD_Q);
-    const __m512i bits = _mm512_mask_mov_epi32(_mm512_castps_si512(master), is_nan,
-                                               _mm512_set1_epi32(0x7FC00000));
-    const __m512i rounded = _mm512_add_epi32(bits, _mm512_set1_epi32(0x8000));
-    store_halves(weight, _mm512_srli_epi32(rounded, 16));
-    store_halves(residual, bits);
+  static void store_split(std::uint16_t* weight, std::int16_t* residual, Float first,
+                          Float second) {
+    const __m512i bits[2] = {without_payload(first), without_payload(second)};
+    const __m512i half = _mm512_set1_epi32(0x8000);
+    _mm512_storeu_si512(weight, pick(kHighHalves, _mm512_add_epi32(bits[0], half),
+                                     _mm512_add_epi32(bits[1], half)));
+    _mm512_storeu_si512(residual, pick(kLowHalves, bits[0], bits[1]));
   }
 
   static Count no_count() { return 0; }
@@ -68,8 +80,15 @@ struct Avx512Lanes {
         static_cast<const __m256i*>(static_cast<const void*>(source)));
     return _mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16);
   }
-  static void store_halves(void* target, __m512i lanes) {  // The low half of each lane.
-    _mm256_storeu_si256(static_cast<__m256i*>(target), _mm512_cvtepi32_epi16(lanes));
+  // One quiet NaN for all, which this instruction can only make negative.
+  static __m512i without_payload(Float a) {
+    constexpr int kNanToDefault = 0x33;  // Quiet and signalling NaN; all else stays as it is.
+    return _mm512_castps_si512(
+        _mm512_fixupimm_ps(a, a, _mm512_set1_epi32(kNanToDefault), 0));
+  }
+  // 32 halves of the 64 in two vectors.
+  static __m512i pick(const Halves& halves, __m512i first, __m512i second) {
+    return _mm512_permutex2var_epi16(first, _mm512_load_si512(halves.indexes), second);
   }
 };
 

@@ -1,15 +1,16 @@
-// Four elements at a time: AArch64 Advanced SIMD, which every such processor has. See
+// Four elements in a vector: AArch64 Advanced SIMD, which every such processor has. See
 // lanes_scalar.h.
 #pragma once
 
 #include <arm_neon.h>
 
-#include "span.h"
+#include "lanes_pair.h"
 
 namespace infinity::update {
 namespace {
 
-struct NeonLanes {
+// One vector. Its split weights are stored by pairs (lanes_pair.h).
+struct NeonVector {
   using Float = float32x4_t;
   using Count = uint32x4_t;  // 32 bits per lane: a call counts fewer than 2^31 elements per lane.
   static constexpr std::size_t kCount = 4;
@@ -43,12 +44,14 @@ struct NeonLanes {
     const uint32x4_t low = vreinterpretq_u32_s32(vmovl_s16(vld1_s16(residual)));
     return vreinterpretq_f32_u32(vaddq_u32(vshll_n_u16(vld1_u16(weight), 16), low));
   }
-  static void store_split(std::uint16_t* weight, std::int16_t* residual, Float master) {
-    const uint32x4_t is_number = vceqq_f32(master, master);
-    const uint32x4_t bits =
-        vbslq_u32(is_number, vreinterpretq_u32_f32(master), vdupq_n_u32(0x7FC00000U));
-    vst1_u16(weight, vshrn_n_u32(vaddq_u32(bits, vdupq_n_u32(0x8000U)), 16));
-    vst1_s16(residual, vreinterpret_s16_u16(vmovn_u32(bits)));
+  static void store_split(std::uint16_t* weight, std::int16_t* residual, Float first,
+                          Float second) {
+    const uint32x4_t half = vdupq_n_u32(0x8000U);
+    const uint32x4_t bits[2] = {without_payload(first), without_payload(second)};
+    vst1q_u16(weight, vcombine_u16(vshrn_n_u32(vaddq_u32(bits[0], half), 16),
+                                   vshrn_n_u32(vaddq_u32(bits[1], half), 16)));
+    vst1q_s16(residual, vreinterpretq_s16_u16(
+                            vcombine_u16(vmovn_u32(bits[0]), vmovn_u32(bits[1]))));
   }
 
   static Count no_count() { return vdupq_n_u32(0); }
@@ -58,6 +61,11 @@ struct NeonLanes {
     return vsubq_u32(count, vceqq_u32(masked, exponent));
   }
   static std::uint64_t total(Count count) { return vaddlvq_u32(count); }
+
+ private:
+  static uint32x4_t without_payload(Float a) {  // One quiet NaN for all.
+    return vbslq_u32(vceqq_f32(a, a), vreinterpretq_u32_f32(a), vdupq_n_u32(0xFFC00000U));
+  }
 };
 
 }  // namespace

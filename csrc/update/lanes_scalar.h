@@ -51,7 +51,7 @@ struct ScalarLanes {
   }
   static void store_split(std::uint16_t* weight, std::int16_t* residual, Float master) {
     // A NaN must stay one in the weight: one quiet NaN stands for all.
-    const auto bits = master != master ? 0x7FC00000U : float_to_bits(master);
+    const auto bits = master != master ? 0xFFC00000U : float_to_bits(master);
     *weight = static_cast<std::uint16_t>((bits + 0x8000U) >> 16);
     *residual = static_cast<std::int16_t>(static_cast<std::uint16_t>(bits));
   }

@@ -12,27 +12,28 @@
 namespace infinity::update {
 namespace {
 
-template <class L, class Rule>
+// `V` are lanes of one vector, `L` those for arrays of 16 bits.
+template <class V, class L, class Rule>
 constexpr RuleKernels kernels_of() {
   static_assert(sizeof(typename Rule::Coefficients) % sizeof(float) == 0);
   static_assert(Rule::kStates <= kMaxStates);
   return {Rule::kName,
           Rule::kStates,
           sizeof(typename Rule::Coefficients) / sizeof(float),
-          {{&sweep<L, Rule, WeightFormat::kFp32, GradientFormat::kFp32>,
-            &sweep<L, Rule, WeightFormat::kFp32, GradientFormat::kBf16>},
+          {{&sweep<V, Rule, WeightFormat::kFp32, GradientFormat::kFp32>,
+            &sweep<V, Rule, WeightFormat::kFp32, GradientFormat::kBf16>},
            {&sweep<L, Rule, WeightFormat::kSplit, GradientFormat::kFp32>,
             &sweep<L, Rule, WeightFormat::kSplit, GradientFormat::kBf16>}}};
 }
 
-template <class L, class... Rules>
+template <class V, class L, class... Rules>
 struct RuleList {
-  static constexpr RuleKernels kRules[] = {kernels_of<L, Rules>()...};
+  static constexpr RuleKernels kRules[] = {kernels_of<V, L, Rules>()...};
   static constexpr KernelTable kTable = {kRules, sizeof...(Rules)};
 };
 
-template <class L>
-using AllRules = RuleList<L, AdamW, Adam, PlainSgd, MomentumSgd, Lion, Stream>;
+template <class V, class L>
+using AllRules = RuleList<V, L, AdamW, Adam, PlainSgd, MomentumSgd, Lion, Stream>;
 
 }  // namespace
 }  // namespace infinity::update

@@ -20,7 +20,7 @@ from infinity.ops.span import Span, check_spans
 from infinity.ops.split_master import join, split
 
 REFERENCE_LANES = 8  # Elements in one vector of torch's kernels, whose bits these are.
-_CANONICAL_NAN = torch.tensor(0x7FC00000, dtype=torch.int32).view(torch.float32)
+_CANONICAL_NAN = torch.tensor(0xFFC00000 - 2**32, dtype=torch.int32).view(torch.float32)
 
 
 class Settings(Protocol):
