@@ -12,7 +12,9 @@ namespace {
 inline constexpr std::size_t kPrefetchNumel = 256;
 inline constexpr std::size_t kCacheLineNbytes = 64;
 
-inline void prefetch(const void* start, std::size_t offset_nbytes, std::size_t nbytes) {
+// Inlined by force: GCC sees a function without effects and would drop the call.
+[[gnu::always_inline]] inline void prefetch(const void* start, std::size_t offset_nbytes,
+                                            std::size_t nbytes) {
   const auto* bytes = static_cast<const unsigned char*>(start) + offset_nbytes;
   for (std::size_t i = 0; i < nbytes; i += kCacheLineNbytes) __builtin_prefetch(bytes + i);
 }
@@ -23,7 +25,7 @@ struct Streams {
 
   // What the vector at i + kPrefetchNumel will need; beyond the end it is harmless.
   template <class L>
-  void prefetch_ahead(std::size_t i) const {
+  [[gnu::always_inline]] void prefetch_ahead(std::size_t i) const {
     if constexpr (kWeight == WeightFormat::kSplit && L::kCount != 1) {
       constexpr std::size_t kGradientNbytes = kGradient == GradientFormat::kFp32 ? 4 : 2;
       const std::size_t ahead = i + kPrefetchNumel;
