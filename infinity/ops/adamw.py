@@ -15,13 +15,13 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 import torch
 
 from infinity.ops.exact import fma, one_minus_product, sqrt, to_fp32
 from infinity.ops.native import apply_rule
-from infinity.ops.span import Span
+from infinity.ops.span import Span, check_spans
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,17 @@ class AdamWSettings:
         return moment_step(weight * decay, gradient, states, common, is_tail=is_tail)
 
 
-def moment_coefficients(settings: AdamWSettings | AdamSettings) -> tuple[float, ...]:  # noqa: F821
+class MomentSettings(Protocol):
+    """What AdamW and Adam have in common."""
+
+    lr: float | torch.Tensor
+    beta1: float
+    beta2: float
+    eps: float
+    step: int
+
+
+def moment_coefficients(settings: MomentSettings) -> tuple[float, ...]:
     """What AdamW and Adam share: (1 - beta1, beta2, 1 - beta2, sqrt(1 - beta2^step), eps,
     lr / (1 - beta1^step)), in fp64."""
     return (
@@ -103,7 +113,8 @@ def adamw_(
 ) -> None:
     """One step in place. Every tensor is fp32 and flat; the i-th of each list have one shape.
 
-    `gradients` is read only. All lists belong to one parameter group at one step count.
+    `gradients` is read only. All lists belong to one parameter group at one step count. The bits
+    are those of this torch's fused kernel; `optimizers.update_` does more, with the same bits.
     """
     if weights[0].device.type == "cpu" and has_torch_bits():
         spans = [
@@ -112,6 +123,7 @@ def adamw_(
                 weights, gradients, exp_avgs, exp_avg_sqs, strict=True
             )
         ]
+        check_spans(spans, settings.state_names)
         apply_rule(settings.rule, spans, settings.coefficients(), grad_scale=1.0, threads=None)
     else:
         torch_adamw_(weights, gradients, exp_avgs, exp_avg_sqs, settings)

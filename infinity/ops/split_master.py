@@ -12,19 +12,13 @@ import torch
 
 def split(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """fp32 of any shape to (bf16 weight, int16 residual) of that shape, both new."""
-    bits = master.contiguous().view(torch.int32).to(torch.int64)
-    residual = _wrap16(bits)
-    weight = _wrap16((bits - residual) >> 16)
+    bits = master.contiguous().view(torch.int32)
+    residual = (bits << 16) >> 16  # The low half, with its sign.
+    weight = (bits - residual) >> 16  # Integers wrap around.
     return weight.to(torch.int16).view(torch.bfloat16), residual.to(torch.int16)
 
 
 def join(weight: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
     """The fp32 master of a bf16 weight and its int16 residual, new."""
-    high = weight.contiguous().view(torch.int16).to(torch.int64) << 16
-    bits = high + residual.to(torch.int64)
-    return (((bits + 2**31) % 2**32) - 2**31).to(torch.int32).view(torch.float32)
-
-
-def _wrap16(values: torch.Tensor) -> torch.Tensor:
-    """Modulo 2^16 into [-2^15, 2^15)."""
-    return ((values + 2**15) % 2**16) - 2**15
+    high = weight.contiguous().view(torch.int16).to(torch.int32) << 16
+    return (high + residual).view(torch.float32)

@@ -11,6 +11,7 @@ namespace {
 struct Adam {
   static constexpr const char* kName = "adam";
   static constexpr std::size_t kStates = 2;  // exp_avg, exp_avg_sq
+  static constexpr bool kIsHeavy = true;
 
   struct Coefficients {
     float weight_decay;

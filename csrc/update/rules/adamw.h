@@ -15,6 +15,7 @@ namespace {
 struct AdamW {
   static constexpr const char* kName = "adamw";
   static constexpr std::size_t kStates = 2;  // exp_avg, exp_avg_sq
+  static constexpr bool kIsHeavy = true;
 
   struct Coefficients {
     float decay;             // 1 - lr * weight_decay

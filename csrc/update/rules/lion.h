@@ -13,6 +13,7 @@ namespace {
 struct Lion {
   static constexpr const char* kName = "lion";
   static constexpr std::size_t kStates = 1;  // exp_avg
+  static constexpr bool kIsHeavy = false;
 
   struct Coefficients {
     float decay;  // 1 - lr * weight_decay

@@ -13,6 +13,7 @@ namespace {
 struct PlainSgd {
   static constexpr const char* kName = "sgd";
   static constexpr std::size_t kStates = 0;
+  static constexpr bool kIsHeavy = false;
 
   struct Coefficients {
     float lr;
@@ -48,6 +49,7 @@ struct PlainSgd {
 struct MomentumSgd {
   static constexpr const char* kName = "momentum_sgd";
   static constexpr std::size_t kStates = 1;  // momentum
+  static constexpr bool kIsHeavy = false;
 
   struct Coefficients {
     PlainSgd::Coefficients plain;

@@ -10,6 +10,7 @@ namespace {
 struct Stream {
   static constexpr const char* kName = "stream";
   static constexpr std::size_t kStates = 2;
+  static constexpr bool kIsHeavy = false;
 
   struct Coefficients {
     float addend;
