@@ -92,7 +92,9 @@ def moment_step(
     if lerp_weight < 0.5:  # Interpolated from the nearer end.
         exp_avg = fma(change, lerp_weight, exp_avg)
     else:
-        exp_avg = fma(change, to_fp32(lerp_weight - 1), gradient)
+        # Without beta1 this is a zero, whose sign shows in the sign of a zero moment.
+        far_weight = -(1 - lerp_weight) if is_tail else lerp_weight - 1
+        exp_avg = fma(change, to_fp32(far_weight), gradient)
     part = gradient * square_weight
     if is_tail:
         exp_avg_sq = fma(exp_avg_sq, beta2, part * gradient)

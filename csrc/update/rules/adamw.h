@@ -35,7 +35,7 @@ struct AdamW {
    public:
     explicit Moments(const Coefficients& c)
         : is_lerp_small_(c.lerp_weight < 0.5F),
-          lerp_(L::broadcast(is_lerp_small_ ? c.lerp_weight : c.lerp_weight - 1.0F)),
+          lerp_(L::broadcast(is_lerp_small_ ? c.lerp_weight : far_lerp(c.lerp_weight))),
           beta2_(L::broadcast(c.beta2)),
           square_weight_(L::broadcast(c.square_weight)),
           correction2_sqrt_(c.correction2_sqrt),
@@ -59,6 +59,9 @@ struct AdamW {
     }
 
    private:
+    // Without beta1 this is a zero, whose sign shows in the sign of a zero moment.
+    static float far_lerp(float weight) { return kIsTail ? -(1.0F - weight) : weight - 1.0F; }
+
     bool is_lerp_small_;
     Float lerp_, beta2_, square_weight_;
     Divisor<L> correction2_sqrt_;
