@@ -37,7 +37,7 @@ FP32_NBYTES = 28  # Per parameter: gradient, weight, two moments in; weight and 
 
 @dataclass(frozen=True)
 class Case:
-    """One thing to time. `nbytes` moved per parameter; `ceiling` names the case it is a share of."""
+    """One thing to time: bytes moved per parameter, and the case that it is a share of."""
 
     name: str
     nbytes: int
@@ -223,7 +223,9 @@ def main() -> None:
         report["by_threads"][threads] = rows
         print_table(rows, threads)
     report["load_after"] = psutil.getloadavg()
-    print(f"\nload average {report['load_before'][0]:.1f} before, {report['load_after'][0]:.1f} after")
+    print(
+        f"\nload average {report['load_before'][0]:.1f} before, {report['load_after'][0]:.1f} after"
+    )
     if options.json:
         options.json.write_text(json.dumps(report, indent=2) + "\n")
 

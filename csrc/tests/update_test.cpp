@@ -97,7 +97,7 @@ TEST(EveryInstructionSetHasTheSameRules) {
 TEST(EveryInstructionSetHasTheBitsOfScalarAtEveryLength) {
   for (const WeightFormat weight_format : {WeightFormat::kFp32, WeightFormat::kSplit}) {
     for (const GradientFormat gradient_format : {GradientFormat::kFp32, GradientFormat::kBf16}) {
-      for (std::size_t numel = 0; numel < 140; ++numel) {
+      for (std::size_t numel = 1; numel < 140; ++numel) {
         State expected(numel);
         update(expected, *find_instruction_set("scalar"), weight_format, gradient_format, 1);
         for (const InstructionSet& set : instruction_sets()) {
@@ -115,7 +115,7 @@ TEST(ThreadsChangeNoBit) {
   State expected(kNumel);
   const InstructionSet& set = *find_instruction_set("");
   update(expected, set, WeightFormat::kFp32, GradientFormat::kFp32, 1);
-  for (const std::size_t num_threads : {2, 3, 9}) {
+  for (const std::size_t num_threads : {2U, 3U, 9U}) {
     State found(kNumel);
     update(found, set, WeightFormat::kFp32, GradientFormat::kFp32, num_threads);
     CHECK(found.has_bits_of(expected));

@@ -1,7 +1,7 @@
 """AdamW over flat fp32 buffers.
 
-The arithmetic is that of `torch._fused_adamw_`, the kernel behind `torch.optim.AdamW(fused=True)`, on
-x86-64, so that an offloaded update has the same bits. That kernel works on vectors of 8 elements
+The arithmetic is that of `torch._fused_adamw_`, the kernel behind `torch.optim.AdamW(fused=True)`,
+on x86-64, so that an offloaded update has the same bits. That kernel works on vectors of 8 elements
 from the start of a tensor and on the last numel % 8 one by one; compiled with contraction, it
 rounds exp_avg_sq differently in the two. Hence `is_tail`, and hence a tensor may be cut where a
 vector starts: at any multiple of 16 elements, to be safe with torch's own threads too.

@@ -12,6 +12,11 @@ from infinity.errors import ConfigError
 # A tensor may be cut at multiples of this many elements without changing a bit of an update.
 CUT_NUMEL = 16
 
+_FP32 = (torch.float32,)
+_SPLIT = (torch.bfloat16,)
+_GRADIENT = (torch.float32, torch.bfloat16)
+_RESIDUAL = (torch.int16,)
+
 
 @dataclass(frozen=True, slots=True)
 class Span:
@@ -35,33 +40,29 @@ class Span:
 def check_spans(spans: Sequence[Span], state_names: Sequence[str]) -> None:
     """Raises ConfigError unless the native update may touch these arrays: dtypes, lengths, layout,
     host memory, and one format for all."""
-    formats = {(span.is_split, span.gradient.dtype) for span in spans}
-    if len(formats) > 1:
-        raise ConfigError(f"expected spans of one format in a call, got {len(formats)} formats")
     for span in spans:
+        if (span.is_split, span.gradient.dtype) != (spans[0].is_split, spans[0].gradient.dtype):
+            raise ConfigError("expected spans of one format in a call, got several")
         if len(span.states) != len(state_names):
             raise ConfigError(
                 f"expected states {', '.join(state_names) or 'none'}, got {len(span.states)} arrays"
             )
-        weight_dtype = torch.bfloat16 if span.is_split else torch.float32
-        arrays = [
-            ("weight", span.weight, (weight_dtype,)),
-            ("gradient", span.gradient, (torch.float32, torch.bfloat16)),
-            *((name, state, (torch.float32,)) for name, state in zip(state_names, span.states)),
-        ]
+        numel = span.weight.numel()
+        _check_array("weight", span.weight, _SPLIT if span.is_split else _FP32, numel)
+        _check_array("gradient", span.gradient, _GRADIENT, numel)
+        for name, state in zip(state_names, span.states, strict=True):
+            _check_array(name, state, _FP32, numel)
         if span.residual is not None:
-            arrays.append(("residual", span.residual, (torch.int16,)))
-        for name, array, dtypes in arrays:
-            _check_array(name, array, dtypes, numel=span.weight.numel())
+            _check_array("residual", span.residual, _RESIDUAL, numel)
 
 
 def _check_array(
-    name: str, array: torch.Tensor, dtypes: Sequence[torch.dtype], *, numel: int
+    name: str, array: torch.Tensor, dtypes: tuple[torch.dtype, ...], numel: int
 ) -> None:
     if array.dtype not in dtypes:
         expected = " or ".join(str(dtype) for dtype in dtypes)
         raise ConfigError(f"expected {name} to be {expected}, got {array.dtype}")
     if array.numel() != numel:
         raise ConfigError(f"expected {name} to have {numel} elements, got {array.numel()}")
-    if not array.is_contiguous() or array.device.type != "cpu":
+    if not (array.is_cpu and array.is_contiguous()):
         raise ConfigError(f"expected {name} to be contiguous in host memory; copy it there first")

@@ -1,7 +1,7 @@
 """An fp32 master kept as a bf16 weight and a 16-bit residual: docs/formats/split_master.md.
 
-Exact and invertible over all 2^32 patterns, NaNs with their payloads included: `join(*split(x))` has
-the bits of `x`. The weight is the master rounded to bf16, halves away from zero (half-up on the
+Exact and invertible over all 2^32 patterns, NaNs with their payloads included: `join(*split(x))`
+has the bits of `x`. The weight is the master rounded to bf16, halves away from zero (half-up on the
 magnitude); round-to-nearest-even could not be undone at ties.
 """
 

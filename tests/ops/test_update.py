@@ -103,7 +103,9 @@ def torch_update(span: Span, recipe: Settings) -> None:
 def test_fp32_has_the_bits_of_torchs_fused_kernels(
     simd: str, recipe: Settings, numel: int, seed: int, values: str
 ) -> None:
-    assert has_torch_bits(), "this torch rounds otherwise: adamw_ falls back to it, this test cannot"
+    assert has_torch_bits(), (
+        "this torch rounds otherwise: adamw_ falls back to it, this test cannot"
+    )
     ours = make_span(numel, seed, recipe, values=values)
     torchs = clone(ours)
     update_([ours], recipe)
@@ -115,9 +117,7 @@ def test_fp32_has_the_bits_of_torchs_fused_kernels(
 @pytest.mark.parametrize("beta2", [0.95, 0.999])
 def test_a_million_elements_have_the_bits_of_torchs(simd: str, step: int, beta2: float) -> None:
     """Enough roots to find a division that is rounded wrongly once in a hundred thousand."""
-    recipe = AdamWSettings(
-        lr=1e-3, beta1=0.9, beta2=beta2, eps=1e-8, weight_decay=0.01, step=step
-    )
+    recipe = AdamWSettings(lr=1e-3, beta1=0.9, beta2=beta2, eps=1e-8, weight_decay=0.01, step=step)
     ours = make_span(1_000_003, step, recipe, values="wide")
     torchs = clone(ours)
     update_([ours], recipe)
