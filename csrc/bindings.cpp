@@ -15,6 +15,7 @@
 #include <pybind11/stl.h>
 
 #include "arena.h"
+#include "bindings_update.h"
 #include "infinity_io/engine.h"
 #include "infinity_io/probe.h"
 
@@ -356,4 +357,6 @@ PYBIND11_MODULE(_core, module) {
       .def("close", &PyEngine::close)
       .def("stats", &PyEngine::stats)
       .def("lanes", &PyEngine::lanes);
+
+  bind_update(module);
 }

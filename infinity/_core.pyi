@@ -1,6 +1,7 @@
-"""Native part of infinity: the I/O engine, the arena and its windows. Use `infinity.storage`."""
+"""Native part of infinity: the I/O engine, the arena and its windows, the optimizer's update. Use
+`infinity.storage` and `infinity.ops`."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TypedDict, final
 
 HAS_URING: bool
@@ -73,3 +74,20 @@ class Engine:
     def close(self) -> None: ...
     def stats(self) -> list[tuple[int, str, int, int, int, int, int, int, int, float]]: ...
     def lanes(self) -> list[LaneInfo]: ...
+
+class update:  # noqa: N801 (a submodule)
+    @staticmethod
+    def instruction_sets() -> list[str]: ...
+    @staticmethod
+    def apply(
+        rule: str,
+        spans: Sequence[tuple[int, int, int, Sequence[int], int]],
+        coefficients: Sequence[float],
+        *,
+        is_split: bool,
+        is_gradient_bf16: bool,
+        gradient_scale: float,
+        num_threads: int,
+        simd: str,
+    ) -> int:
+        """Spans are (weight, residual or 0, gradient, states, numel), addresses as integers."""

@@ -48,7 +48,7 @@ def build() -> Path:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("subject", ["block", "block_queue", "engine", "arena"])
+@pytest.mark.parametrize("subject", ["block", "block_queue", "engine", "arena", "update"])
 def test_native_suite_passes_under_sanitizers(build: Path, subject: str) -> None:
     printed = run(
         find_tool("ctest"), "--output-on-failure", "--no-tests=error", "-R", f"^{subject}_test$",

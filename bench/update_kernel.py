@@ -1,0 +1,234 @@
+"""How close is the optimizer's update to the bandwidth of memory?
+
+    python bench/update_kernel.py [--numel 24M] [--threads 1 2] [--rounds 15] [--json FILE]
+
+Measured interleaved, so that a slow spell of the machine hits all alike; medians, and ratios of
+medians taken round by round. The ceiling is a bare kernel over the same streams (`stream`: 4 in, 3
+out, one addition each) in the same pass. Arrays lie in an arena as in training and are together at
+least eight times the last-level cache; what an update finds there was evicted by the one before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+
+from infinity.ops.adam import AdamSettings
+from infinity.ops.adamw import AdamWSettings, torch_adamw_
+from infinity.ops.lion import LionSettings
+from infinity.ops.native import apply_rule, instruction_sets
+from infinity.ops.optimizers import update_
+from infinity.ops.sgd import SGDSettings
+from infinity.ops.span import Span
+from infinity.ops.split_master import split
+from infinity.storage.arena import Arena
+
+FP32_NBYTES = 28  # Per parameter: gradient, weight, two moments in; weight and moments out.
+
+
+@dataclass(frozen=True)
+class Case:
+    """One thing to time: bytes moved per parameter, and the case that it is a share of."""
+
+    name: str
+    nbytes: int
+    run: Callable[[], object]
+    ceiling: str | None = None
+
+
+class Arrays:
+    """Two models' worth of state in one arena: one fp32, one split."""
+
+    def __init__(self, numel: int) -> None:
+        self._arena = Arena(10 * 4 * numel, huge_pages=True)
+        self._memory = torch.frombuffer(
+            self._arena.memory(0, self._arena.capacity_nbytes), dtype=torch.uint8
+        )
+        self._taken_nbytes = 0
+        self.weight, self.gradient, self.exp_avg, self.exp_avg_sq = (
+            self._take(numel, torch.float32) for _ in range(4)
+        )
+        self.split_exp_avg, self.split_exp_avg_sq = (
+            self._take(numel, torch.float32) for _ in range(2)
+        )
+        self.narrow_weight, self.narrow_gradient = (
+            self._take(numel, torch.bfloat16) for _ in range(2)
+        )
+        self.residual = self._take(numel, torch.int16)
+        source = torch.Generator().manual_seed(0)
+        for array in (self.weight, self.gradient, self.exp_avg, self.split_exp_avg):
+            array.normal_(generator=source)
+        for array in (self.exp_avg_sq, self.split_exp_avg_sq):
+            array.uniform_(generator=source)
+        self.narrow_gradient.copy_(self.gradient)
+        for start in range(0, numel, 1 << 20):
+            part = slice(start, start + (1 << 20))
+            self.narrow_weight[part], self.residual[part] = split(self.weight[part])
+
+    def _take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        start = self._taken_nbytes
+        self._taken_nbytes += numel * dtype.itemsize
+        return self._memory[start : self._taken_nbytes].view(dtype)
+
+    @property
+    def fp32(self) -> Span:
+        return Span(self.weight, self.gradient, (self.exp_avg, self.exp_avg_sq))
+
+    def split(self, gradient: torch.Tensor) -> Span:
+        states = (self.split_exp_avg, self.split_exp_avg_sq)
+        return Span(self.narrow_weight, gradient, states, self.residual)
+
+
+def make_cases(arrays: Arrays, threads: int) -> list[Case]:
+    adam = {"lr": 1e-6, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01, "step": 5}
+    adamw = AdamWSettings(**adam)
+    fp32 = arrays.fp32
+    split_fp32 = arrays.split(arrays.gradient)
+    split_bf16 = arrays.split(arrays.narrow_gradient)
+    one_state = Span(arrays.weight, arrays.gradient, (arrays.exp_avg,))
+    sgd = SGDSettings(
+        lr=1e-6, momentum=0.9, dampening=0.0, weight_decay=0.01, nesterov=False, step=2
+    )
+    lion = LionSettings(lr=1e-6, beta1=0.9, beta2=0.99, weight_decay=0.01, step=2)
+
+    def stream(span: Span) -> Callable[[], object]:
+        return lambda: apply_rule("stream", [span], [0.0], grad_scale=1e-30, threads=threads)
+
+    def native(span: Span, settings: object) -> Callable[[], object]:
+        return lambda: update_([span], settings, threads=threads)
+
+    def torch_fused() -> None:
+        torch_adamw_(
+            [arrays.weight], [arrays.gradient], [arrays.exp_avg], [arrays.exp_avg_sq], adamw
+        )
+
+    def torch_fused_and_copy() -> None:
+        torch_fused()
+        arrays.narrow_weight.copy_(arrays.weight)
+
+    return [
+        Case("stream fp32", FP32_NBYTES, stream(fp32)),
+        Case("adamw fp32", FP32_NBYTES, native(fp32, adamw), "stream fp32"),
+        Case("torch fused adamw", FP32_NBYTES, torch_fused, "stream fp32"),
+        Case("stream split", 28, stream(split_fp32)),
+        Case("adamw split, fp32 gradient", 28, native(split_fp32, adamw), "stream split"),
+        Case("stream split, bf16 gradient", 26, stream(split_bf16)),
+        Case(
+            "adamw split, bf16 gradient",
+            26,
+            native(split_bf16, adamw),
+            "stream split, bf16 gradient",
+        ),
+        # What the split replaces: an fp32 master and a bf16 copy for the forward.
+        Case("torch fused adamw, bf16 copy", 34, torch_fused_and_copy, "stream fp32"),
+        Case("adam fp32", FP32_NBYTES, native(fp32, AdamSettings(**adam)), "stream fp32"),
+        Case("momentum sgd fp32", 20, native(one_state, sgd)),
+        Case("lion fp32", 20, native(one_state, lion)),
+    ]
+
+
+def measure(cases: Sequence[Case], rounds: int) -> dict[str, list[float]]:
+    """Seconds of every round, by name. The first round is for page tables and threads."""
+    times: dict[str, list[float]] = {case.name: [] for case in cases}
+    for number in range(rounds + 1):
+        # Another order every round: what runs before leaves its mark on the caches.
+        shift = number % len(cases)
+        for case in [*cases[shift:], *cases[:shift]]:
+            started = time.perf_counter()
+            case.run()
+            if number:
+                times[case.name].append(time.perf_counter() - started)
+    return times
+
+
+def median_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> float:
+    return statistics.median(a / b for a, b in zip(numerators, denominators, strict=True))
+
+
+def describe(cases: Sequence[Case], times: dict[str, list[float]], numel: int) -> list[dict]:
+    rows = []
+    for case in cases:
+        elapsed_s = times[case.name]
+        share = None
+        if case.ceiling is not None:
+            share = median_ratio(times[case.ceiling], elapsed_s)
+        rows.append(
+            {
+                "name": case.name,
+                "median_s": statistics.median(elapsed_s),
+                "best_s": min(elapsed_s),
+                "parameters_per_s": numel / statistics.median(elapsed_s),
+                "bytes_per_s": case.nbytes * numel / statistics.median(elapsed_s),
+                "share_of_ceiling": share,
+                "speed_over_torch": median_ratio(times["torch fused adamw"], elapsed_s),
+                "speed_over_adamw_fp32": median_ratio(times["adamw fp32"], elapsed_s),
+            }
+        )
+    return rows
+
+
+def print_table(rows: Sequence[dict], threads: int) -> None:
+    print(f"\n{threads} thread{'s' if threads > 1 else ''}")
+    print(
+        f"{'':<30}{'median ms':>10}{'best ms':>9}{'Gparam/s':>10}{'GB/s':>7}{'of ceiling':>12}"
+        f"{'x torch':>9}{'x fp32':>8}"
+    )
+    for row in rows:
+        share = row["share_of_ceiling"]
+        print(
+            f"{row['name']:<30}{row['median_s'] * 1e3:>10.2f}{row['best_s'] * 1e3:>9.2f}"
+            f"{row['parameters_per_s'] / 1e9:>10.3f}{row['bytes_per_s'] / 1e9:>7.1f}"
+            f"{'' if share is None else format(share, '.2f'):>12}"
+            f"{row['speed_over_torch']:>9.2f}{row['speed_over_adamw_fp32']:>8.2f}"
+        )
+
+
+def parse_count(text: str) -> int:
+    scale = {"K": 1 << 10, "M": 1 << 20}.get(text[-1:].upper(), 1)
+    return int(text if scale == 1 else text[:-1]) * scale
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--numel", type=parse_count, default=24 << 20, help="parameters (24M)")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, torch.get_num_threads()])
+    parser.add_argument("--json", type=Path, help="where to write the figures")
+    options = parser.parse_args()
+
+    arrays = Arrays(options.numel)
+    report = {
+        "question": __doc__.splitlines()[0],
+        "machine": platform.processor() or platform.machine(),
+        "instruction_sets": instruction_sets(),
+        "torch": torch.__version__,
+        "numel": options.numel,
+        "rounds": options.rounds,
+        "load_before": psutil.getloadavg(),
+        "by_threads": {},
+    }
+    for threads in sorted(set(options.threads)):
+        torch.set_num_threads(threads)
+        cases = make_cases(arrays, threads)
+        rows = describe(cases, measure(cases, options.rounds), options.numel)
+        report["by_threads"][threads] = rows
+        print_table(rows, threads)
+    report["load_after"] = psutil.getloadavg()
+    print(
+        f"\nload average {report['load_before'][0]:.1f} before, {report['load_after'][0]:.1f} after"
+    )
+    if options.json:
+        options.json.write_text(json.dumps(report, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

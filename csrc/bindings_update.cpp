@@ -1,0 +1,85 @@
+// infinity._core.update: the optimizer's update over addresses. Checks numbers, not memory: whether
+// an address holds what it should is for infinity/ops to know.
+#include "bindings_update.h"
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include <pybind11/stl.h>
+
+#include "update/update.h"
+
+namespace py = pybind11;
+
+namespace infinity {
+
+namespace {
+
+using update::InstructionSet;
+using update::RuleKernels;
+using update::Span;
+
+// (weight, residual or 0, gradient, (state, ...), numel), addresses as integers.
+using SpanTuple = std::tuple<std::uintptr_t, std::uintptr_t, std::uintptr_t,
+                             std::vector<std::uintptr_t>, std::size_t>;
+
+template <class Pointer>
+Pointer pointer_to(std::uintptr_t address) {
+  return reinterpret_cast<Pointer>(address);  // NOLINT: addresses are what crosses the boundary.
+}
+
+Span to_span(const SpanTuple& fields, const RuleKernels& rule) {
+  const auto& [weight, residual, gradient, states, numel] = fields;
+  if (states.size() != rule.num_states) {
+    throw py::value_error(std::string(rule.name) + " needs " + std::to_string(rule.num_states) +
+                          " arrays of state, got " + std::to_string(states.size()));
+  }
+  Span span{pointer_to<void*>(weight), pointer_to<std::int16_t*>(residual),
+            pointer_to<const void*>(gradient), {}, numel};
+  for (std::size_t i = 0; i < states.size(); ++i) span.states[i] = pointer_to<float*>(states[i]);
+  return span;
+}
+
+std::uint64_t apply(const std::string& rule_name, const std::vector<SpanTuple>& tuples,
+                    const std::vector<float>& coefficients, bool is_split, bool is_gradient_bf16,
+                    float gradient_scale, std::size_t num_threads, const std::string& simd) {
+  const InstructionSet* set = update::find_instruction_set(simd);
+  if (set == nullptr) throw py::value_error("this processor or build has no " + simd);
+  const RuleKernels* rule = update::find_rule(*set, rule_name);
+  if (rule == nullptr) throw py::value_error("there is no rule " + rule_name);
+  if (coefficients.size() != rule->num_coefficients) {
+    throw py::value_error(rule_name + " takes " + std::to_string(rule->num_coefficients) +
+                          " coefficients, got " + std::to_string(coefficients.size()));
+  }
+  std::vector<Span> spans;
+  spans.reserve(tuples.size());
+  for (const SpanTuple& fields : tuples) spans.push_back(to_span(fields, *rule));
+
+  update::Job job;
+  job.rule = rule;
+  job.coefficients = coefficients.data();
+  job.weight_format = is_split ? update::WeightFormat::kSplit : update::WeightFormat::kFp32;
+  job.gradient_format =
+      is_gradient_bf16 ? update::GradientFormat::kBf16 : update::GradientFormat::kFp32;
+  job.gradient_scale = gradient_scale;
+  job.num_threads = num_threads;
+  const py::gil_scoped_release released;
+  return update::apply(job, spans);
+}
+
+}  // namespace
+
+void bind_update(py::module_& module) {
+  auto update = module.def_submodule("update", "The optimizer's update over addresses.");
+  update.def("instruction_sets", [] {
+    std::vector<std::string> names;
+    for (const InstructionSet& set : update::instruction_sets()) names.emplace_back(set.name);
+    return names;
+  });
+  update.def("apply", &apply, py::arg("rule"), py::arg("spans"), py::arg("coefficients"),
+             py::kw_only(), py::arg("is_split"), py::arg("is_gradient_bf16"),
+             py::arg("gradient_scale"), py::arg("num_threads"), py::arg("simd"));
+}
+
+}  // namespace infinity

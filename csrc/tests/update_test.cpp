@@ -1,0 +1,167 @@
+#include "update/update.h"
+
+#include <atomic>
+#include <cstring>
+#include <thread>
+#include <vector>
+
+#include "check.h"
+#include "update/thread_pool.h"
+
+using namespace infinity::update;
+
+namespace {
+
+constexpr float kAdamW[] = {0.9999F, 0.1F, 0.999F, 0.001F, 0.05F, 1e-8F, 0.01F};
+
+// Pseudo-random numbers of all magnitudes, the same in every run; heap arrays of exactly `numel`
+// elements, so that a sanitizer sees one element too many.
+struct State {
+  std::vector<float> weight, gradient, exp_avg, exp_avg_sq;
+  std::vector<std::uint16_t> narrow_weight, narrow_gradient;
+  std::vector<std::int16_t> residual;
+
+  explicit State(std::size_t numel)
+      : weight(numel), gradient(numel), exp_avg(numel), exp_avg_sq(numel), narrow_weight(numel),
+        narrow_gradient(numel), residual(numel) {
+    std::uint32_t seed = 12345;
+    const auto next = [&seed] {
+      seed = seed * 1664525U + 1013904223U;
+      const auto mantissa = static_cast<float>(seed >> 8) / 8388608.0F - 1.0F;
+      return mantissa * ((seed & 0x40U) != 0 ? 1e-20F : 1.0F);
+    };
+    for (std::size_t i = 0; i < numel; ++i) {
+      weight[i] = next();
+      gradient[i] = next();
+      exp_avg[i] = next();
+      exp_avg_sq[i] = next() * weight[i];
+      if (exp_avg_sq[i] < 0) exp_avg_sq[i] = -exp_avg_sq[i];
+      narrow_weight[i] = static_cast<std::uint16_t>(0x3F00U + i % 0x81U);
+      narrow_gradient[i] = static_cast<std::uint16_t>(0x3E00U + i % 0x7DU);
+      residual[i] = static_cast<std::int16_t>(i * 7919U % 65536U);
+    }
+  }
+
+  Span span(WeightFormat weight_format, GradientFormat gradient_format) {
+    Span made{weight.data(), nullptr, gradient.data(), {exp_avg.data(), exp_avg_sq.data()},
+              weight.size()};
+    if (weight_format == WeightFormat::kSplit) {
+      made.weight = narrow_weight.data();
+      made.residual = residual.data();
+    }
+    if (gradient_format == GradientFormat::kBf16) made.gradient = narrow_gradient.data();
+    return made;
+  }
+
+  [[nodiscard]] bool has_bits_of(const State& other) const {
+    return std::memcmp(weight.data(), other.weight.data(), weight.size() * 4) == 0 &&
+           std::memcmp(exp_avg.data(), other.exp_avg.data(), exp_avg.size() * 4) == 0 &&
+           std::memcmp(exp_avg_sq.data(), other.exp_avg_sq.data(), exp_avg_sq.size() * 4) == 0 &&
+           narrow_weight == other.narrow_weight && residual == other.residual;
+  }
+};
+
+std::uint64_t update(State& state, const InstructionSet& set, WeightFormat weight_format,
+                     GradientFormat gradient_format, std::size_t num_threads) {
+  Job job;
+  job.rule = find_rule(set, "adamw");
+  job.coefficients = kAdamW;
+  job.weight_format = weight_format;
+  job.gradient_format = gradient_format;
+  job.gradient_scale = 0.5F;
+  job.num_threads = num_threads;
+  const Span span = state.span(weight_format, gradient_format);
+  return apply(job, {&span, 1});
+}
+
+}  // namespace
+
+TEST(ScalarIsAlwaysThereAndLast) {
+  CHECK(!instruction_sets().empty() && instruction_sets().back().name == "scalar");
+  CHECK(find_instruction_set("") == &instruction_sets().front());
+  CHECK(find_instruction_set("altivec") == nullptr);
+  CHECK(find_rule(*find_instruction_set(""), "no such rule") == nullptr);
+}
+
+TEST(EveryInstructionSetHasTheSameRules) {
+  const KernelTable scalar = find_instruction_set("scalar")->table;
+  for (const InstructionSet& set : instruction_sets()) {
+    CHECK(set.table.num_rules == scalar.num_rules);
+    for (std::size_t i = 0; i < scalar.num_rules; ++i) {
+      CHECK(std::strcmp(set.table.rules[i].name, scalar.rules[i].name) == 0);
+      CHECK(set.table.rules[i].num_coefficients == scalar.rules[i].num_coefficients);
+    }
+  }
+}
+
+TEST(EveryInstructionSetHasTheBitsOfScalarAtEveryLength) {
+  for (const WeightFormat weight_format : {WeightFormat::kFp32, WeightFormat::kSplit}) {
+    for (const GradientFormat gradient_format : {GradientFormat::kFp32, GradientFormat::kBf16}) {
+      for (std::size_t numel = 1; numel < 140; ++numel) {
+        State expected(numel);
+        update(expected, *find_instruction_set("scalar"), weight_format, gradient_format, 1);
+        for (const InstructionSet& set : instruction_sets()) {
+          State found(numel);
+          CHECK(update(found, set, weight_format, gradient_format, 1) == 0);
+          CHECK(found.has_bits_of(expected));
+        }
+      }
+    }
+  }
+}
+
+TEST(ThreadsChangeNoBit) {
+  constexpr std::size_t kNumel = 300'007;
+  State expected(kNumel);
+  const InstructionSet& set = *find_instruction_set("");
+  update(expected, set, WeightFormat::kFp32, GradientFormat::kFp32, 1);
+  for (const std::size_t num_threads : {2U, 3U, 9U}) {
+    State found(kNumel);
+    update(found, set, WeightFormat::kFp32, GradientFormat::kFp32, num_threads);
+    CHECK(found.has_bits_of(expected));
+  }
+}
+
+TEST(PoolCallsEveryItemOnce) {
+  ThreadPool pool;
+  for (std::size_t num_items = 0; num_items < 200; ++num_items) {
+    std::vector<std::atomic<int>> calls(num_items);
+    pool.run(num_items, 1 + num_items % 5, [&](std::size_t item) { ++calls[item]; });
+    for (const std::atomic<int>& count : calls) CHECK(count == 1);
+  }
+}
+
+TEST(PoolUsesNoMoreThreadsThanAllowed) {
+  ThreadPool pool;
+  pool.run(64, 8, [](std::size_t) {});  // More workers exist than the next call may use.
+  for (int round = 0; round < 50; ++round) {
+    std::atomic<int> at_work{0};
+    std::atomic<int> most{0};
+    pool.run(64, 2, [&](std::size_t) {
+      const int now = ++at_work;
+      int before = most;
+      while (now > before && !most.compare_exchange_weak(before, now)) {
+      }
+      std::this_thread::yield();
+      --at_work;
+    });
+    CHECK(most <= 2);
+  }
+}
+
+TEST(PoolTakesCallsFromManyThreads) {
+  ThreadPool pool;
+  std::atomic<int> num_calls{0};
+  std::vector<std::thread> callers;
+  for (int i = 0; i < 4; ++i) {
+    callers.emplace_back([&] {
+      for (int round = 0; round < 100; ++round) {
+        pool.run(10, 3, [&](std::size_t) { ++num_calls; });
+      }
+    });
+  }
+  for (std::thread& caller : callers) caller.join();
+  CHECK(num_calls == 4000);
+}
+
+int main() { return check::run_all_tests(); }

@@ -1,0 +1,31 @@
+// The table of kernels of one instruction set: what each kernels_*.cpp compiles for its own.
+//
+// Everything with code in it is in unnamed namespaces: were it shared between these files, the
+// linker could keep the copy that only the newest processor can run.
+#pragma once
+
+#include <cstddef>
+
+#include "span.h"
+
+namespace infinity::update {
+
+struct RuleKernels {
+  const char* name;
+  std::size_t num_states;
+  std::size_t num_coefficients;
+  Kernel kernels[2][2];  // By WeightFormat, GradientFormat.
+};
+
+struct KernelTable {
+  const RuleKernels* rules;
+  std::size_t num_rules;
+};
+
+// A null table where the compiler could not build for the instruction set.
+[[nodiscard]] KernelTable scalar_kernels() noexcept;
+[[nodiscard]] KernelTable avx2_kernels() noexcept;
+[[nodiscard]] KernelTable avx512_kernels() noexcept;
+[[nodiscard]] KernelTable neon_kernels() noexcept;
+
+}  // namespace infinity::update

@@ -1,0 +1,92 @@
+// Eight elements in a vector: AVX2 and FMA (2013 and later). See lanes_scalar.h.
+#pragma once
+
+#include <immintrin.h>
+
+#include "lanes_pair.h"
+
+namespace infinity::update {
+namespace {
+
+// One vector. Its split weights are stored by pairs (lanes_pair.h).
+struct Avx2Vector {
+  using Float = __m256;
+  using Count = __m256i;  // 32 bits per lane: a call counts fewer than 2^31 elements per lane.
+  static constexpr std::size_t kCount = 8;
+
+  static Float broadcast(float value) { return _mm256_set1_ps(value); }
+  static Float load(const float* source) { return _mm256_loadu_ps(source); }
+  static void store(float* target, Float value) { _mm256_storeu_ps(target, value); }
+
+  static Float add(Float a, Float b) { return _mm256_add_ps(a, b); }
+  static Float sub(Float a, Float b) { return _mm256_sub_ps(a, b); }
+  static Float mul(Float a, Float b) { return _mm256_mul_ps(a, b); }
+  static Float div(Float a, Float b) { return _mm256_div_ps(a, b); }
+  static Float sqrt(Float a) { return _mm256_sqrt_ps(a); }
+  static Float fma(Float a, Float b, Float c) { return _mm256_fmadd_ps(a, b, c); }
+  static Float signed_by(Float a, Float magnitude) {
+    const Float zero = _mm256_setzero_ps();
+    const Float above = _mm256_and_ps(_mm256_cmp_ps(a, zero, _CMP_GT_OQ), magnitude);
+    const Float minus = _mm256_xor_ps(magnitude, _mm256_set1_ps(-0.0F));
+    return _mm256_or_ps(above, _mm256_and_ps(_mm256_cmp_ps(a, zero, _CMP_LT_OQ), minus));
+  }
+
+  // `a` where it is positive infinity, else `b`.
+  static Float keep_infinity(Float a, Float b) {
+    const Float infinity = _mm256_castsi256_ps(_mm256_set1_epi32(0x7F800000));
+    return _mm256_blendv_ps(b, a, _mm256_cmp_ps(a, infinity, _CMP_EQ_OQ));
+  }
+
+  static Float load_bf16(const std::uint16_t* source) {
+    return _mm256_castsi256_ps(widen_high(source));
+  }
+  static Float load_split(const std::uint16_t* weight, const std::int16_t* residual) {
+    const __m256i low = _mm256_cvtepi16_epi32(load_halves(residual));
+    return _mm256_castsi256_ps(_mm256_add_epi32(widen_high(weight), low));
+  }
+  static void store_split(std::uint16_t* weight, std::int16_t* residual, Float first,
+                          Float second) {
+    const __m256i bits[2] = {without_payload(first), without_payload(second)};
+    const __m256i half = _mm256_set1_epi32(0x8000);
+    const __m256i low = _mm256_set1_epi32(0xFFFF);
+    store_halves(weight, _mm256_srli_epi32(_mm256_add_epi32(bits[0], half), 16),
+                 _mm256_srli_epi32(_mm256_add_epi32(bits[1], half), 16));
+    store_halves(residual, _mm256_and_si256(bits[0], low), _mm256_and_si256(bits[1], low));
+  }
+
+  static Count no_count() { return _mm256_setzero_si256(); }
+  static Count count_nonfinite(Count count, Float a) {
+    const __m256i exponent = _mm256_set1_epi32(0x7F800000);
+    const __m256i masked = _mm256_and_si256(_mm256_castps_si256(a), exponent);
+    return _mm256_sub_epi32(count, _mm256_cmpeq_epi32(masked, exponent));
+  }
+  static std::uint64_t total(Count count) {
+    alignas(32) std::uint32_t lanes[kCount];
+    _mm256_store_si256(reinterpret_cast<__m256i*>(lanes), count);
+    std::uint64_t sum = 0;
+    for (const std::uint32_t lane : lanes) sum += lane;
+    return sum;
+  }
+
+ private:
+  static __m128i load_halves(const void* source) {
+    return _mm_loadu_si128(static_cast<const __m128i*>(source));
+  }
+  static __m256i widen_high(const std::uint16_t* source) {
+    return _mm256_slli_epi32(_mm256_cvtepu16_epi32(load_halves(source)), 16);
+  }
+  static __m256i without_payload(Float a) {  // One quiet NaN for all.
+    const Float nan = _mm256_castsi256_ps(_mm256_set1_epi32(static_cast<int>(0xFFC00000U)));
+    const Float is_nan = _mm256_cmp_ps(a, a, _CMP_UNORD_Q);
+    return _mm256_castps_si256(_mm256_blendv_ps(a, nan, is_nan));
+  }
+  // The low half of each lane; the high half must be zero.
+  static void store_halves(void* target, __m256i first, __m256i second) {
+    const __m256i packed = _mm256_packus_epi32(first, second);  // Within each 128 bits.
+    const __m256i ordered = _mm256_permute4x64_epi64(packed, 0b11'01'10'00);
+    _mm256_storeu_si256(static_cast<__m256i*>(target), ordered);
+  }
+};
+
+}  // namespace
+}  // namespace infinity::update

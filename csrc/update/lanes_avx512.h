@@ -1,0 +1,96 @@
+// Sixteen elements in a vector: AVX-512 F, BW, DQ and VL. See lanes_scalar.h.
+#pragma once
+
+#include <immintrin.h>
+
+#include "lanes_pair.h"
+
+namespace infinity::update {
+namespace {
+
+// Which of the 64 halves of two vectors: every second one, from `start`.
+struct Halves {
+  alignas(64) std::uint16_t indexes[32];
+
+  explicit constexpr Halves(unsigned start) : indexes() {
+    for (unsigned i = 0; i < 32; ++i) indexes[i] = static_cast<std::uint16_t>(2 * i + start);
+  }
+};
+inline constexpr Halves kLowHalves(0);
+inline constexpr Halves kHighHalves(1);
+
+// One vector. Its split weights are stored by pairs (lanes_pair.h).
+struct Avx512Vector {
+  using Float = __m512;
+  using Count = std::uint64_t;
+  static constexpr std::size_t kCount = 16;
+
+  static Float broadcast(float value) { return _mm512_set1_ps(value); }
+  static Float load(const float* source) { return _mm512_loadu_ps(source); }
+  static void store(float* target, Float value) { _mm512_storeu_ps(target, value); }
+
+  static Float add(Float a, Float b) { return _mm512_add_ps(a, b); }
+  static Float sub(Float a, Float b) { return _mm512_sub_ps(a, b); }
+  static Float mul(Float a, Float b) { return _mm512_mul_ps(a, b); }
+  static Float div(Float a, Float b) { return _mm512_div_ps(a, b); }
+  static Float sqrt(Float a) { return _mm512_sqrt_ps(a); }
+  static Float fma(Float a, Float b, Float c) { return _mm512_fmadd_ps(a, b, c); }
+  static Float signed_by(Float a, Float magnitude) {
+    const Float zero = _mm512_setzero_ps();
+    const __mmask16 is_above = _mm512_cmp_ps_mask(a, zero, _CMP_GT_OQ);
+    const __mmask16 is_below = _mm512_cmp_ps_mask(a, zero, _CMP_LT_OQ);
+    const Float minus = _mm512_xor_ps(magnitude, _mm512_set1_ps(-0.0F));
+    return _mm512_mask_mov_ps(_mm512_maskz_mov_ps(is_above, magnitude), is_below, minus);
+  }
+
+  // `a` where it is positive infinity, else `b`.
+  static Float keep_infinity(Float a, Float b) {
+    const Float infinity = _mm512_castsi512_ps(_mm512_set1_epi32(0x7F800000));
+    return _mm512_mask_mov_ps(b, _mm512_cmp_ps_mask(a, infinity, _CMP_EQ_OQ), a);
+  }
+
+  static Float load_bf16(const std::uint16_t* source) {
+    return _mm512_castsi512_ps(widen_high(source));
+  }
+  static Float load_split(const std::uint16_t* weight, const std::int16_t* residual) {
+    const __m512i low = _mm512_cvtepi16_epi32(_mm256_loadu_si256(
+        static_cast<const __m256i*>(static_cast<const void*>(residual))));
+    return _mm512_castsi512_ps(_mm512_add_epi32(widen_high(weight), low));
+  }
+  static void store_split(std::uint16_t* weight, std::int16_t* residual, Float first,
+                          Float second) {
+    const __m512i bits[2] = {without_payload(first), without_payload(second)};
+    const __m512i half = _mm512_set1_epi32(0x8000);
+    _mm512_storeu_si512(weight, pick(kHighHalves, _mm512_add_epi32(bits[0], half),
+                                     _mm512_add_epi32(bits[1], half)));
+    _mm512_storeu_si512(residual, pick(kLowHalves, bits[0], bits[1]));
+  }
+
+  static Count no_count() { return 0; }
+  static Count count_nonfinite(Count count, Float a) {
+    constexpr int kNonFinite = 0x81 | 0x18;  // Quiet and signalling NaN, both infinities.
+    const auto mask = static_cast<unsigned>(_mm512_fpclass_ps_mask(a, kNonFinite));
+    return count + static_cast<Count>(__builtin_popcount(mask));
+  }
+  static std::uint64_t total(Count count) { return count; }
+
+ private:
+  static __m512i widen_high(const std::uint16_t* source) {
+    const __m256i halves = _mm256_loadu_si256(
+        static_cast<const __m256i*>(static_cast<const void*>(source)));
+    return _mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16);
+  }
+  // One quiet NaN for all, which this instruction can only make negative.
+  static __m512i without_payload(Float a) {
+    constexpr int kNanToDefault = 0x33;  // Quiet and signalling NaN; all else stays as it is.
+    return _mm512_castps_si512(
+        _mm512_fixupimm_ps(a, a, _mm512_set1_epi32(kNanToDefault), 0));
+  }
+  // 32 halves of the 64 in two vectors.
+  static __m512i pick(const Halves& halves, __m512i first, __m512i second) {
+    return _mm512_permutex2var_epi16(first, _mm512_load_si512(halves.indexes), second);
+  }
+};
+
+}  // namespace
+}  // namespace infinity::update

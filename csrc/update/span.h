@@ -1,0 +1,33 @@
+// What an update works on: addresses and a count of elements. No torch, no Python.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace infinity::update {
+
+inline constexpr std::size_t kMaxStates = 2;
+
+// Elements in one vector of the reference arithmetic. The last `numel % kReferenceLanes` elements of
+// a span are its tail, where torch's kernels round one sum in another order (see rules/adamw.h).
+inline constexpr std::size_t kReferenceLanes = 8;
+
+enum class WeightFormat : unsigned char { kFp32, kSplit };
+enum class GradientFormat : unsigned char { kFp32, kBf16 };
+
+// One tensor, or a part of one that starts at a multiple of kReferenceLanes elements and, unless it
+// is the last part, ends at one. Arrays do not overlap; any alignment of their element is enough.
+struct Span {
+  void* weight = nullptr;            // fp32, or bf16 when split.
+  std::int16_t* residual = nullptr;  // Low half of the fp32 master; split only.
+  const void* gradient = nullptr;    // fp32 or bf16; read only.
+  float* states[kMaxStates] = {};    // As many as the rule has.
+  std::size_t numel = 0;
+};
+
+// Elements [start, stop) of a span; `start` is a multiple of kReferenceLanes. `is_last` when `stop`
+// is the span's end. Returns how many scaled gradients were not finite.
+using Kernel = std::uint64_t (*)(const Span& span, std::size_t start, std::size_t stop,
+                                 bool is_last, const float* coefficients, float gradient_scale);
+
+}  // namespace infinity::update

@@ -1,0 +1,69 @@
+#include "update.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cfenv>
+#include <vector>
+
+#include "thread_pool.h"
+
+namespace infinity::update {
+
+namespace {
+
+// Elements that one thread takes at a time: long enough for prefetchers to run (256 KiB of each fp32
+// stream), short enough that threads end together. A multiple of every vector, so a cut is where
+// an uncut update would have started a vector too.
+constexpr std::size_t kItemNumel = std::size_t{1} << 16;
+static_assert(kItemNumel % kReferenceLanes == 0);
+
+struct Item {
+  const Span* span;
+  std::size_t start;
+  std::size_t stop;
+};
+
+// The IEEE defaults while it lives: torch can set the flushing of denormals on some threads only.
+class DefaultFloatEnvironment {
+ public:
+  DefaultFloatEnvironment() {
+    std::fegetenv(&before_);
+    std::fesetenv(FE_DFL_ENV);
+  }
+  DefaultFloatEnvironment(const DefaultFloatEnvironment&) = delete;
+  DefaultFloatEnvironment& operator=(const DefaultFloatEnvironment&) = delete;
+  ~DefaultFloatEnvironment() { std::fesetenv(&before_); }
+
+ private:
+  std::fenv_t before_{};
+};
+
+}  // namespace
+
+std::uint64_t apply(const Job& job, std::span<const Span> spans) {
+  const Kernel kernel = job.rule->kernels[static_cast<std::size_t>(job.weight_format)]
+                                         [static_cast<std::size_t>(job.gradient_format)];
+  std::vector<Item> items;
+  std::size_t numel = 0;
+  for (const Span& span : spans) {
+    numel += span.numel;
+    for (std::size_t start = 0; start < span.numel; start += kItemNumel) {
+      items.push_back({&span, start, std::min(start + kItemNumel, span.numel)});
+    }
+  }
+  std::atomic<std::uint64_t> nonfinite{0};
+  const auto update_item = [&](std::size_t index) {
+    const Item& item = items[index];
+    const DefaultFloatEnvironment environment;
+    const std::uint64_t found = kernel(*item.span, item.start, item.stop,
+                                       item.stop == item.span->numel, job.coefficients,
+                                       job.gradient_scale);
+    if (found != 0) nonfinite.fetch_add(found, std::memory_order_relaxed);
+  };
+  // Waking a thread costs about what an item does.
+  const std::size_t num_worth = (numel + kItemNumel - 1) / kItemNumel;
+  process_pool().run(items.size(), std::min(job.num_threads, num_worth), update_item);
+  return nonfinite.load();
+}
+
+}  // namespace infinity::update

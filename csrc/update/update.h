@@ -1,0 +1,26 @@
+// The optimizer's update of any number of spans, on a bounded number of threads.
+#pragma once
+
+#include <cstdint>
+#include <span>
+
+#include "dispatch.h"
+#include "span.h"
+
+namespace infinity::update {
+
+struct Job {
+  const RuleKernels* rule = nullptr;
+  const float* coefficients = nullptr;  // As many as the rule has.
+  WeightFormat weight_format = WeightFormat::kFp32;
+  GradientFormat gradient_format = GradientFormat::kFp32;
+  float gradient_scale = 1.0F;  // Gradients are multiplied by it as they are read.
+  std::size_t num_threads = 1;
+};
+
+// Updates every span in place. Returns how many scaled gradients were not finite; they are used as
+// they are. Neither the number of threads nor the instruction set changes a bit of the result, nor
+// does the caller's rounding mode or flushing of denormals. Blocks; holds no lock of the caller's.
+[[nodiscard]] std::uint64_t apply(const Job& job, std::span<const Span> spans);
+
+}  // namespace infinity::update

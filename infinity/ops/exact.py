@@ -1,0 +1,50 @@
+"""Exact fp32 arithmetic that torch has no function for, to write references with."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import torch
+
+
+def fma(a: torch.Tensor | float, b: torch.Tensor | float, c: torch.Tensor | float) -> torch.Tensor:
+    """a * b + c, rounded once to fp32. fp32 tensors, or numbers that are fp32 values; broadcasts.
+
+    The product of two fp32 values is exact in fp64, the sum is not: rounding it to fp64 and then to
+    fp32 would round twice. So the fp64 sum is rounded to odd, which leaves the one bit that the
+    second rounding needs.
+
+    Source: Boldo and Melquiond, "Emulation of FMA and correctly rounded sums: proved algorithms
+    using rounding to odd", 2008, theorem 1.
+    """
+    wide = [torch.as_tensor(x).to(torch.float64) for x in (a, b, c)]
+    product = wide[0] * wide[1]
+    total = product + wide[2]
+    # The exact error of that sum: Knuth's TwoSum.
+    back = total - product
+    error = (product - (total - back)) + (wide[2] - back)
+    bits = total.view(torch.int64)
+    is_inexact_even = (error != 0) & torch.isfinite(total) & torch.isfinite(error) & (bits & 1 == 0)
+    # Toward the error: magnitude up when the signs agree, else down.
+    away = torch.where((error > 0) == (total > 0), 1, -1)
+    odd = (bits + torch.where(is_inexact_even, away, 0)).view(torch.float64)
+    return odd.to(torch.float32)
+
+
+def sqrt(a: torch.Tensor) -> torch.Tensor:
+    """The square root of an fp32 tensor, rounded once, as processors do it.
+
+    torch's own fp32 root comes from a vector library and may be off by one place. The fp64 root is
+    accurate enough: the root of an fp32 value is never closer to the middle of two of them.
+    """
+    return a.to(torch.float64).sqrt().to(torch.float32)
+
+
+def one_minus_product(a: float, b: float) -> float:
+    """1 - a * b, rounded once to fp64, as compilers contract it."""
+    return float(1 - Fraction(a) * Fraction(b))
+
+
+def to_fp32(value: float) -> float:
+    """The nearest fp32 value, infinity beyond its range."""
+    return float(torch.tensor(value, dtype=torch.float64).to(torch.float32))

@@ -1,0 +1,63 @@
+"""The native update: tensors in, addresses to `infinity._core.update`.
+
+Its kernels have the same bits on every instruction set; `INFINITY_SIMD` (avx512, avx2, neon or
+scalar) picks one by hand, for tests.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import torch
+
+from infinity import _core
+from infinity.errors import UnsupportedError
+from infinity.ops.span import Span
+
+SIMD_VARIABLE = "INFINITY_SIMD"
+
+
+def instruction_sets() -> list[str]:
+    """Those that this processor and this build have, the widest first. The first one is used."""
+    return list(_core.update.instruction_sets())
+
+
+def apply_rule(
+    rule: str,
+    spans: Sequence[Span],
+    coefficients: Sequence[float],
+    *,
+    grad_scale: float,
+    threads: int | None,
+) -> int:
+    """Runs a native rule over spans of one format, in place.
+
+    `coefficients` are rounded to fp32. Releases the GIL; `threads` None is torch's number. Returns
+    how many scaled gradients were not finite. Raises UnsupportedError when INFINITY_SIMD names what
+    is not here.
+    """
+    simd = os.environ.get(SIMD_VARIABLE, "")
+    if simd and simd not in instruction_sets():
+        raise UnsupportedError(
+            f"expected {SIMD_VARIABLE} to be one of {', '.join(instruction_sets())} on this "
+            f"machine, got {simd!r}; unset it to use the widest"
+        )
+    if not spans:
+        return 0
+    return _core.update.apply(
+        rule,
+        [_addresses(span) for span in spans],
+        list(coefficients),
+        is_split=spans[0].is_split,
+        is_gradient_bf16=spans[0].gradient.dtype is torch.bfloat16,
+        gradient_scale=grad_scale,
+        num_threads=threads or torch.get_num_threads(),
+        simd=simd,
+    )
+
+
+def _addresses(span: Span) -> tuple[int, int, int, list[int], int]:
+    residual = 0 if span.residual is None else span.residual.data_ptr()
+    states = [state.data_ptr() for state in span.states]
+    return span.weight.data_ptr(), residual, span.gradient.data_ptr(), states, span.weight.numel()

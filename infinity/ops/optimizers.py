@@ -1,0 +1,107 @@
+"""The optimizers there are, and the update of any of them: native, and as a readable reference.
+
+An optimizer is a frozen dataclass of settings in a file of its own (see `adamw.py`) and its rule in
+`csrc/update/rules/`. Both say the same arithmetic, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from infinity.ops.adam import AdamSettings
+from infinity.ops.adamw import AdamWSettings
+from infinity.ops.lion import LionSettings
+from infinity.ops.native import apply_rule
+from infinity.ops.sgd import SGDSettings
+from infinity.ops.span import Span, check_spans
+from infinity.ops.split_master import join, split
+
+REFERENCE_LANES = 8  # Elements in one vector of torch's kernels, whose bits these are.
+_CANONICAL_NAN = torch.tensor(0xFFC00000 - 2**32, dtype=torch.int32).view(torch.float32)
+
+
+class Settings(Protocol):
+    """What one step of one parameter group uses. Frozen and hashable; `step` counts from 1."""
+
+    @property
+    def rule(self) -> str:
+        """Name of the native rule."""
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """The fp32 arrays that a span carries beside weight and gradient."""
+
+    def coefficients(self) -> tuple[float, ...]:
+        """The numbers of the native rule in its order, fp64, rounded to fp32 when used."""
+
+    def reference(
+        self,
+        weight: torch.Tensor,
+        gradient: torch.Tensor,
+        states: Sequence[torch.Tensor],
+        *,
+        is_tail: bool,
+    ) -> tuple[torch.Tensor, ...]:
+        """New weight and new states, from fp32 tensors. `is_tail`: of the last numel % 8."""
+
+
+OPTIMIZERS: dict[str, type[Settings]] = {
+    "adamw": AdamWSettings,
+    "adam": AdamSettings,
+    "sgd": SGDSettings,
+    "lion": LionSettings,
+}
+
+
+def update_(
+    spans: Sequence[Span],
+    settings: Settings,
+    *,
+    grad_scale: float | torch.Tensor = 1.0,
+    threads: int | None = None,
+) -> int:
+    """One step of every span, in place, in one pass over memory.
+
+    Gradients are widened to fp32 and multiplied by `grad_scale` (an fp32 clip factor) as they are
+    read; they are not written. All spans have one format (see Span). A split weight is updated as
+    its fp32 master would be; a master that becomes NaN is kept as the canonical quiet NaN.
+
+    A tensor may be updated in parts that are cut at multiples of `span.CUT_NUMEL` elements. The
+    result does not depend on that, on `threads` (None: torch's number) or on the instruction set.
+    Returns how many scaled gradients were not finite; those are used as they are. Raises
+    ConfigError for arrays of wrong dtype, length or layout.
+    """
+    check_spans(spans, settings.state_names)
+    return apply_rule(
+        settings.rule, spans, settings.coefficients(), grad_scale=float(grad_scale), threads=threads
+    )
+
+
+def reference_update_(
+    spans: Sequence[Span], settings: Settings, *, grad_scale: float | torch.Tensor = 1.0
+) -> int:
+    """`update_` in torch operations, readable and slow: what the native kernels must equal."""
+    check_spans(spans, settings.state_names)
+    return sum(_reference_span_(span, settings, float(grad_scale)) for span in spans)
+
+
+def _reference_span_(span: Span, settings: Settings, grad_scale: float) -> int:
+    gradient = span.gradient.to(torch.float32) * grad_scale
+    weight = span.weight if span.residual is None else join(span.weight, span.residual)
+    body = weight.numel() - weight.numel() % REFERENCE_LANES
+    for part, is_tail in ((slice(0, body), False), (slice(body, None), True)):
+        states = [state[part] for state in span.states]
+        new_weight, *new_states = settings.reference(
+            weight[part], gradient[part], states, is_tail=is_tail
+        )
+        for state, new_state in zip(states, new_states, strict=True):
+            state.copy_(new_state)
+        if span.residual is None:
+            span.weight[part] = new_weight
+        else:
+            master = torch.where(torch.isnan(new_weight), _CANONICAL_NAN, new_weight)
+            span.weight[part], span.residual[part] = split(master)
+    return int((~torch.isfinite(gradient)).sum())

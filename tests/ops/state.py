@@ -1,0 +1,113 @@
+"""Random spans of every format and range of values, and comparisons of their bits."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from infinity.ops.adam import AdamSettings
+from infinity.ops.adamw import AdamWSettings
+from infinity.ops.lion import LionSettings
+from infinity.ops.optimizers import Settings
+from infinity.ops.sgd import SGDSettings
+from infinity.ops.span import Span
+from infinity.ops.split_master import split
+
+RANGES = ("ordinary", "wide", "any bits")
+
+
+def random_fp32(numel: int, source: torch.Generator, values: str) -> Tensor:
+    """`wide` spans the exponents, denormals included; `any bits` has infinities and NaNs too."""
+    if values == "any bits":
+        bits = torch.randint(-(2**31), 2**31, (numel,), generator=source)
+        return bits.to(torch.int32).view(torch.float32)
+    numbers = torch.randn(numel, generator=source)
+    if values == "wide":
+        numbers *= 10.0 ** torch.randint(-44, 10, (numel,), generator=source)
+        numbers[torch.rand(numel, generator=source) < 0.05] = 0.0
+        numbers[torch.rand(numel, generator=source) < 0.05] *= -0.0
+    return numbers
+
+
+def make_span(
+    numel: int,
+    seed: int,
+    settings: Settings,
+    *,
+    values: str = "ordinary",
+    is_split: bool = False,
+    gradient_dtype: torch.dtype = torch.float32,
+) -> Span:
+    source = torch.Generator().manual_seed(seed)
+    weight, gradient = (random_fp32(numel, source, values) for _ in range(2))
+    states = tuple(random_fp32(numel, source, values) for _ in settings.state_names)
+    if len(states) == 2 and values != "any bits":
+        states[1].abs_()
+    residual = None
+    if is_split:
+        weight, residual = split(weight)
+    return Span(weight, gradient.to(gradient_dtype), states, residual)
+
+
+def arrays(span: Span) -> list[Tensor]:
+    each = [span.weight, span.gradient, *span.states]
+    return each if span.residual is None else [*each, span.residual]
+
+
+def clone(span: Span) -> Span:
+    return part(span, 0, span.weight.numel(), copy=True)
+
+
+def part(span: Span, start: int, stop: int, *, copy: bool = False) -> Span:
+    def cut(array: Tensor) -> Tensor:
+        return array[start:stop].clone() if copy else array[start:stop]
+
+    residual = None if span.residual is None else cut(span.residual)
+    return Span(
+        cut(span.weight), cut(span.gradient), tuple(cut(each) for each in span.states), residual
+    )
+
+
+def bits(array: Tensor) -> Tensor:
+    """As integers. Which of the NaNs it is depends on the order of operands: one stands for all."""
+    if not array.is_floating_point():
+        return array
+    canonical = torch.where(torch.isnan(array), torch.full_like(array, float("nan")), array)
+    return canonical.view(torch.int32 if array.dtype is torch.float32 else torch.int16)
+
+
+def assert_same_bits(ours: Span, theirs: Span) -> None:
+    for name, a, b in zip(
+        ("weight", "gradient", "state or residual", "state or residual", "residual"),
+        arrays(ours),
+        arrays(theirs),
+        strict=False,
+    ):
+        differs = (bits(a) != bits(b)).nonzero().flatten().tolist()
+        assert not differs, f"{name} of {a.numel()} differs at {differs[:8]}"
+
+
+_rates = st.sampled_from([0.0, 1e-5, 3.7e-4, 0.1, 0.7])
+_decays = st.sampled_from([0.0, 0.01, 0.1, 0.3])
+_steps = st.sampled_from([1, 2, 3, 10, 1000, 123_456])
+_betas = st.sampled_from([0.0, 0.123, 0.3, 0.5, 0.9, 0.99])
+_betas2 = st.sampled_from([0.0, 0.5, 0.95, 0.999, 0.9999999])
+_eps = st.sampled_from([0.0, 1e-8, 1e-5])
+
+adamws = st.builds(
+    AdamWSettings, lr=_rates, beta1=_betas, beta2=_betas2, eps=_eps, weight_decay=_decays,
+    step=_steps,
+)  # fmt: skip
+adams = st.builds(
+    AdamSettings, lr=_rates, beta1=_betas, beta2=_betas2, eps=_eps, weight_decay=_decays,
+    step=_steps,
+)  # fmt: skip
+sgds = st.builds(
+    SGDSettings, lr=_rates, momentum=st.sampled_from([0.0, 0.5, 0.9]),
+    dampening=st.sampled_from([0.0, 0.1]), weight_decay=_decays, nesterov=st.booleans(),
+    step=_steps,
+)  # fmt: skip
+lions = st.builds(
+    LionSettings, lr=_rates, beta1=_betas, beta2=_betas, weight_decay=_decays, step=_steps
+)
