@@ -240,7 +240,7 @@ class Schedule(Section):
         'before it is used next, overlapped with the forward; "at_step" all of them at once. Never '
         "changes a result.",
     )
-    update_chunk: Annotated[int, Size(minimum=PAGE_NBYTES, multiple=PAGE_NBYTES)] = Field(
+    update_chunk: Annotated[int, Size(minimum=2 * PAGE_NBYTES, multiple=2 * PAGE_NBYTES)] = Field(
         16 * MIB, description="Bytes of each kind of state that one move of the optimizer takes."
     )
 

@@ -20,7 +20,7 @@ from infinity.engine.engine import _ENGINES, Engine, Machinery, Site, Slot
 from infinity.engine.gradients import STAGED_NBYTES, Gradients
 from infinity.engine.handles import Handle
 from infinity.engine.initialise import initialise
-from infinity.engine.master import MasterWriter
+from infinity.engine.master import Masters
 from infinity.engine.update import Updater
 from infinity.errors import CapacityError, ConfigError, UnsupportedError
 from infinity.observe import Counters
@@ -346,8 +346,10 @@ def _assemble(
         updater.reclaim,
     ):
         pool.add_reclaimer(reclaim)
-    master = MasterWriter(store, pool)
-    return Machinery(store, pool, device, executor, gradients, updater, master, counters, resources)
+    masters = Masters(store, pool)
+    return Machinery(
+        store, pool, device, executor, gradients, updater, masters, counters, resources
+    )
 
 
 def _open_volume(

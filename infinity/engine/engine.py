@@ -22,7 +22,7 @@ from torch import nn
 
 from infinity.config import SwapConfig
 from infinity.engine.discover import Alias
-from infinity.engine.gradients import Gradients
+from infinity.engine.gradients import Gradients, in_memory_order
 from infinity.engine.handles import Handle, find_handles, replace_handles
 from infinity.engine.hooks import (
     OUTSIDE_BACKWARD,
@@ -34,13 +34,13 @@ from infinity.engine.hooks import (
     detach_from_parameters,
     nodes_since,
 )
-from infinity.engine.master import MasterWriter
+from infinity.engine.master import Masters
 from infinity.engine.update import StepRecord, Updater
 from infinity.errors import InfinityError, ParameterNotResident, UnsupportedError
 from infinity.observe import Counters
 from infinity.schedule.executor import Executor
 from infinity.state.store import StateStore
-from infinity.state.units import Piece, TensorSpec, Unit
+from infinity.state.units import Piece, TensorSpec, Unit, weight_of
 from infinity.storage.engine import Priority
 from infinity.tiers.device import DeviceAdapter
 from infinity.tiers.pool import HostPool
@@ -110,7 +110,7 @@ class Machinery:
     executor: Executor
     gradients: Gradients
     updater: Updater
-    master: MasterWriter
+    masters: Masters
     counters: Counters
     resources: ExitStack  # Closes device, volume, storage engine and arena, in that order.
 
@@ -152,6 +152,7 @@ class Engine:
         self._by_unit: dict[int, list[Slot]] = {}
         self._regions: set[int] = set()
         self._dirty: set[int] = set()  # Units changed on the device and not absorbed yet.
+        self._before: dict[Slot, torch.Tensor] = {}  # Weights as they were lent for changing.
         self._finished: set[int] = set()  # Units the running backward has left.
         self._warned: set[str] = set()
         self._is_in_pass = False  # The model's forward is running: its own code may change weights.
@@ -474,13 +475,18 @@ class Engine:
         """A copy on the host: the compute dtype, or with `master` the fp32 value it is rounded
         from."""
         slot = self._slot(name)
-        if master and slot.unit.has_master and slot.spec.state_offset >= 0:
-            with self._lock:
-                self._quiesce()
-                return self.parts.master.read(slot.unit, slot.spec)
-        with self._holding([slot.unit.index]):
-            copy = slot.compute.detach().to("cpu", copy=True)
-        return copy.float() if master and copy.is_floating_point() else copy
+        spec = slot.spec
+        with self._lock:
+            with self._holding([slot.unit.index]):
+                copy = slot.compute.detach().to("cpu", copy=True)
+            if not master or not copy.is_floating_point():
+                return copy
+            if self.parts.masters.has(slot.unit, spec):
+                self.parts.updater.finish_writes()
+                narrow = in_memory_order(copy, spec)
+                wide = self.parts.masters.read(slot.unit, spec, narrow)
+                return wide.as_strided(spec.facts.shape, spec.facts.stride)
+            return copy.float()
 
     def _take_loaded(
         self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *unused: Any
@@ -517,13 +523,12 @@ class Engine:
         whole = len(values) == len(unit.tensors)
         weights = self._executor.check_out(unit.index, read=not whole)
         for spec, value in values.items():
-            start, stop = spec.weight_offset_nbytes, spec.weight_offset_nbytes + spec.weight_nbytes
-            flat = weights[start:stop].view(spec.facts.dtype)
-            flat.as_strided(spec.facts.shape, spec.facts.stride).copy_(value)
+            flat = in_memory_order(value.detach().cpu(), spec)
+            if self.parts.masters.has(unit, spec):
+                self.parts.masters.write(unit, spec, weight_of(weights, spec), flat)
+            else:
+                weight_of(weights, spec).copy_(flat)
         self._executor.check_in(unit.index, dirty_nbytes=unit.weight_nbytes, write_now=False)
-        for spec, value in values.items():
-            if unit.has_master and spec.state_offset >= 0:
-                self.parts.master.write(unit, spec, value)
 
     def fill(self, unit: Unit) -> None:
         """Writes one unit's original parameters, those that have memory, to its tiers."""
@@ -540,13 +545,17 @@ class Engine:
         """Weights that were changed on the device become the unit's state."""
         self._dirty.discard(unit)
         self._executor.absorb(unit)
-        facts = self.parts.store.units[unit]
-        if facts.has_master:
-            self.parts.updater.finish_writes()
-            weights = self._executor.check_out(unit, read=True)
-            for spec in facts.trainable():
-                self.parts.master.follow(facts, spec, weights)
-            self._executor.check_in(unit, dirty_nbytes=facts.weight_nbytes, write_now=False)
+        facts, masters = self.parts.store.units[unit], self.parts.masters
+        with_master = [s for s in self._by_unit[unit] if masters.has(facts, s.spec)]
+        if not with_master:
+            return
+        self.parts.updater.finish_writes()
+        weights = self._executor.check_out(unit, read=True)
+        for slot in with_master:
+            before = self._before.pop(slot, None)
+            if before is not None or slot.compute._version != slot.version:
+                masters.follow(facts, slot.spec, weight_of(weights, slot.spec), before)
+        self._executor.check_in(unit, dirty_nbytes=facts.weight_nbytes, write_now=False)
 
     def flush(self) -> None:
         """Waits until all state is where it rests."""
@@ -581,7 +590,7 @@ class Engine:
         lent: list[Slot] = []
         try:
             if modify:
-                self._dirty.update(units)
+                self._lend_for_changing(units)
             for slot in slots:
                 if slot.compute.grad is None and self._gradients.has(slot.spec):
                     gradient = self.read_gradient(slot.name)
@@ -593,6 +602,14 @@ class Engine:
             for slot in lent:
                 slot.compute.grad = None
             self.leave(units)
+
+    def _lend_for_changing(self, units: list[int]) -> None:
+        self._dirty.update(units)
+        for unit in units:
+            for slot in self._by_unit[unit]:
+                if self.parts.masters.has(slot.unit, slot.spec) and slot not in self._before:
+                    copy = slot.compute.detach().to("cpu", copy=True)
+                    self._before[slot] = in_memory_order(copy, slot.spec)
 
     def slots_of(self, what: nn.Module | Iterable[torch.Tensor]) -> list[Slot]:
         """The slots of a module's parameters, or of given parameters (either face)."""

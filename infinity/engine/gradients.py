@@ -57,7 +57,7 @@ class Gradients:
         self._buffers: dict[Unit, _Buffer] = {}
         self._in_use: Unit | None = None  # Its buffer must not be reclaimed now.
         self._copies: list[Copy] = []
-        # Clip factors of a step whose gradients are still kept and rest out of reach.
+        # Clip factors of a step whose gradients are still kept, not applied to them yet.
         self._scales: dict[TensorSpec, torch.Tensor] = {}
 
     # -- In ----------------------------------------------------------------------------------------
@@ -73,7 +73,7 @@ class Gradients:
         if spec.numel == 0:
             self._present[spec] = None
             return
-        flat = _in_memory_order(gradient.detach(), spec)
+        flat = in_memory_order(gradient.detach(), spec)
         self._norms.pop(spec, None)
         home = self._store.home(unit, Piece.GRADIENTS)
         with torch.no_grad():
@@ -118,6 +118,7 @@ class Gradients:
         """The unit's gradients where the host can add to them: fp32 (state_numel,)."""
         resting = self._store.resting(unit, Piece.GRADIENTS)
         if resting is not None:
+            self._rescale_resting(unit, resting)
             return resting.view(torch.float32)
         buffer = self._buffers.get(unit)
         if buffer is None:
@@ -212,7 +213,7 @@ class Gradients:
         if spec in self._scales and not isinstance(
             self._store.home(unit, Piece.GRADIENTS), DeviceHome
         ):
-            self._array(unit)  # Brings them in and applies what the last step left for later.
+            self._array(unit)  # Applies what the last step left for later.
         if spec not in self._norms:
             self.finish_copies()
             home = self._store.home(unit, Piece.GRADIENTS)
@@ -244,11 +245,10 @@ class Gradients:
     # -- After a step ------------------------------------------------------------------------------
 
     def note_clipped(self, unit: Unit, scale: torch.Tensor) -> None:
-        """The update multiplied this unit's gradients by `scale`, maybe in a copy it threw away."""
-        rests_out_of_reach = self._store.resting(unit, Piece.GRADIENTS) is None
+        """The update used this unit's gradients times `scale`; who looks at them shall see that."""
         for spec in unit.trainable():
             self._norms.pop(spec, None)
-            if rests_out_of_reach and spec in self._present:
+            if spec in self._present:
                 self._scales[spec] = scale
 
     def forget(self, spec: TensorSpec) -> None:
@@ -277,8 +277,8 @@ def _shaped(flat: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
     return flat.as_strided(spec.facts.shape, spec.facts.stride)
 
 
-def _in_memory_order(gradient: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
-    """The gradient's elements as they lie in memory when it has the parameter's strides."""
+def in_memory_order(gradient: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    """A tensor's elements as they lie in memory when it has the parameter's strides: flat."""
     if gradient.stride() != spec.facts.stride:
         laid_out = torch.empty_strided(
             spec.facts.shape, spec.facts.stride, dtype=gradient.dtype, device=gradient.device

@@ -1,4 +1,7 @@
-"""Reading and writing the fp32 master copy of single tensors, outside the optimizer's stream."""
+"""The fp32 value behind a narrower parameter, tensor by tensor, outside the optimizer's stream.
+
+Beside bf16 it is kept as a residual, beside fp16 as the whole value (`Unit.master_dtype`).
+"""
 
 from __future__ import annotations
 
@@ -7,57 +10,88 @@ from contextlib import contextmanager
 
 import torch
 
+from infinity.ops.split_master import join, split
 from infinity.sizes import PAGE_NBYTES, align_down, align_up
 from infinity.state.store import StateStore
-from infinity.state.units import STATE_ITEM_NBYTES, Piece, TensorSpec, Unit
+from infinity.state.units import Piece, TensorSpec, Unit
 from infinity.storage.engine import Priority
 from infinity.tiers.pool import HostPool
 
+# Splitting makes a few temporaries of the elements it works on.
+_SPLIT_NUMEL = 1 << 22
 
-class MasterWriter:
-    """Masters of trainable tensors of units that have them. Called under the engine's lock."""
+
+class Masters:
+    """Masters of trainable tensors. Called under the engine's lock.
+
+    `narrow` is always the tensor's weight on the host, flat, in memory order and in its own dtype.
+    """
 
     def __init__(self, store: StateStore, pool: HostPool) -> None:
         self._store = store
         self._pool = pool
 
-    def read(self, unit: Unit, spec: TensorSpec) -> torch.Tensor:
-        """A copy: fp32, the parameter's shape, on the host."""
+    @staticmethod
+    def has(unit: Unit, spec: TensorSpec) -> bool:
+        """Whether the weight alone is not the fp32 value."""
+        is_narrow = spec.facts.dtype is not torch.float32
+        return unit.master_dtype is not None and spec.state_offset >= 0 and is_narrow
+
+    def read(self, unit: Unit, spec: TensorSpec, narrow: torch.Tensor) -> torch.Tensor:
+        """A copy of the fp32 value: flat, on the host."""
         with self._lent(unit, spec, keep=False) as flat:
-            return flat.clone().as_strided(spec.facts.shape, spec.facts.stride)
+            return join(narrow, flat) if unit.has_residual else flat.clone()
 
-    def write(self, unit: Unit, spec: TensorSpec, value: torch.Tensor) -> None:
+    def write(
+        self, unit: Unit, spec: TensorSpec, narrow: torch.Tensor, value: torch.Tensor
+    ) -> None:
+        """Makes a flat host tensor of any float dtype the value; `narrow` becomes its rounding."""
         with self._lent(unit, spec, keep=True) as flat:
-            flat.as_strided(spec.facts.shape, spec.facts.stride).copy_(value)
+            for start in range(0, spec.numel, _SPLIT_NUMEL):
+                part = slice(start, start + _SPLIT_NUMEL)
+                wide = value[part].to(torch.float32)
+                if unit.has_residual:
+                    narrow[part], flat[part] = split(wide)
+                else:
+                    narrow[part] = flat[part] = wide
 
-    def follow(self, unit: Unit, spec: TensorSpec, weights: torch.Tensor) -> None:
-        """Takes over weights that were changed; where they still are the rounded master, it
-        stays."""
-        start = spec.weight_offset_nbytes
-        narrow = weights[start : start + spec.weight_nbytes].view(spec.facts.dtype)
+    def follow(
+        self, unit: Unit, spec: TensorSpec, narrow: torch.Tensor, before: torch.Tensor | None
+    ) -> None:
+        """Takes over a weight that was changed; the value of an element that was not stays.
+
+        `before` is the weight as it was, where it is known: of a split master every element counts
+        as changed without it.
+        """
         with self._lent(unit, spec, keep=True) as flat:
-            unchanged = flat.to(narrow.dtype) == narrow
-            flat.copy_(torch.where(unchanged, flat, narrow.float()))
+            if not unit.has_residual:
+                unchanged = flat.to(narrow.dtype) == narrow
+                flat.copy_(torch.where(unchanged, flat, narrow.float()))
+            elif before is None:
+                flat.zero_()
+            else:
+                flat.masked_fill_(narrow.view(torch.int16) != before.view(torch.int16), 0)
 
     @contextmanager
     def _lent(self, unit: Unit, spec: TensorSpec, *, keep: bool) -> Iterator[torch.Tensor]:
-        """The tensor's master as flat fp32; what is changed goes back when `keep`."""
-        start = spec.state_offset * STATE_ITEM_NBYTES
-        stop = start + spec.numel * STATE_ITEM_NBYTES
+        """The tensor's part of the master piece, flat; what is changed goes back when `keep`."""
+        assert unit.master_dtype is not None
+        start = unit.nbytes(Piece.MASTER, spec.state_offset)
+        stop = start + unit.nbytes(Piece.MASTER, spec.numel)
         resting = self._store.resting(unit, Piece.MASTER)
         if resting is not None:
-            yield resting[start:stop].view(torch.float32)
+            yield resting[start:stop].view(unit.master_dtype)
             return
         low, high = align_down(start, PAGE_NBYTES), align_up(stop, PAGE_NBYTES)
         if low == high:
-            yield torch.empty(0)
+            yield torch.empty(0, dtype=unit.master_dtype)
             return
         block = self._pool.require(high - low, f"master of {spec.name}")
         try:
             place = {"offset_nbytes": low, "nbytes": high - low}
             read = self._store.read(unit, Piece.MASTER, block, priority=Priority.STATE, **place)
             read.wait()
-            yield self._pool.tensor(block)[start - low : stop - low].view(torch.float32)
+            yield self._pool.tensor(block)[start - low : stop - low].view(unit.master_dtype)
             if keep:
                 self._store.write(unit, Piece.MASTER, block, **place).wait()
         finally:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -27,7 +27,8 @@ import torch
 from infinity.engine.gradients import Gradients
 from infinity.errors import InfinityError, StorageError
 from infinity.observe import Counters
-from infinity.ops.adamw import AdamWSettings, adamw_
+from infinity.ops.optimizers import Settings, step_
+from infinity.ops.span import Span
 from infinity.schedule.executor import Executor
 from infinity.state.store import StateStore, Transfer
 from infinity.state.units import Chunk, Piece, Slice, TensorSpec, Unit, chunk_unit
@@ -42,7 +43,7 @@ _STATE_PIECES = (Piece.GRADIENTS, Piece.EXP_AVG, Piece.EXP_AVG_SQ, Piece.MASTER)
 class StepRecord:
     """Everything one optimizer step decided: what each parameter's update needs to know."""
 
-    settings: Mapping[TensorSpec, AdamWSettings]  # Only parameters that have a gradient.
+    settings: Mapping[TensorSpec, Settings]  # Only parameters that have a gradient.
     clip_factor: torch.Tensor | None  # fp32 scalar that gradients are multiplied by.
 
 
@@ -64,7 +65,7 @@ class _Berth:
 
 @dataclass(eq=False, slots=True)
 class _Stage:
-    """One chunk in memory, or on its way there: fp32 arrays of the chunk's length, by piece."""
+    """One chunk in memory, or on its way there: arrays of the chunk's length, by piece."""
 
     chunk: Chunk
     berth: _Berth | None
@@ -336,9 +337,10 @@ class Updater:
 
     @staticmethod
     def _overwrites_all(unit: Unit, record: StepRecord) -> bool:
-        """With a master copy every weight is written and none is read, unless some are left
+        """With a whole master every weight is written and none is read, unless some are left
         alone."""
-        return unit.has_master and all(spec in record.settings for spec in unit.tensors)
+        is_whole = unit.master_dtype is torch.float32
+        return is_whole and all(spec in record.settings for spec in unit.tensors)
 
     # -- Chunks ----------------------------------------------------------------------------------
 
@@ -355,8 +357,9 @@ class Updater:
         stage = _Stage(chunk, berth, {})
         try:
             for piece in _STATE_PIECES:
-                if self._store.home(chunk.unit, piece) is not None:
-                    stage.arrays[piece] = self._bring(stage, piece).view(torch.float32)
+                dtype = chunk.unit.dtype(piece)
+                if dtype is not None:
+                    stage.arrays[piece] = self._bring(stage, piece).view(dtype)
         except BaseException:
             self._moor(stage)
             raise
@@ -365,9 +368,10 @@ class Updater:
     def _bring(self, stage: _Stage, piece: Piece) -> torch.Tensor:
         """The chunk's bytes of a piece: where they rest, or being read into the berth."""
         chunk, berth = stage.chunk, stage.berth
+        offset_nbytes, nbytes = chunk.offset_nbytes(piece), chunk.nbytes(piece)
         resting = self._store.resting(chunk.unit, piece)
         if resting is not None:
-            return resting[chunk.offset_nbytes : chunk.offset_nbytes + chunk.nbytes]
+            return resting[offset_nbytes : offset_nbytes + nbytes]
         assert berth is not None
         block = berth.parts[piece]
         berth.transfers.append(
@@ -376,11 +380,11 @@ class Updater:
                 piece,
                 block,
                 priority=Priority.STATE,
-                offset_nbytes=chunk.offset_nbytes,
-                nbytes=chunk.nbytes,
+                offset_nbytes=offset_nbytes,
+                nbytes=nbytes,
             )
         )
-        return self._pool.tensor(block)[: chunk.nbytes]
+        return self._pool.tensor(block)[:nbytes]
 
     def _await_reads(self, stage: _Stage) -> None:
         if stage.berth is not None:
@@ -388,37 +392,17 @@ class Updater:
 
     def _compute(self, stage: _Stage, weights: torch.Tensor, record: StepRecord) -> None:
         with self._counters.timed("update_s"), torch.no_grad():
-            groups: dict[AdamWSettings, list[Slice]] = {}
+            # The native update takes spans of one rule, setting and format at a time.
+            groups: dict[tuple[Settings, torch.dtype], list[Slice]] = {}
             for part in stage.chunk.slices:
-                groups.setdefault(record.settings[part.tensor], []).append(part)
-            for settings, slices in groups.items():
-                self._step_group(stage, weights, settings, slices, record.clip_factor)
-
-    def _step_group(
-        self,
-        stage: _Stage,
-        weights: torch.Tensor,
-        settings: AdamWSettings,
-        slices: Sequence[Slice],
-        clip_factor: torch.Tensor | None,
-    ) -> None:
-        def parts(piece: Piece) -> list[torch.Tensor]:
-            array, origin = stage.arrays[piece], stage.chunk.start
-            return [
-                array[s.state_start - origin : s.state_start - origin + s.stop - s.start]
-                for s in slices
-            ]
-
-        narrow = [_weight_slice(weights, part) for part in slices]
-        masters = parts(Piece.MASTER) if stage.chunk.unit.has_master else narrow
-        gradients = parts(Piece.GRADIENTS)
-        if clip_factor is not None:
-            for gradient in gradients:
-                gradient.mul_(clip_factor)
-        adamw_(masters, gradients, parts(Piece.EXP_AVG), parts(Piece.EXP_AVG_SQ), settings)
-        if masters is not narrow:
-            for weight, master in zip(narrow, masters, strict=True):
-                weight.copy_(master)
+                group = record.settings[part.tensor], part.tensor.facts.dtype
+                groups.setdefault(group, []).append(part)
+            for (settings, _), slices in groups.items():
+                spans = [_span(stage, weights, part) for part in slices]
+                step_(spans, settings, grad_scale=record.clip_factor)
+                if stage.chunk.unit.master_dtype is torch.float32:
+                    for span, part in zip(spans, slices, strict=True):
+                        _weight_slice(weights, part).copy_(span.weight)
 
     def _write_back(self, stage: _Stage) -> None:
         chunk = stage.chunk
@@ -431,10 +415,26 @@ class Updater:
                     chunk.unit,
                     piece,
                     stage.berth.parts[piece],
-                    offset_nbytes=chunk.offset_nbytes,
-                    nbytes=chunk.nbytes,
+                    offset_nbytes=chunk.offset_nbytes(piece),
+                    nbytes=chunk.nbytes(piece),
                 )
             )
+
+
+def _span(stage: _Stage, weights: torch.Tensor, part: Slice) -> Span:
+    """A slice's arrays: fp32 weight, or bf16 weight with its residual, or fp32 master."""
+    start = part.state_start - stage.chunk.start
+    stop = start + part.stop - part.start
+    arrays = {piece: array[start:stop] for piece, array in stage.arrays.items()}
+    weight = _weight_slice(weights, part)
+    if stage.chunk.unit.master_dtype is torch.float32:
+        weight = arrays[Piece.MASTER]
+    return Span(
+        weight=weight,
+        gradient=arrays[Piece.GRADIENTS],
+        states=(arrays[Piece.EXP_AVG], arrays[Piece.EXP_AVG_SQ]),
+        residual=arrays[Piece.MASTER] if weight.dtype is torch.bfloat16 else None,
+    )
 
 
 def _key(chunk: Chunk) -> tuple[int, int]:

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 
 from infinity.ops.adam import AdamSettings
-from infinity.ops.adamw import AdamWSettings
+from infinity.ops.adamw import AdamWSettings, has_torch_bits, torch_adamw_
 from infinity.ops.lion import LionSettings
 from infinity.ops.native import apply_rule
 from infinity.ops.sgd import SGDSettings
@@ -78,6 +78,22 @@ def update_(
     return apply_rule(
         settings.rule, spans, settings.coefficients(), grad_scale=float(grad_scale), threads=threads
     )
+
+
+def step_(
+    spans: Sequence[Span], settings: Settings, *, grad_scale: torch.Tensor | None = None
+) -> None:
+    """`update_` with the bits of this torch: where its AdamW rounds otherwise than the native one
+    (another processor, another build), fp32 spans go through torch's own kernel."""
+    is_native = not isinstance(settings, AdamWSettings) or has_torch_bits()
+    if is_native or spans[0].is_split:
+        update_(spans, settings, grad_scale=1.0 if grad_scale is None else grad_scale)
+        return
+    gradients = [span.gradient.float() for span in spans]
+    if grad_scale is not None:
+        gradients = [gradient * grad_scale for gradient in gradients]
+    exp_avgs, exp_avg_sqs = zip(*(span.states for span in spans), strict=True)
+    torch_adamw_([span.weight for span in spans], gradients, exp_avgs, exp_avg_sqs, settings)
 
 
 def reference_update_(

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from infinity.errors import CapacityError
 from infinity.sizes import HUGE_PAGE_NBYTES, PAGE_NBYTES, align_down, align_up, format_nbytes
-from infinity.state.units import Piece, Unit
+from infinity.state.units import STATE_GRANULE, STATE_ITEM_NBYTES, Piece, Unit
 from infinity.tiers.ranges import rounded_nbytes
 
 # By traffic per step: parameters move twice per micro-batch, gradients once, the rest once a step.
@@ -151,14 +151,15 @@ def plan_berths(free_nbytes: int, chunk_nbytes: int, *, unit_nbytes: int) -> tup
     less, three smaller berths (one being read, one updated, one written), and fewer when chunks
     would get too small. Worked example: chunks of 16 MiB and units of 48 MiB want 6 berths of 4 x
     16 MiB; 512 MiB free allow 4 of them; 8 MiB free give 3 berths with chunks of 8 / 12 MiB, in
-    whole pages.
+    whole granules.
     """
     if free_nbytes >= HUGE_PAGE_NBYTES:
         free_nbytes = align_down(free_nbytes, HUGE_PAGE_NBYTES)
-    chunk_nbytes = min(chunk_nbytes, align_up(max(unit_nbytes, 1), PAGE_NBYTES))
+    granule_nbytes = STATE_GRANULE * STATE_ITEM_NBYTES
+    chunk_nbytes = min(chunk_nbytes, align_up(max(unit_nbytes, 1), granule_nbytes))
     smallest_nbytes = min(chunk_nbytes, _SMALLEST_CHUNK_NBYTES)
     pieces = len(_STATE_PIECES)
-    share_nbytes = align_down(free_nbytes // (_LEAST_BERTHS * pieces), PAGE_NBYTES)
+    share_nbytes = align_down(free_nbytes // (_LEAST_BERTHS * pieces), granule_nbytes)
     if share_nbytes < smallest_nbytes:
         return smallest_nbytes, max(1, free_nbytes // (pieces * smallest_nbytes))
     if share_nbytes < chunk_nbytes:

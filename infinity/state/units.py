@@ -7,8 +7,11 @@ ones. Everything here is a pure function of shapes and dtypes.
 Layout of a unit (docs/formats/unit.md):
   parameters   every tensor in its own dtype, trainable ones first, then, on a page of their own,
                the frozen ones; each tensor starts at a multiple of TENSOR_ALIGNMENT_NBYTES
-  master, exp_avg, exp_avg_sq, gradients
-               fp32 arrays over the trainable tensors only, all four with the same element offsets
+  exp_avg, exp_avg_sq, gradients
+               fp32 arrays over the trainable tensors only, all with the same element offsets
+  master       what the parameters lack of their fp32 master, at the same element offsets: a 16-bit
+               residual beside bf16 parameters (docs/formats/split_master.md), beside fp16 ones all
+               of the fp32 value, beside fp32 ones nothing
 """
 
 from __future__ import annotations
@@ -27,6 +30,8 @@ TENSOR_ALIGNMENT_NBYTES = 256
 # are.
 STATE_ALIGNMENT = TENSOR_ALIGNMENT_NBYTES // 4
 STATE_ITEM_NBYTES = 4
+# Chunks are cut at multiples of this many elements: whole pages also of a 16-bit array.
+STATE_GRANULE = PAGE_NBYTES // 2
 
 _TRAINABLE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -35,7 +40,7 @@ class Piece(StrEnum):
     """One contiguous run of bytes of a unit."""
 
     PARAMETERS = "parameters"  # what the forward reads, in the compute dtype
-    MASTER = "master"  # fp32 copy that the optimizer updates, when parameters are narrower
+    MASTER = "master"  # what narrower parameters lack of the fp32 value that is updated
     EXP_AVG = "exp_avg"  # first moment
     EXP_AVG_SQ = "exp_avg_sq"  # second moment
     GRADIENTS = "gradients"  # fp32, summed over the backward passes of a step
@@ -85,15 +90,25 @@ class Unit:
     trainable_nbytes: int  # The head of `parameters` that an update rewrites, in whole pages.
     weight_nbytes: int
     state_numel: int
-    has_master: bool
+    master_dtype: torch.dtype | None  # int16: a residual; fp32: the whole value; None: no master.
 
-    def nbytes(self, piece: Piece) -> int:
-        """Bytes of the piece; 0 when the unit has none of it."""
+    @property
+    def has_residual(self) -> bool:
+        return self.master_dtype is torch.int16
+
+    def dtype(self, piece: Piece) -> torch.dtype | None:
+        """Of the elements of a piece of state; None when the unit has none of it."""
+        return self.master_dtype if piece is Piece.MASTER else torch.float32
+
+    def nbytes(self, piece: Piece, numel: int | None = None) -> int:
+        """Bytes of the piece, or of `numel` elements of a piece of state; 0 when the unit has none
+        of it."""
         if piece is Piece.PARAMETERS:
             return self.weight_nbytes
-        if piece is Piece.MASTER and not self.has_master:
-            return 0
-        return self.state_numel * STATE_ITEM_NBYTES
+        dtype = self.dtype(piece)
+        return (
+            0 if dtype is None else dtype.itemsize * (self.state_numel if numel is None else numel)
+        )
 
     def trainable(self) -> Iterator[TensorSpec]:
         return (tensor for tensor in self.tensors if tensor.state_offset >= 0)
@@ -129,11 +144,16 @@ def layout_unit(index: int, name: str, tensors: Sequence[TensorFacts]) -> Unit:
         weight_nbytes=align_up(
             max(offset_nbytes, 1), PAGE_NBYTES
         ),  # Empty tensors need a place too.
-        state_numel=align_up(state_offset, PAGE_NBYTES // STATE_ITEM_NBYTES),
-        has_master=any(
-            spec.state_offset >= 0 and spec.facts.dtype is not torch.float32 for spec in specs
-        ),
+        state_numel=align_up(state_offset, STATE_GRANULE),
+        master_dtype=_master_dtype({spec.facts.dtype for spec in specs if spec.state_offset >= 0}),
     )
+
+
+def _master_dtype(dtypes: set[torch.dtype]) -> torch.dtype | None:
+    """One format for the unit: fp16 has no residual of 16 bits, fp32 beside bf16 leaves it zero."""
+    if torch.float16 in dtypes:
+        return torch.float32
+    return torch.int16 if torch.bfloat16 in dtypes else None
 
 
 def _place(facts: TensorFacts, offset_nbytes: int, state_offset: int) -> TensorSpec:
@@ -141,6 +161,12 @@ def _place(facts: TensorFacts, offset_nbytes: int, state_offset: int) -> TensorS
     for extent in facts.shape:
         numel *= extent
     return TensorSpec(facts, numel, offset_nbytes, state_offset)
+
+
+def weight_of(weights: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    """One tensor among a unit's weight bytes (uint8): flat, in memory order and its own dtype."""
+    start = spec.weight_offset_nbytes
+    return weights[start : start + spec.weight_nbytes].view(spec.facts.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,30 +184,28 @@ class Slice:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Elements [start, stop) of a unit's fp32 arrays, and the slices of tensors within."""
+    """Elements [start, stop) of a unit's arrays of state, and the slices of tensors within."""
 
     unit: Unit
     start: int
     stop: int
     slices: tuple[Slice, ...]
 
-    @property
-    def offset_nbytes(self) -> int:
-        return self.start * STATE_ITEM_NBYTES
+    def offset_nbytes(self, piece: Piece) -> int:
+        return self.unit.nbytes(piece, self.start)
 
-    @property
-    def nbytes(self) -> int:
-        return (self.stop - self.start) * STATE_ITEM_NBYTES
+    def nbytes(self, piece: Piece) -> int:
+        return self.unit.nbytes(piece, self.stop - self.start)
 
 
 def chunk_unit(unit: Unit, chunk_nbytes: int) -> Iterator[Chunk]:
-    """Cuts a unit's fp32 arrays into chunks of at most `chunk_nbytes`, in whole pages.
+    """Cuts a unit's arrays of state into chunks of at most `chunk_nbytes` of fp32.
 
-    Worked example: with pages of 1024 elements, 2500 elements (padded to 3072) and chunks of
-    8 KiB (2048 elements) give [0, 2048) and [2048, 3072).
+    Worked example: with granules of 2048 elements, 5000 elements (padded to 6144) and chunks of
+    16 KiB (4096 elements) give [0, 4096) and [4096, 6144).
     """
-    assert chunk_nbytes >= PAGE_NBYTES and chunk_nbytes % PAGE_NBYTES == 0
     step = chunk_nbytes // STATE_ITEM_NBYTES
+    assert step >= STATE_GRANULE and step % STATE_GRANULE == 0
     for start in range(0, unit.state_numel, step):
         stop = min(start + step, unit.state_numel)
         slices = []

@@ -17,11 +17,12 @@ from infinity.state.placement import (
     resting_nbytes,
     smallest_working_nbytes,
 )
-from infinity.state.units import STATE_ITEM_NBYTES, Piece, Unit
+from infinity.state.units import STATE_GRANULE, STATE_ITEM_NBYTES, Piece, Unit
 from infinity.tiers.ranges import rounded_nbytes
 
 from .strategies import units
 
+GRANULE_NBYTES = STATE_GRANULE * STATE_ITEM_NBYTES
 KINDS = ("parameters", "gradients", "master", "moments")  # From what travels most to what least.
 TIERS = ("device", "host", "nvme")
 
@@ -143,7 +144,7 @@ def test_with_nvme_in_every_list_nothing_is_refused(
     units=units(),
     preferences=preferences,
     held=st.integers(0, 1 << 20),
-    chunk=st.integers(1, 64).map(lambda pages: pages * PAGE_NBYTES),
+    chunk=st.integers(1, 32).map(lambda granules: granules * GRANULE_NBYTES),
 )
 @settings(max_examples=150, deadline=None)
 def test_working_memory_holds_what_it_must(
@@ -168,15 +169,15 @@ def test_working_memory_holds_what_it_must(
 
 @given(
     free=st.integers(0, 1 << 34),
-    configured=st.integers(1, 1 << 20).map(lambda n: n * PAGE_NBYTES),
+    configured=st.integers(1, 1 << 19).map(lambda n: n * GRANULE_NBYTES),
     unit=st.integers(0, 1 << 30).map(lambda n: n * STATE_ITEM_NBYTES),
 )
 @settings(max_examples=300, deadline=None)
 def test_berths_fit_what_is_free_and_are_whole_pages(free: int, configured: int, unit: int) -> None:
     berth_nbytes, berths = plan_berths(free, configured, unit_nbytes=unit)
-    assert berth_nbytes % PAGE_NBYTES == 0
+    assert berth_nbytes % GRANULE_NBYTES == 0
     assert 0 < berth_nbytes <= configured and berths >= 1
-    assert berth_nbytes < max(unit, 1) + PAGE_NBYTES
+    assert berth_nbytes < max(unit, 1) + GRANULE_NBYTES
     if berths > 1:
         assert 4 * berths * berth_nbytes <= free
     if berths > 3:

@@ -56,7 +56,9 @@ def test_order_and_facts_are_kept(facts: list[TensorFacts]) -> None:
     assert [spec.facts for spec in unit.tensors] == trainable + frozen
     assert [spec.facts for spec in unit.trainable()] == trainable
     assert all(spec.numel == torch.Size(spec.facts.shape).numel() for spec in unit.tensors)
-    assert unit.has_master == any(each.dtype is not torch.float32 for each in trainable)
+    dtypes = {each.dtype for each in trainable}
+    narrow = torch.int16 if torch.bfloat16 in dtypes else None
+    assert unit.master_dtype is (torch.float32 if torch.float16 in dtypes else narrow)
 
 
 @given(facts=facts_lists())
@@ -78,7 +80,9 @@ def test_every_state_element_belongs_to_one_trainable_tensor_at_most(
     for piece in STATE_PIECES:
         assert unit.nbytes(piece) == 4 * unit.state_numel
         assert unit.nbytes(piece) % PAGE_NBYTES == 0
-    assert unit.nbytes(Piece.MASTER) == (4 * unit.state_numel if unit.has_master else 0)
+    item_nbytes = 0 if unit.master_dtype is None else unit.master_dtype.itemsize
+    assert unit.nbytes(Piece.MASTER) == item_nbytes * unit.state_numel
+    assert unit.nbytes(Piece.MASTER) % PAGE_NBYTES == 0
     assert unit.nbytes(Piece.PARAMETERS) == unit.weight_nbytes
 
 
@@ -90,12 +94,14 @@ def test_chunks_cover_every_element_once_in_order(
     unit = layout_unit(0, "unit", facts)
     covered = torch.zeros(unit.state_numel, dtype=torch.int32)
     stop = 0
-    for chunk in chunk_unit(unit, chunk_pages * PAGE_NBYTES):
+    for chunk in chunk_unit(unit, 2 * chunk_pages * PAGE_NBYTES):
         assert chunk.unit is unit
         assert chunk.start == stop, "a gap or an overlap"
         stop = chunk.stop
-        assert 0 < chunk.nbytes <= chunk_pages * PAGE_NBYTES
-        assert chunk.offset_nbytes % PAGE_NBYTES == 0 and chunk.nbytes % PAGE_NBYTES == 0
+        assert 0 < chunk.nbytes(Piece.EXP_AVG) <= 2 * chunk_pages * PAGE_NBYTES
+        for piece in (Piece.EXP_AVG, Piece.MASTER, Piece.GRADIENTS):
+            assert chunk.offset_nbytes(piece) % PAGE_NBYTES == 0
+            assert chunk.nbytes(piece) % PAGE_NBYTES == 0
         for part in chunk.slices:
             assert 0 <= part.start < part.stop <= part.tensor.numel
             assert chunk.start <= part.state_start
