@@ -1,6 +1,6 @@
 // infinity._core: the library in io/ and the arena, as Python sees them.
 //
-// The only file with pybind11, and the only one that throws. Blocking calls release the GIL and
+// Only this file and bindings_update.cpp have pybind11 and throw. Blocking calls release the GIL and
 // look for signals every 50 ms. No thread of ours ever runs Python code.
 #include <cerrno>
 #include <chrono>
