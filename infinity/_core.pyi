@@ -1,7 +1,7 @@
 """Native part of infinity: the I/O engine, the arena and its windows. Use `infinity.storage`."""
 
 from collections.abc import Iterable
-from typing import TypedDict, final
+from typing import Any, TypedDict, final
 
 HAS_URING: bool
 
@@ -17,6 +17,12 @@ class LaneInfo(TypedDict):
     has_registered_buffers: bool
     has_registered_files: bool
     register_buffers_errno: int
+    num_pending: int
+    num_in_flight: int
+    num_cancelled: int
+    cpu_s: float
+    stall_s: float
+    queue_wait: list[int]
 
 def probe_uring() -> UringProbe: ...
 def can_remap() -> bool: ...
@@ -50,6 +56,7 @@ class Window:
 @final
 class Ticket:
     def done(self) -> bool: ...
+    def cancel(self) -> bool: ...
     def wait(self, timeout_s: float | None = None) -> None: ...
 
 @final
@@ -61,15 +68,22 @@ class Engine:
         block_nbytes: int,
         queue_depth: int,
         num_threads: int,
+        max_pending: int,
     ) -> None: ...
     def open(self, path: str, direct: bool) -> int: ...
     def close_file(self, file: int) -> None: ...
     def alignment_nbytes(self, file: int) -> int: ...
     def submit(
-        self, is_write: bool, segments: Iterable[tuple[int, int, int, int]], priority: int
+        self,
+        is_write: bool,
+        segments: Iterable[tuple[int, int, int, int]],
+        priority: int,
+        timeout_s: float | None = None,
     ) -> Ticket: ...
     def sync(self, file: int) -> None: ...
     def drain(self, timeout_s: float | None = None) -> bool: ...
     def close(self) -> None: ...
-    def stats(self) -> list[tuple[int, str, int, int, int, int, int, int, int, float]]: ...
+    def stats(self) -> list[tuple[Any, ...]]:
+        """Fields of `FileStats` in order, the two histograms as lists of counts."""
+
     def lanes(self) -> list[LaneInfo]: ...

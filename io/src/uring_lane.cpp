@@ -36,9 +36,9 @@ struct Slot {
 class UringLane final : public Lane {
  public:
   explicit UringLane(const Options& options)
-      : Lane(options), slots_(options.queue_depth), file_slots_(kNumFileSlots, nullptr) {
+      : Lane(options), slots_(max_in_flight()), file_slots_(kNumFileSlots, nullptr) {
     free_slots_.reserve(slots_.size());
-    for (std::uint32_t slot = 0; slot < options.queue_depth; ++slot) free_slots_.push_back(slot);
+    for (std::uint32_t slot = 0; slot < slots_.size(); ++slot) free_slots_.push_back(slot);
   }
 
   Error start() override {
@@ -78,14 +78,13 @@ class UringLane final : public Lane {
   }
 
  private:
-  static void* body(void* self) noexcept {
-    static_cast<UringLane*>(self)->run();
-    return nullptr;
-  }
+  static void body(void* self) noexcept { static_cast<UringLane*>(self)->run(); }
 
   void wake() noexcept override {
     if (is_asleep_) notify();
   }
+
+  std::chrono::nanoseconds cpu() const noexcept override { return thread_.cpu(); }
 
   void notify() noexcept {
     is_asleep_ = false;
@@ -167,7 +166,7 @@ class UringLane final : public Lane {
     const bool is_unused = free_slots_.size() == slots_.size();
     if (is_stopping_ && is_unused) return false;
     if (!is_wake_armed_) arm_wake();
-    is_asleep_ = !free_slots_.empty();
+    is_asleep_ = !free_slots_.empty() && !is_full();
     return true;
   }
 

@@ -154,12 +154,12 @@ def test_forward_read_overtakes_queued_writes(
 ) -> None:
     """A demand read waits for the blocks in flight at most, not for the queue.
 
-    Method: queue 100 write-backs of eight blocks, then one read of one block.
+    Method: queue 100 write-backs of eight blocks, then one read of one block elsewhere.
     """
     file = engine.open(make_file(MIB), direct=True)
     segment = Segment(file, 0, arena.address, 8 * BLOCK_NBYTES)
     writes = [engine.submit("write", [segment], Priority.WRITE_BACK) for _ in range(100)]
-    target = Segment(file, 0, arena.address + 4 * MIB, BLOCK_NBYTES)
+    target = Segment(file, 512 * KIB, arena.address + 4 * MIB, BLOCK_NBYTES)
     engine.submit("read", [target], Priority.FORWARD).wait()
     num_done = sum(write.done() for write in writes)
     assert num_done < 50, f"{num_done} of 100 writes went first"
@@ -170,12 +170,15 @@ def test_forward_read_overtakes_queued_writes(
 def test_priorities_are_served_in_order(open_any, native_name, arena, make_file) -> None:
     """Most urgent first, oldest first within one class.
 
-    Method: one block in flight at a time, and a plug that holds the device while six writes queue
-    up. The write that should go n-th covers pages n and up, so page n must keep its mark.
+    Method: one block in flight at a time, and a plug that holds the device while six reads queue
+    up. The read that should go n-th brings pages marked n to memory pages n and up, so page n must
+    keep its mark.
     """
+    marks = b"".join(bytes([rank]) * 6 * PAGE_NBYTES for rank in range(6))
     engine = open_any(native_name, queue_depth=1, num_threads=1, block_nbytes=16 * MIB)
-    file = engine.open(make_file(16 * MIB), direct=True)
-    engine.submit("read", [Segment(file, 0, arena.address, 16 * MIB)], Priority.FORWARD)
+    file = engine.open(make_file(marks + bytes(16 * MIB)), direct=True)
+    plug = Segment(file, len(marks), arena.address, 16 * MIB)
+    engine.submit("read", [plug], Priority.FORWARD)
     queued = [
         (0, Priority.FORWARD),
         (4, Priority.STATE),
@@ -184,16 +187,14 @@ def test_priorities_are_served_in_order(open_any, native_name, arena, make_file)
         (3, Priority.BACKWARD),
         (2, Priority.FORWARD),
     ]
+    memory = arena.address + 16 * MIB
     for rank, priority in queued:
         nbytes = (6 - rank) * PAGE_NBYTES
-        start = 16 * MIB + rank * BLOCK_NBYTES
-        arena.memory(start, nbytes)[:] = bytes([rank]) * nbytes
-        where = Segment(file, rank * PAGE_NBYTES, arena.address + start, nbytes)
-        engine.submit("write", [where], priority)
+        where = Segment(file, rank * 6 * PAGE_NBYTES, memory + rank * PAGE_NBYTES, nbytes)
+        engine.submit("read", [where], priority)
     engine.drain()
-    whole = Segment(file, 0, arena.address, 6 * PAGE_NBYTES)
-    engine.submit("read", [whole], Priority.FORWARD).wait()
-    assert [arena.memory(rank * PAGE_NBYTES, 1)[0] for rank in range(6)] == list(range(6))
+    seen = [arena.memory(16 * MIB + rank * PAGE_NBYTES, 1)[0] for rank in range(6)]
+    assert seen == list(range(6))
 
 
 def test_write_back_is_not_starved_by_reads(

@@ -48,7 +48,9 @@ def build() -> Path:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("subject", ["block", "block_queue", "engine", "arena"])
+@pytest.mark.parametrize(
+    "subject", ["block", "block_queue", "engine", "fault", "histogram", "order", "queue", "arena"]
+)
 def test_native_suite_passes_under_sanitizers(build: Path, subject: str) -> None:
     printed = run(
         find_tool("ctest"), "--output-on-failure", "--no-tests=error", "-R", f"^{subject}_test$",
