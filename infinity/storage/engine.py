@@ -142,7 +142,8 @@ def open_engine(
     `arena` is registered with the rings when the memlock limit permits, and kept alive by the
     engine. `queue_depth` counts blocks of `block_nbytes` in flight per device; smaller ones are
     issued until they weigh the same. `num_threads` threads serve one device in the thread engine.
-    `max_pending` bounds the unfinished requests per device and priority. The environment variable INFINITY_IO_ENGINE overrides "auto" only.
+    `max_pending` bounds the unfinished requests per device and priority. The environment variable
+    INFINITY_IO_ENGINE overrides "auto" only.
     Raises UnsupportedError when `name` is "io_uring" and the kernel refuses it.
     """
     # Here, not above: the protocol can be imported without the native module.
