@@ -7,6 +7,7 @@
 #include <cstring>
 #include <memory>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include <unistd.h>
@@ -15,6 +16,7 @@
 #include <pybind11/stl.h>
 
 #include "arena.h"
+#include "infinity_io/crc32c.h"
 #include "infinity_io/engine.h"
 #include "infinity_io/probe.h"
 
@@ -332,6 +334,43 @@ py::dict probe_uring() {
   return found;
 }
 
+const void* pages_at(std::uintptr_t address, std::size_t nbytes) {
+  if (nbytes % io::kChecksumPageNbytes != 0) {
+    throw py::value_error(std::to_string(nbytes) + " bytes are not a multiple of 4096");
+  }
+  return reinterpret_cast<const void*>(address);  // NOLINT: addresses come as integers.
+}
+
+py::bytes crc32c_pages(std::uintptr_t address, std::size_t nbytes) {
+  const void* pages = pages_at(address, nbytes);
+  std::vector<std::uint32_t> checksums(nbytes / io::kChecksumPageNbytes);
+  {
+    const py::gil_scoped_release released;
+    io::crc32c_pages(pages, checksums.size(), checksums.data());
+  }
+  return {reinterpret_cast<const char*>(checksums.data()), checksums.size() * sizeof checksums[0]};
+}
+
+// -1: every page has the checksum that is expected.
+py::ssize_t first_bad_page(std::uintptr_t address, std::size_t nbytes, const py::bytes& expected) {
+  const void* pages = pages_at(address, nbytes);
+  const std::size_t num_pages = nbytes / io::kChecksumPageNbytes;
+  const std::string_view raw = expected;
+  if (raw.size() != num_pages * sizeof(std::uint32_t)) {
+    throw py::value_error("expected 4 bytes of checksum per page");
+  }
+  std::vector<std::uint32_t> checksums(num_pages);
+  std::memcpy(checksums.data(), raw.data(), raw.size());
+  const py::gil_scoped_release released;
+  const std::size_t bad = io::first_bad_page(pages, num_pages, checksums.data());
+  return bad == num_pages ? -1 : static_cast<py::ssize_t>(bad);
+}
+
+py::bytes crc32c_of_zeros() {
+  const std::vector<unsigned char> zeros(io::kChecksumPageNbytes);
+  return crc32c_pages(reinterpret_cast<std::uintptr_t>(zeros.data()), zeros.size());
+}
+
 }  // namespace
 
 }  // namespace infinity
@@ -342,6 +381,10 @@ PYBIND11_MODULE(_core, module) {
   module.attr("HAS_URING") = io::built_with_uring();
   module.def("probe_uring", &probe_uring);
   module.def("can_remap", &can_remap);
+  module.def("crc32c_pages", &crc32c_pages, py::arg("address"), py::arg("nbytes"));
+  module.def("first_bad_page", &first_bad_page, py::arg("address"), py::arg("nbytes"),
+             py::arg("expected"));
+  module.def("crc32c_of_zeros", &crc32c_of_zeros);
   module.def(
       "direct_alignment",
       [](int fd) {

@@ -29,6 +29,15 @@ def can_remap() -> bool: ...
 def direct_alignment(fd: int) -> tuple[int, int]:
     """Memory and offset alignment of an open file in bytes; (0, 0) when the kernel does not say."""
 
+def crc32c_pages(address: int, nbytes: int) -> bytes:
+    """CRC32C of each page of 4096 bytes, 4 bytes each, in native order."""
+
+def first_bad_page(address: int, nbytes: int, expected: bytes) -> int:
+    """Index of the first page without the expected checksum; -1 when there is none."""
+
+def crc32c_of_zeros() -> bytes:
+    """The checksum of a page of zeros, 4 bytes."""
+
 @final
 class Arena:
     def __init__(self, capacity_nbytes: int, huge_pages: bool, num_threads: int) -> None: ...

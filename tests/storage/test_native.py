@@ -49,7 +49,8 @@ def build() -> Path:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    "subject", ["block", "block_queue", "engine", "fault", "histogram", "order", "queue", "arena"]
+    "subject",
+    ["block", "block_queue", "crc32c", "engine", "fault", "histogram", "order", "queue", "arena"],
 )
 def test_native_suite_passes_under_sanitizers(build: Path, subject: str) -> None:
     printed = run(
