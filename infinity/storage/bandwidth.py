@@ -19,7 +19,7 @@ _NUM_ROUNDS = 2
 
 
 def measure_bandwidth(engine: StorageEngine, file: int) -> float:
-    """Bytes per second of writing and reading the first 32 MiB of an open file, the better of two rounds.
+    """Bytes per second of writing and reading the first 32 MiB of a file, better of two rounds.
 
     The file must have that length, and nobody may need what is in it. Raises StorageError.
     """
@@ -27,7 +27,7 @@ def measure_bandwidth(engine: StorageEngine, file: int) -> float:
         anchor = ctypes.c_char.from_buffer(memory)
         sample = [Segment(file, 0, ctypes.addressof(anchor), SAMPLE_NBYTES)]
         try:
-            # Unwritten extents are slow to write and free to read, so the first write is for nothing.
+            # Not counted: extents that were never written are slow to write.
             engine.submit("write", sample, Priority.STATE).wait()
             best_s = min(_round_trip_s(engine, sample) for _ in range(_NUM_ROUNDS))
         finally:

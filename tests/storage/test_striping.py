@@ -15,7 +15,7 @@ from infinity.storage.engine import Priority
 from infinity.storage.volume import Volume, VolumePath
 from infinity.testing.throttled_engine import ThrottledEngine
 
-FAST, SLOW = 240e6, 60e6  # Bytes per second: far below what the drive under the test can do.
+FAST, SLOW = 160e6, 40e6  # Bytes per second: far below what the drive under the test can do.
 
 
 @pytest.fixture
@@ -40,7 +40,9 @@ def rate_of(volume: Volume, arena: Arena, nbytes: int) -> float:
 def test_two_paths_of_unequal_speed_add_up(open_any, native_name, arena, drives) -> None:
     """Within 10 % of the sum of both, found out by measuring them. Evenly striped, the fast one
     would wait for the slow one: 40 % of the sum."""
-    engine = ThrottledEngine(open_any(native_name), dict(zip(drives, (FAST, SLOW), strict=True)))
+    engine = ThrottledEngine(
+        open_any(native_name, block_nbytes=MIB), dict(zip(drives, (FAST, SLOW), strict=True))
+    )
     with Volume(engine, paths_of(drives, None, None), stripe_nbytes=256 * KIB) as volume:
         assert volume.weights[0] / volume.weights[1] == pytest.approx(FAST / SLOW, rel=0.1)
         assert rate_of(volume, arena, 32 * MIB) > 0.9 * (FAST + SLOW)
@@ -86,6 +88,6 @@ def test_paths_too_small_to_be_measured_are_equal(open_any, drives) -> None:
 
 
 def test_measured_bandwidth_is_that_of_the_path(open_any, make_file, tmp_path) -> None:
-    engine = ThrottledEngine(open_any("threads"), {str(tmp_path): 500e6})
+    engine = ThrottledEngine(open_any("threads", block_nbytes=MIB), {str(tmp_path): 100e6})
     file = engine.open(make_file(SAMPLE_NBYTES), direct=True)
-    assert measure_bandwidth(engine, file) == pytest.approx(500e6, rel=0.1)
+    assert measure_bandwidth(engine, file) == pytest.approx(100e6, rel=0.1)
