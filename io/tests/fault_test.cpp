@@ -17,7 +17,7 @@ struct Kind {
 };
 
 constexpr std::int64_t kShort = 1 << 20;
-constexpr std::uint64_t kFileNbytes = 512 * kKiB;
+constexpr std::uint64_t kFileNbytes = 256 * kKiB;
 
 constexpr Kind kKinds[] = {
     {"EIO", -EIO, 1, EIO},           {"ENOSPC", -ENOSPC, 1, ENOSPC},
@@ -97,7 +97,7 @@ TEST(EveryAnswerOfTheKernelMayBeBad) {
         CHECK(kind.repeats > 1 || outcome.has_failed == (kind.expected != 0));
       }
       std::printf("  %s: %llu rungs\n", kind.name, static_cast<unsigned long long>(rung - 1));
-      CHECK(rung > 32);  // 16 blocks each way.
+      CHECK(rung > 16);  // Eight blocks each way.
       CHECK(has_failed == (kind.expected != 0));
     }
   });
