@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <tuple>
 #include <utility>
 
 #include <fcntl.h>
@@ -154,7 +155,12 @@ Result<std::uint32_t> Engine::alignment_nbytes(std::int32_t id) const {
 Result<Ticket> Engine::build(Operation operation, std::span<const Segment> segments,
                              Priority priority) const {
   auto request = std::make_shared<Request>();
-  for (const Segment& segment : segments) {
+  // In the order of the file, where neighbours become one block or one command of the device.
+  std::vector<Segment> sorted(segments.begin(), segments.end());
+  std::stable_sort(sorted.begin(), sorted.end(), [](const Segment& a, const Segment& b) {
+    return std::tie(a.file, a.offset_nbytes) < std::tie(b.file, b.offset_nbytes);
+  });
+  for (const Segment& segment : sorted) {
     const std::shared_ptr<File> file = find(segment.file);
     if (file == nullptr) return bad_file(operation, segment.file);
     if (const char* detail = misalignment(segment, *file)) {

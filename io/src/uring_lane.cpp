@@ -102,7 +102,7 @@ class UringLane final : public Lane {
     }
     if (code != 0) return;
     while (fill()) {
-      const int answer = io_uring_submit_and_wait(&ring_, 1);
+      const int answer = io_uring_submit_and_wait(&ring_, num_to_await());
       if (answer < 0 && !is_passing(answer)) {
         break_down(-answer);
         break;
@@ -110,6 +110,13 @@ class UringLane final : public Lane {
       if (reap() == 0 && answer == -EAGAIN) back_off();
     }
     tear_down();
+  }
+
+  // While the window is full of small blocks, a quarter of them is replaced at a time: fewer system
+  // calls, and neighbours that are submitted together become one command of the device.
+  [[nodiscard]] unsigned num_to_await() const noexcept {
+    const std::size_t num_in_flight = slots_.size() - free_slots_.size();
+    return is_window_full_ ? static_cast<unsigned>(std::max<std::size_t>(1, num_in_flight / 4)) : 1;
   }
 
   [[nodiscard]] int set_up() noexcept {
@@ -166,7 +173,8 @@ class UringLane final : public Lane {
     const bool is_unused = free_slots_.size() == slots_.size();
     if (is_stopping_ && is_unused) return false;
     if (!is_wake_armed_) arm_wake();
-    is_asleep_ = !free_slots_.empty() && !is_full();
+    is_window_full_ = free_slots_.empty() || is_full();
+    is_asleep_ = !is_window_full_;
     return true;
   }
 
@@ -307,6 +315,7 @@ class UringLane final : public Lane {
   bool has_buffers_ = false;
   bool has_files_ = false;
   bool is_wake_armed_ = false;
+  bool is_window_full_ = false;
   std::vector<Slot> slots_;
   std::vector<std::uint32_t> free_slots_;
   std::vector<File*> file_slots_;
