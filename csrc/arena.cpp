@@ -103,8 +103,7 @@ int reserve_again(std::uintptr_t address, std::size_t nbytes) noexcept {
 int move_pages(std::uintptr_t from, std::size_t nbytes, std::uintptr_t to) noexcept {
   void* got = mremap(pointer(from), nbytes, nbytes,
                      MREMAP_MAYMOVE | MREMAP_FIXED | MREMAP_DONTUNMAP, pointer(to));
-  if (got == MAP_FAILED) return errno;
-  return reserve_again(from, nbytes);
+  return got == MAP_FAILED ? errno : 0;
 }
 
 bool is_range(std::size_t offset, std::size_t nbytes, std::size_t capacity) noexcept {
@@ -158,7 +157,13 @@ int Window::open(std::size_t capacity_nbytes) noexcept {
   if (address == 0) return errno;
   address_ = address;
   capacity_nbytes_ = capacity_nbytes;
-  return 0;
+  poison_.open(capacity_nbytes);
+  return empty(0, capacity_nbytes);
+}
+
+int Window::empty(std::size_t offset_nbytes, std::size_t nbytes) const noexcept {
+  if (poison_.cover(address_, offset_nbytes, nbytes) == 0) return 0;
+  return reserve_again(address_ + offset_nbytes, nbytes);
 }
 
 int Window::map(Arena& arena, std::size_t arena_offset_nbytes, std::size_t nbytes,
@@ -175,6 +180,7 @@ int Window::map(Arena& arena, std::size_t arena_offset_nbytes, std::size_t nbyte
   const int code = move_pages(arena.address_ + arena_offset_nbytes, nbytes,
                               address_ + window_offset_nbytes);
   if (code != 0) return code;
+  if (const int left = reserve_again(arena.address_ + arena_offset_nbytes, nbytes)) return left;
   arena.away_.emplace(arena_offset_nbytes, nbytes);
   mapped_.emplace(window_offset_nbytes, Mapped{nbytes, &arena, arena_offset_nbytes});
   return 0;
@@ -191,6 +197,7 @@ int Window::unmap(Arena& arena, std::size_t arena_offset_nbytes, std::size_t nby
   const int code = move_pages(address_ + window_offset_nbytes, nbytes,
                               arena.address_ + arena_offset_nbytes);
   if (code != 0) return code;
+  if (const int left = empty(window_offset_nbytes, nbytes)) return left;
   mapped_.erase(mapped);
   arena.away_.erase(arena_offset_nbytes);
   return 0;

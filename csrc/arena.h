@@ -3,14 +3,20 @@
 // Note "moving pages". A window is reserved address space. map() moves the page table entries of an
 // arena range into it with mremap(MREMAP_DONTUNMAP), unmap() moves them back: no byte is copied and
 // the physical pages stay the same, so a registration of the arena with a ring or a GPU stays
-// right. What is left behind, on either side, is made PROT_NONE: a stray touch faults instead of
-// reading zeros, and a ring that tried to register a hole would be refused instead of pinning the
-// wrong pages.
+// right.
+//
+// What is left behind in the arena is made PROT_NONE: only the tiers use its addresses, a stray
+// touch is their bug and faults, and a ring that tried to register a hole is refused instead of
+// pinning the wrong pages. What is left behind in the window is poison (poison.h): tensors of the
+// user may still point there, so a stale read gives NaN instead of ending the interpreter. A stale
+// write faults. Windows for which poison would take too many mappings are PROT_NONE there, too.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 #include <map>
+
+#include "poison.h"
 
 namespace infinity {
 
@@ -67,7 +73,11 @@ class Window {
     std::size_t arena_offset_nbytes = 0;
   };
 
+  // Takes the pages away from a range: poison, or no access.
+  int empty(std::size_t offset_nbytes, std::size_t nbytes) const noexcept;
+
   std::map<std::size_t, Mapped> mapped_;  // by window offset
+  Poison poison_;
   std::uintptr_t address_ = 0;
   std::size_t capacity_nbytes_ = 0;
 };

@@ -7,6 +7,7 @@
 #include <cstring>
 #include <memory>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include <unistd.h>
@@ -16,6 +17,7 @@
 
 #include "arena.h"
 #include "bindings_update.h"
+#include "infinity_io/crc32c.h"
 #include "infinity_io/engine.h"
 #include "infinity_io/probe.h"
 
@@ -56,6 +58,10 @@ constexpr auto kSignalInterval = 50ms;
                       "or 'forkserver' method"));
 }
 
+double seconds(std::chrono::nanoseconds duration) {
+  return std::chrono::duration<double>(duration).count();
+}
+
 // Calls `is_finished(slice)` without the GIL until it is true, a signal handler raises, or the
 // time is up. Returns whether it finished; `timeout_s` None waits for ever.
 template <typename Wait>
@@ -92,6 +98,12 @@ class PyTicket {
     return ticket_->done();
   }
 
+  bool cancel() const {
+    if (getpid() != pid_) raise_in_child();
+    const py::gil_scoped_release released;
+    return ticket_->cancel();
+  }
+
   void wait(const py::object& timeout_s) const {
     if (getpid() != pid_) raise_in_child();
     const bool is_done = ticket_->done() || wait_interruptibly(timeout_s, [this](auto slice) {
@@ -112,12 +124,13 @@ class PyTicket {
 class PyEngine {
  public:
   PyEngine(bool is_uring, const Arena* arena, std::uint32_t block_nbytes,
-           std::uint32_t queue_depth, std::uint32_t num_threads) {
+           std::uint32_t queue_depth, std::uint32_t num_threads, std::uint32_t max_pending) {
     io::Options options;
     options.backend = is_uring ? io::Backend::kUring : io::Backend::kThreads;
     options.block_nbytes = block_nbytes;
     options.queue_depth = queue_depth;
     options.num_threads = num_threads;
+    options.max_pending = max_pending;
     if (arena != nullptr) options.arena = {arena->address(), arena->capacity_nbytes()};
     auto opened = io::Engine::open(options);
     if (!opened.ok()) raise_storage_error(opened.error(), "io_uring");
@@ -162,8 +175,9 @@ class PyEngine {
     return alignment.value();
   }
 
-  // segments: (file, offset_nbytes, address, nbytes) each.
-  [[nodiscard]] PyTicket submit(bool is_write, const py::iterable& segments, int priority) {
+  // segments: (file, offset_nbytes, address, nbytes) each. Waits while the queue is full.
+  [[nodiscard]] PyTicket submit(bool is_write, const py::iterable& segments, int priority,
+                                const py::object& timeout_s) {
     io::Engine& engine = live();
     std::vector<io::Segment> converted;
     for (const py::handle item : segments) {
@@ -171,8 +185,22 @@ class PyEngine {
       converted.push_back({fields[0].cast<std::int32_t>(), fields[1].cast<std::uint64_t>(),
                            fields[2].cast<std::uintptr_t>(), fields[3].cast<std::uint64_t>()});
     }
-    auto ticket = engine.submit(is_write ? io::Operation::kWrite : io::Operation::kRead, converted,
-                                static_cast<io::Priority>(priority));
+    const auto operation = is_write ? io::Operation::kWrite : io::Operation::kRead;
+    const auto attempt = [&](std::chrono::nanoseconds slice) {
+      return engine.submit(operation, converted, static_cast<io::Priority>(priority), slice);
+    };
+    const auto is_full = [](const io::Result<io::Ticket>& answer) {
+      return !answer.ok() && answer.error().code == EAGAIN;
+    };
+    auto ticket = attempt(0ns);  // With the GIL: microseconds, unless the queue is full.
+    const bool is_decided = !is_full(ticket) || wait_interruptibly(timeout_s, [&](auto slice) {
+      ticket = attempt(slice);
+      return !is_full(ticket);
+    });
+    if (!is_decided) {
+      PyErr_SetString(PyExc_TimeoutError, "the queue of the device is full; nothing was queued");
+      throw py::error_already_set();
+    }
     if (!ticket.ok()) raise_storage_error(ticket.error(), path_of(ticket.error().file));
     return PyTicket(std::move(ticket.value()));
   }
@@ -198,7 +226,7 @@ class PyEngine {
     engine_->close();
   }
 
-  // One tuple per file ever opened.
+  // One tuple per open file, and one per path of the closed ones.
   [[nodiscard]] py::list stats() {
     py::list reports;
     for (const io::FileReport& report : live().stats()) {
@@ -206,7 +234,8 @@ class PyEngine {
       reports.append(py::make_tuple(
           report.id, report.path, stats.read_nbytes, stats.write_nbytes, stats.num_reads,
           stats.num_writes, stats.num_retries, stats.num_short_transfers, stats.num_errors,
-          std::chrono::duration<double>(stats.busy).count()));
+          seconds(stats.busy), seconds(stats.in_flight), stats.max_in_flight,
+          stats.read_latency.counts, stats.write_latency.counts));
     }
     return reports;
   }
@@ -220,6 +249,12 @@ class PyEngine {
       lane["has_registered_buffers"] = info.has_registered_buffers;
       lane["has_registered_files"] = info.has_registered_files;
       lane["register_buffers_errno"] = info.register_buffers_errno;
+      lane["num_pending"] = info.stats.num_pending;
+      lane["num_in_flight"] = info.stats.num_in_flight;
+      lane["num_cancelled"] = info.stats.num_cancelled;
+      lane["cpu_s"] = seconds(info.stats.cpu);
+      lane["stall_s"] = seconds(info.stats.stall);
+      lane["queue_wait"] = info.stats.queue_wait.counts;
       lanes.append(lane);
     }
     return lanes;
@@ -300,6 +335,43 @@ py::dict probe_uring() {
   return found;
 }
 
+const void* pages_at(std::uintptr_t address, std::size_t nbytes) {
+  if (nbytes % io::kChecksumPageNbytes != 0) {
+    throw py::value_error(std::to_string(nbytes) + " bytes are not a multiple of 4096");
+  }
+  return reinterpret_cast<const void*>(address);  // NOLINT: addresses come as integers.
+}
+
+py::bytes crc32c_pages(std::uintptr_t address, std::size_t nbytes) {
+  const void* pages = pages_at(address, nbytes);
+  std::vector<std::uint32_t> checksums(nbytes / io::kChecksumPageNbytes);
+  {
+    const py::gil_scoped_release released;
+    io::crc32c_pages(pages, checksums.size(), checksums.data());
+  }
+  return {reinterpret_cast<const char*>(checksums.data()), checksums.size() * sizeof checksums[0]};
+}
+
+// -1: every page has the checksum that is expected.
+py::ssize_t first_bad_page(std::uintptr_t address, std::size_t nbytes, const py::bytes& expected) {
+  const void* pages = pages_at(address, nbytes);
+  const std::size_t num_pages = nbytes / io::kChecksumPageNbytes;
+  const std::string_view raw = expected;
+  if (raw.size() != num_pages * sizeof(std::uint32_t)) {
+    throw py::value_error("expected 4 bytes of checksum per page");
+  }
+  std::vector<std::uint32_t> checksums(num_pages);
+  std::memcpy(checksums.data(), raw.data(), raw.size());
+  const py::gil_scoped_release released;
+  const std::size_t bad = io::first_bad_page(pages, num_pages, checksums.data());
+  return bad == num_pages ? -1 : static_cast<py::ssize_t>(bad);
+}
+
+py::bytes crc32c_of_zeros() {
+  const std::vector<unsigned char> zeros(io::kChecksumPageNbytes);
+  return crc32c_pages(reinterpret_cast<std::uintptr_t>(zeros.data()), zeros.size());
+}
+
 }  // namespace
 
 }  // namespace infinity
@@ -310,6 +382,10 @@ PYBIND11_MODULE(_core, module) {
   module.attr("HAS_URING") = io::built_with_uring();
   module.def("probe_uring", &probe_uring);
   module.def("can_remap", &can_remap);
+  module.def("crc32c_pages", &crc32c_pages, py::arg("address"), py::arg("nbytes"));
+  module.def("first_bad_page", &first_bad_page, py::arg("address"), py::arg("nbytes"),
+             py::arg("expected"));
+  module.def("crc32c_of_zeros", &crc32c_of_zeros);
   module.def(
       "direct_alignment",
       [](int fd) {
@@ -341,17 +417,20 @@ PYBIND11_MODULE(_core, module) {
 
   py::class_<PyTicket>(module, "Ticket")
       .def("done", &PyTicket::done)
+      .def("cancel", &PyTicket::cancel)
       .def("wait", &PyTicket::wait, py::arg("timeout_s") = py::none());
 
   py::class_<PyEngine>(module, "Engine")
-      .def(py::init<bool, const Arena*, std::uint32_t, std::uint32_t, std::uint32_t>(),
+      .def(py::init<bool, const Arena*, std::uint32_t, std::uint32_t, std::uint32_t,
+                    std::uint32_t>(),
            py::arg("is_uring"), py::arg("arena").none(true), py::arg("block_nbytes"),
-           py::arg("queue_depth"), py::arg("num_threads"), py::keep_alive<1, 3>())
+           py::arg("queue_depth"), py::arg("num_threads"), py::arg("max_pending"),
+           py::keep_alive<1, 3>())
       .def("open", &PyEngine::open, py::arg("path"), py::arg("direct"))
       .def("close_file", &PyEngine::close_file, py::arg("file"))
       .def("alignment_nbytes", &PyEngine::alignment_nbytes, py::arg("file"))
       .def("submit", &PyEngine::submit, py::arg("is_write"), py::arg("segments"),
-           py::arg("priority"))
+           py::arg("priority"), py::arg("timeout_s") = py::none())
       .def("sync", &PyEngine::sync, py::arg("file"))
       .def("drain", &PyEngine::drain, py::arg("timeout_s") = py::none())
       .def("close", &PyEngine::close)

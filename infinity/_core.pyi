@@ -2,7 +2,7 @@
 `infinity.storage` and `infinity.ops`."""
 
 from collections.abc import Iterable, Sequence
-from typing import TypedDict, final
+from typing import Any, TypedDict, final
 
 HAS_URING: bool
 
@@ -18,11 +18,26 @@ class LaneInfo(TypedDict):
     has_registered_buffers: bool
     has_registered_files: bool
     register_buffers_errno: int
+    num_pending: int
+    num_in_flight: int
+    num_cancelled: int
+    cpu_s: float
+    stall_s: float
+    queue_wait: list[int]
 
 def probe_uring() -> UringProbe: ...
 def can_remap() -> bool: ...
 def direct_alignment(fd: int) -> tuple[int, int]:
     """Memory and offset alignment of an open file in bytes; (0, 0) when the kernel does not say."""
+
+def crc32c_pages(address: int, nbytes: int) -> bytes:
+    """CRC32C of each page of 4096 bytes, 4 bytes each, in native order."""
+
+def first_bad_page(address: int, nbytes: int, expected: bytes) -> int:
+    """Index of the first page without the expected checksum; -1 when there is none."""
+
+def crc32c_of_zeros() -> bytes:
+    """The checksum of a page of zeros, 4 bytes."""
 
 @final
 class Arena:
@@ -51,6 +66,7 @@ class Window:
 @final
 class Ticket:
     def done(self) -> bool: ...
+    def cancel(self) -> bool: ...
     def wait(self, timeout_s: float | None = None) -> None: ...
 
 @final
@@ -62,17 +78,24 @@ class Engine:
         block_nbytes: int,
         queue_depth: int,
         num_threads: int,
+        max_pending: int,
     ) -> None: ...
     def open(self, path: str, direct: bool) -> int: ...
     def close_file(self, file: int) -> None: ...
     def alignment_nbytes(self, file: int) -> int: ...
     def submit(
-        self, is_write: bool, segments: Iterable[tuple[int, int, int, int]], priority: int
+        self,
+        is_write: bool,
+        segments: Iterable[tuple[int, int, int, int]],
+        priority: int,
+        timeout_s: float | None = None,
     ) -> Ticket: ...
     def sync(self, file: int) -> None: ...
     def drain(self, timeout_s: float | None = None) -> bool: ...
     def close(self) -> None: ...
-    def stats(self) -> list[tuple[int, str, int, int, int, int, int, int, int, float]]: ...
+    def stats(self) -> list[tuple[Any, ...]]:
+        """Fields of `FileStats` in order, the two histograms as lists of counts."""
+
     def lanes(self) -> list[LaneInfo]: ...
 
 class update:  # noqa: N801 (a submodule)

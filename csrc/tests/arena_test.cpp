@@ -63,4 +63,37 @@ TEST(ImpossibleMovesAreRefusedAndChangeNothing) {
   CHECK(at(arena.address())[0] == 7);
 }
 
+TEST(WindowWithoutPagesReadsAsPoison) {
+  if (!can_remap()) return;
+  constexpr std::size_t kNbytes = 20 * kMiB;  // Three pieces, the last one cut.
+  Arena arena;
+  Window window;
+  CHECK(arena.open(kNbytes, true, 1) == 0 && window.open(kNbytes) == 0);
+  const auto is_poison = [&window](std::size_t from, std::size_t to) {
+    for (std::size_t i = from; i < to; ++i) {
+      if (at(window.address())[i] != 0xFF) return false;
+    }
+    return true;
+  };
+  CHECK(is_poison(0, kNbytes));
+  CHECK(window.map(arena, 0, 10 * kMiB, 6 * kMiB) == 0);
+  CHECK(is_poison(0, 6 * kMiB) && is_poison(16 * kMiB, kNbytes));
+  CHECK(at(window.address())[6 * kMiB] == 0 && at(window.address())[16 * kMiB - 1] == 0);
+  CHECK(window.unmap(arena, 0, 10 * kMiB, 6 * kMiB) == 0);
+  CHECK(is_poison(0, kNbytes));
+}
+
+TEST(PoisonBeyondTheBudgetOfMappingsIsRefused) {
+  Poison small, large, late;
+  CHECK(small.open(kPageNbytes));
+  CHECK(!large.open(kMaxPoisonPieces * kMaxPoisonPieceNbytes));
+  CHECK(large.cover(0, 0, kPageNbytes) == EOPNOTSUPP);
+  {
+    Poison most;
+    CHECK(most.open((kMaxPoisonPieces - 1) * kMaxPoisonPieceNbytes));
+    CHECK(!late.open(kPageNbytes));
+  }
+  CHECK(late.open(kPageNbytes));
+}
+
 int main() { return check::run_all_tests(); }

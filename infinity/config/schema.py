@@ -144,8 +144,10 @@ class NvmeTier(Section):
         description='Direct I/O, past the page cache. "auto" falls back to buffered I/O with a '
         'warning where the file system refuses it; "always" makes that an error.',
     )
-    weight: Annotated[float, Number(above=0)] = Field(
-        1.0, description="Share of the stripes that this path gets, relative to the others."
+    weight: Annotated[Literal["auto"] | float, AutoOr(Number(above=0))] = Field(
+        "auto",
+        description="Share of the stripes that this path gets: its bandwidth in GB/s, or a number "
+        'proportional to it where every path has one. "auto" measures it, if there are several.',
     )
 
 
@@ -222,6 +224,11 @@ class Io(Section):
     )
     stripe: Annotated[int, Size(minimum=PAGE_NBYTES, multiple=PAGE_NBYTES)] = Field(
         4 * MIB, description="Consecutive bytes on one path before the next path's turn."
+    )
+    verify: Annotated[bool, Flag()] = Field(
+        False,
+        description="Keep a CRC32C of every page that is written and check what is read against "
+        "it. Costs 1 MiB of memory per GiB on the drives, and the time to go over the bytes.",
     )
 
 

@@ -376,11 +376,11 @@ def _open_volume(
             path=str(tier.path),
             capacity_nbytes=_nvme_nbytes(tier),
             direct=tier.direct,
-            weight=tier.weight,
+            weight=None if tier.weight == "auto" else tier.weight,
         )
         for tier in config.tiers.nvme
     ]
-    volume = Volume(storage, paths, stripe_nbytes=config.io.stripe)
+    volume = Volume(storage, paths, stripe_nbytes=config.io.stripe, verify=config.io.verify)
     resources.callback(volume.close)
     return volume
 

@@ -2,7 +2,9 @@
 
 Note "moving pages": a Window is reserved address space. `map` moves pages of the arena into it,
 `unmap` moves them back; no byte is copied and the physical pages stay the same. While a range is
-mapped away, the arena's own addresses of it fault, and no I/O may be issued to it.
+mapped away, the arena's own addresses of it fault, and no I/O may be issued to it. Where a window
+has no pages it reads as bytes of 0xFF, NaN in every floating-point format, and cannot be written.
+Those bytes are one file in memory for all windows, an eighth of the largest: 8 to 64 MiB.
 """
 
 from __future__ import annotations
@@ -102,7 +104,11 @@ class Window:
         self._live().unmap(arena.core, arena_offset_nbytes, nbytes, window_offset_nbytes)
 
     def memory(self, offset_nbytes: int, nbytes: int) -> memoryview:
-        """A writable view of the window; touching a part that is not mapped is a segfault."""
+        """A view of the window. A part that is not mapped reads as 0xFF; writing it is a segfault.
+
+        Where that would take too many mappings (windows of 1 TiB in all, or 16384 of them), it
+        cannot be read either.
+        """
         _check_range(offset_nbytes, nbytes, self.capacity_nbytes)
         return memoryview(self._live())[offset_nbytes : offset_nbytes + nbytes]
 

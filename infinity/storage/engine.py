@@ -2,7 +2,11 @@
 
 A request is a list of segments with one ticket. The engine cuts it into blocks, keeps a few of them
 in flight per device, most urgent first, and examines every completion. A buffer belongs to the
-request until its ticket is done, also when the request fails.
+request until its ticket is done, also when the request fails or is cancelled.
+
+Requests that overlap in a file, one of them writing, are carried out in the order in which they
+were submitted, and the earlier one becomes as urgent as the later. All others go in any order, and
+so do the segments of one request.
 """
 
 from __future__ import annotations
@@ -11,15 +15,21 @@ import logging
 import os
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from infinity.errors import ConfigError, UnsupportedError
 from infinity.sizes import PAGE_NBYTES
+from infinity.storage.statistics import DeviceStats, EngineStats, FileStats, LatencyHistogram
 
 if TYPE_CHECKING:
     from infinity.storage.arena import Arena
+
+__all__ = [
+    "DeviceStats", "EngineName", "EngineStats", "FileStats", "LatencyHistogram", "Operation",
+    "Priority", "Segment", "StorageEngine", "Ticket", "open_engine",
+]  # fmt: skip
 
 EngineName = Literal["auto", "io_uring", "threads"]
 Operation = Literal["read", "write"]
@@ -53,49 +63,19 @@ class Segment:
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class FileStats:
-    """What one file has seen since it was opened. Reads and writes count blocks, not requests."""
-
-    file: int
-    path: str
-    read_nbytes: int = 0
-    write_nbytes: int = 0
-    num_reads: int = 0
-    num_writes: int = 0
-    num_retries: int = 0
-    num_short_transfers: int = 0
-    num_errors: int = 0
-    busy_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class EngineStats:
-    """Sums over all files ever opened, and the files one by one. `busy_s` adds up over files."""
-
-    by_file: tuple[FileStats, ...] = ()
-    read_nbytes: int = field(init=False)
-    write_nbytes: int = field(init=False)
-    num_reads: int = field(init=False)
-    num_writes: int = field(init=False)
-    num_retries: int = field(init=False)
-    num_short_transfers: int = field(init=False)
-    num_errors: int = field(init=False)
-    busy_s: float = field(init=False)
-
-    def __post_init__(self) -> None:
-        for name in (
-            "read_nbytes", "write_nbytes", "num_reads", "num_writes", "num_retries",
-            "num_short_transfers", "num_errors", "busy_s",
-        ):  # fmt: skip
-            object.__setattr__(self, name, sum(getattr(file, name) for file in self.by_file))
-
-
 class Ticket(Protocol):
     """The caller's end of one request. Any thread may use it; not a forked child."""
 
     def done(self) -> bool:
         """True when every block has completed, well or badly: the buffers are free again."""
+        ...
+
+    def cancel(self) -> bool:
+        """Drops what has not been given to the device; what has cannot be called back.
+
+        Returns whether anything was dropped: then wait() raises StorageError with ECANCELED, and a
+        write has left its range torn between old and new. The buffers are free when done().
+        """
         ...
 
     def wait(self, timeout_s: float | None = None) -> None:
@@ -128,7 +108,8 @@ class StorageEngine(Protocol):
     ) -> Ticket:
         """Queues one request. Raises StorageError at once for an unknown file or bad alignment.
 
-        Two requests that overlap are not ordered with each other: wait for the first one.
+        Waits while the device has as many unfinished requests of this priority as it takes; other
+        priorities are not held up by that.
         """
         ...
 
@@ -154,19 +135,27 @@ def open_engine(
     block_nbytes: int = 4 << 20,
     queue_depth: int = 4,
     num_threads: int = 4,
+    max_pending: int = 1024,
 ) -> StorageEngine:
     """Opens the engine `name`; "auto" takes io_uring, or threads with one warning that says why.
 
     `arena` is registered with the rings when the memlock limit permits, and kept alive by the
-    engine. `queue_depth` counts blocks in flight per device; `num_threads` threads serve one device
-    in the thread engine. The environment variable INFINITY_IO_ENGINE overrides "auto" only.
+    engine. `queue_depth` counts blocks of `block_nbytes` in flight per device; smaller ones are
+    issued until they weigh the same. `num_threads` threads serve one device in the thread engine.
+    `max_pending` bounds the unfinished requests per device and priority. The environment variable
+    INFINITY_IO_ENGINE overrides "auto" only.
     Raises UnsupportedError when `name` is "io_uring" and the kernel refuses it.
     """
     # Here, not above: the protocol can be imported without the native module.
     from infinity.storage.native import NativeEngine
     from infinity.storage.probe import explain_missing_uring
 
-    _check_options(block_nbytes=block_nbytes, queue_depth=queue_depth, num_threads=num_threads)
+    _check_options(
+        block_nbytes=block_nbytes,
+        queue_depth=queue_depth,
+        num_threads=num_threads,
+        max_pending=max_pending,
+    )
     chosen = os.environ.get("INFINITY_IO_ENGINE", "auto") if name == "auto" else name
     if chosen not in ("auto", "io_uring", "threads"):
         where = "INFINITY_IO_ENGINE" if name == "auto" else "engine"
@@ -185,10 +174,13 @@ def open_engine(
         block_nbytes=block_nbytes,
         queue_depth=queue_depth,
         num_threads=num_threads,
+        max_pending=max_pending,
     )
 
 
-def _check_options(*, block_nbytes: int, queue_depth: int, num_threads: int) -> None:
+def _check_options(
+    *, block_nbytes: int, queue_depth: int, num_threads: int, max_pending: int
+) -> None:
     if not PAGE_NBYTES <= block_nbytes <= MAX_BLOCK_NBYTES or block_nbytes % PAGE_NBYTES:
         raise ConfigError(
             f"{block_nbytes=}, expected a multiple of {PAGE_NBYTES} up to {MAX_BLOCK_NBYTES}"
@@ -196,6 +188,8 @@ def _check_options(*, block_nbytes: int, queue_depth: int, num_threads: int) -> 
     for key, value in (("queue_depth", queue_depth), ("num_threads", num_threads)):
         if not 1 <= value <= MAX_QUEUE_DEPTH:
             raise ConfigError(f"{key}={value}, expected 1..{MAX_QUEUE_DEPTH}")
+    if max_pending < 1:
+        raise ConfigError(f"{max_pending=}, expected at least 1")
 
 
 def _warn_of_fallback(cause: str) -> None:

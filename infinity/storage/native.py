@@ -12,7 +12,8 @@ from infinity import _core
 from infinity.errors import StorageError
 from infinity.sizes import format_nbytes
 from infinity.storage.arena import Arena
-from infinity.storage.engine import EngineStats, FileStats, Operation, Priority, Segment, Ticket
+from infinity.storage.engine import Operation, Priority, Segment, Ticket
+from infinity.storage.statistics import DeviceStats, EngineStats, FileStats, histogram
 
 _log = logging.getLogger(__name__)
 
@@ -31,6 +32,7 @@ class NativeEngine:
         block_nbytes: int,
         queue_depth: int,
         num_threads: int,
+        max_pending: int,
     ) -> None:
         self.name = "io_uring" if is_uring else "threads"
         self._has_reported_buffers = arena is None or not is_uring
@@ -40,6 +42,7 @@ class NativeEngine:
             block_nbytes=block_nbytes,
             queue_depth=queue_depth,
             num_threads=num_threads,
+            max_pending=max_pending,
         )
 
     def __enter__(self) -> NativeEngine:
@@ -63,8 +66,14 @@ class NativeEngine:
         return self._core.alignment_nbytes(file)
 
     def submit(
-        self, operation: Operation, segments: Sequence[Segment], priority: Priority
+        self,
+        operation: Operation,
+        segments: Sequence[Segment],
+        priority: Priority,
+        *,
+        timeout_s: float | None = None,
     ) -> Ticket:
+        """As the protocol says; raises TimeoutError when the queue is full for `timeout_s`."""
         if operation not in ("read", "write"):
             raise ValueError(f"{operation=}, expected 'read' or 'write'")
         fields = [(each.file, each.offset_nbytes, each.address, each.nbytes) for each in segments]
@@ -78,7 +87,7 @@ class NativeEngine:
                     nbytes=nbytes,
                     detail="offset, length and address must not be negative",
                 )
-        return self._core.submit(operation == "write", fields, Priority(priority))
+        return self._core.submit(operation == "write", fields, Priority(priority), timeout_s)
 
     def sync(self, file: int) -> None:
         self._core.sync(file)
@@ -87,10 +96,27 @@ class NativeEngine:
         self._core.drain()
 
     def stats(self) -> EngineStats:
-        return EngineStats(tuple(FileStats(*fields) for fields in self._core.stats()))
+        files = tuple(
+            FileStats(*fields, histogram(reads), histogram(writes))
+            for *fields, reads, writes in self._core.stats()
+        )
+        devices = tuple(
+            DeviceStats(
+                device=lane["device"],
+                num_pending=lane["num_pending"],
+                num_in_flight=lane["num_in_flight"],
+                num_cancelled=lane["num_cancelled"],
+                cpu_s=lane["cpu_s"],
+                stall_s=lane["stall_s"],
+                queue_wait=histogram(lane["queue_wait"]),
+            )
+            for lane in self._core.lanes()
+        )
+        return EngineStats(files, devices)
 
     def describe(self) -> list[_core.LaneInfo]:
-        """One dict per device in use: ring flags, registered buffers and files, refusals."""
+        """One dict per device in use: ring flags, registered buffers and files, refusals, and the
+        numbers behind `DeviceStats`."""
         return self._core.lanes()
 
     def close(self) -> None:

@@ -18,6 +18,7 @@ import secrets
 import socket
 import time
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 
 from infinity import _core
@@ -83,6 +84,18 @@ class SwapDirectory:
                 nbytes=size_nbytes - self.size_nbytes,
             ) from error
         self.size_nbytes = size_nbytes
+
+    @contextlib.contextmanager
+    def scratch(self, nbytes: int) -> Iterator[None]:
+        """The file is so long for a while, to be measured; then it is as it was. Nothing may be in
+        flight at the end. Only before the file has grown for good."""
+        assert self.size_nbytes == 0
+        self.grow(nbytes)
+        try:
+            yield
+        finally:
+            os.ftruncate(self._fd, 0)
+            self.size_nbytes = 0
 
     def refusal_of_direct_io(self) -> str | None:
         """None when direct I/O in units of 4096 bytes works, found by doing it; else why not."""

@@ -17,6 +17,8 @@ from typing import Literal
 
 from infinity.errors import CapacityError, ConfigError, StorageError, UnsupportedError
 from infinity.sizes import MIB, PAGE_NBYTES, format_nbytes
+from infinity.storage.bandwidth import SAMPLE_NBYTES, measure_bandwidth
+from infinity.storage.checksums import CheckedRead, ExpectedRange, PageChecksums, digest
 from infinity.storage.engine import Operation, Priority, Segment, StorageEngine, Ticket
 from infinity.storage.swap_directory import SwapDirectory
 from infinity.storage.volume_layout import Extent, PathSpace, slice_extents, stripe
@@ -32,13 +34,14 @@ class VolumePath:
     """One swap directory. `capacity_nbytes` None takes the free space less a reserve.
 
     `direct` "auto" uses O_DIRECT where the file system has it, "always" insists on it, "never" goes
-    through the page cache. `weight` is a number proportional to the path's bandwidth.
+    through the page cache. `weight` is the path's bandwidth in GB/s, or a number proportional to it
+    where every path has one. None measures it, when there are several paths.
     """
 
     path: str
     capacity_nbytes: int | None = None
     direct: Literal["auto", "always", "never"] = "auto"
-    weight: float = 1.0
+    weight: float | None = 1.0
 
 
 class Volume:
@@ -46,7 +49,9 @@ class Volume:
 
     One thread at a time reserves and closes; reads and writes may come from any thread. After a
     write has failed, every call raises that first error: what is on the path is not known any more.
-    The engine is the caller's and outlives the volume.
+    With `verify`, each page that is written gets a checksum, and waiting for a read raises
+    CorruptionError when a page is not what was written last. The engine is the caller's and
+    outlives the volume.
     """
 
     def __init__(
@@ -55,6 +60,7 @@ class Volume:
         paths: Sequence[VolumePath],
         *,
         stripe_nbytes: int = 4 * MIB,
+        verify: bool = False,
     ) -> None:
         if not paths:
             raise ConfigError("a volume needs at least one path")
@@ -65,6 +71,7 @@ class Volume:
         self._stripe_nbytes = stripe_nbytes
         self._directories: list[SwapDirectory] = []
         self._files: list[int] = []
+        self._checksums: list[PageChecksums] | None = [] if verify else None  # of each file
         self._lock = threading.Lock()  # guards the two below
         self._pending_writes: list[Ticket] = []
         self._failure: StorageError | None = None
@@ -72,6 +79,7 @@ class Volume:
         try:
             for path in self._paths:
                 self._open_path(path)
+            self._weights = self._find_weights()
         except BaseException:
             self.close()
             raise
@@ -81,6 +89,11 @@ class Volume:
 
     def __exit__(self, *unused: object) -> None:
         self.close()
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        """The share of the stripes that each path gets: as configured, or its measured GB/s."""
+        return self._weights
 
     @property
     def file_paths(self) -> tuple[str, ...]:
@@ -103,6 +116,8 @@ class Volume:
         self._check_devices(ends)
         for directory, end_nbytes in zip(self._directories, ends, strict=True):
             directory.grow(end_nbytes)
+        for checksums, end_nbytes in zip(self._checksums or (), ends, strict=False):
+            checksums.grow(end_nbytes)
         return pieces
 
     def read(
@@ -184,14 +199,45 @@ class Volume:
             _warn_of_buffering(path.path, refusal)
             is_direct = False
         self._files.append(self._engine.open(directory.swap_path, direct=is_direct))
+        if self._checksums is not None:
+            self._checksums.append(PageChecksums())
+
+    def _find_weights(self) -> tuple[float, ...]:
+        """Measures the paths without a weight. When one of them has no room for it, all are equal:
+        a guess for one would be no better than that."""
+        given = [path.weight for path in self._paths]
+        if len(given) == 1:
+            return (given[0] or 1.0,)
+        if not all(
+            weight is not None or self._has_room_to_measure(index)
+            for index, weight in enumerate(given)
+        ):
+            _log.info("swap paths too small to be measured are striped evenly")
+            return tuple(weight or 1.0 for weight in given)
+        found = []
+        for weight, directory, file in zip(given, self._directories, self._files, strict=True):
+            if weight is None:
+                with directory.scratch(SAMPLE_NBYTES):
+                    weight = measure_bandwidth(self._engine, file) / 1e9
+                _log.info("swap path %r moves %.2f GB/s", directory.path, weight)
+            found.append(weight)
+        return tuple(found)
+
+    def _has_room_to_measure(self, index: int) -> bool:
+        capacity_nbytes = self._paths[index].capacity_nbytes
+        free_nbytes = self._directories[index].free_nbytes()
+        return all(
+            nbytes is None or nbytes >= SAMPLE_NBYTES for nbytes in (capacity_nbytes, free_nbytes)
+        )
 
     def _spaces(self) -> list[PathSpace]:
         """What each path may still grow. Paths on one device share its free space by weight."""
         spaces = []
-        for path, directory in zip(self._paths, self._directories, strict=True):
+        together = list(zip(self._paths, self._directories, self._weights, strict=True))
+        for path, directory, weight in together:
             sharing = [
-                other.weight
-                for other, there in zip(self._paths, self._directories, strict=True)
+                other_weight
+                for other, there, other_weight in together
                 if there.device == directory.device and other.capacity_nbytes is None
             ]
             free_nbytes = directory.free_nbytes()
@@ -202,8 +248,8 @@ class Volume:
             elif free_nbytes is None:
                 room_nbytes = 1 << 62
             else:
-                room_nbytes = int(free_nbytes * (path.weight / sum(sharing)))
-            spaces.append(PathSpace(directory.size_nbytes, room_nbytes, path.weight))
+                room_nbytes = int(free_nbytes * (weight / sum(sharing)))
+            spaces.append(PathSpace(directory.size_nbytes, room_nbytes, weight))
         return spaces
 
     def _check_devices(self, ends: Sequence[int]) -> None:
@@ -240,13 +286,34 @@ class Volume:
             raise ValueError(
                 f"{offset_nbytes=}, {nbytes=} and {address=} must be multiples of {PAGE_NBYTES}"
             )
+        parts = slice_extents(extents, offset_nbytes=offset_nbytes, nbytes=nbytes)
         segments = [
             Segment(
                 self._files[extent.path_index], extent.offset_nbytes, address + at, extent.nbytes
             )
-            for extent, at in slice_extents(extents, offset_nbytes=offset_nbytes, nbytes=nbytes)
+            for extent, at in parts
         ]
-        return self._engine.submit(operation, segments, priority)
+        if self._checksums is None:
+            return self._engine.submit(operation, segments, priority)
+        if operation == "write":
+            # Recorded once the write is queued: a refused one leaves the old bytes and checksums.
+            found = [digest(address + at, extent.nbytes) for extent, at in parts]
+            ticket = self._engine.submit(operation, segments, priority)
+            for (extent, _), checksums in zip(parts, found, strict=True):
+                self._checksums[extent.path_index].put(extent.offset_nbytes, checksums)
+            return ticket
+        # Taken before the read is queued: later writes are carried out after it.
+        expected = [
+            ExpectedRange(
+                self._directories[extent.path_index].swap_path,
+                extent.offset_nbytes,
+                address + at,
+                extent.nbytes,
+                self._checksums[extent.path_index].of(extent.offset_nbytes, extent.nbytes),
+            )
+            for extent, at in parts
+        ]
+        return CheckedRead(self._engine.submit(operation, segments, priority), expected)
 
     def _check_usable(self) -> None:
         if self._is_closed:
@@ -269,7 +336,8 @@ class Volume:
             try:
                 ticket.wait()
             except StorageError as error:
-                self._failure = self._failure or error
+                if error.errno != errno.ECANCELED:  # Torn by request, as its caller knows.
+                    self._failure = self._failure or error
 
 
 def _warn_of_buffering(path: str, refusal: str) -> None:

@@ -185,6 +185,9 @@ class _FaultyTicket:
         self._finish()
         return True
 
+    def cancel(self) -> bool:
+        return self._inner.cancel()
+
     def wait(self, timeout_s: float | None = None) -> None:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         left_s = self._ready_at - time.monotonic()

@@ -15,16 +15,23 @@ std::uint32_t block_span(std::uintptr_t address, std::uint64_t nbytes, std::uint
   return static_cast<std::uint32_t>(span);
 }
 
-Block cut_block(Part& part, std::uint32_t block_nbytes, const ArenaRange& arena) noexcept {
+std::uint32_t next_span(const Part& part, std::uint32_t block_nbytes,
+                        const ArenaRange& arena) noexcept {
   INF_ASSERT(!part.is_cut());
   const Segment& segment = part.segments[part.segment_index];
+  return block_span(segment.address + part.cut_nbytes, segment.nbytes - part.cut_nbytes,
+                    block_nbytes, arena);
+}
+
+Block cut_block(Part& part, std::uint32_t block_nbytes, const ArenaRange& arena) noexcept {
   Block block;
+  block.nbytes = next_span(part, block_nbytes, arena);
+  const Segment& segment = part.segments[part.segment_index];
   block.part = &part;
   block.file = part.files[part.segment_index];
   block.operation = part.operation;
   block.offset_nbytes = segment.offset_nbytes + part.cut_nbytes;
   block.address = segment.address + part.cut_nbytes;
-  block.nbytes = block_span(block.address, segment.nbytes - part.cut_nbytes, block_nbytes, arena);
   part.cut_nbytes += block.nbytes;
   if (part.cut_nbytes == segment.nbytes) {
     ++part.segment_index;

@@ -34,12 +34,22 @@ void BlockQueue::charge(const Part* part) noexcept {
   num_overtakes_ = overtakes ? num_overtakes_ + 1 : 0;
 }
 
-void BlockQueue::pop(Part* part) noexcept {
+void BlockQueue::remove(Part* part) noexcept {
   Fifo& fifo = fifos_[static_cast<std::size_t>(part->priority)];
-  INF_ASSERT(fifo.head == part);
-  fifo.head = part->next;
-  if (fifo.head == nullptr) fifo.tail = nullptr;
+  Part* before = nullptr;
+  for (Part* at = fifo.head; at != part; at = at->next) {
+    INF_ASSERT(at != nullptr);
+    before = at;
+  }
+  (before == nullptr ? fifo.head : before->next) = part->next;
+  if (fifo.tail == part) fifo.tail = before;
   part->next = nullptr;
+}
+
+void BlockQueue::promote(Part* part, Priority priority) noexcept {
+  remove(part);
+  part->priority = priority;
+  push(part);
 }
 
 }  // namespace infinity::io

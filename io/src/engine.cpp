@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <tuple>
 #include <utility>
 
 #include <fcntl.h>
@@ -11,6 +12,7 @@
 
 #include "infinity_io/probe.h"
 #include "lane.h"
+#include "order.h"
 
 namespace infinity::io {
 
@@ -32,13 +34,20 @@ const char* misalignment(const Segment& segment, const File& file) noexcept {
   return nullptr;
 }
 
+// Whether `next` goes on where `segment` ends, in the file and in memory.
+bool continues(const Segment& segment, const Segment& next) noexcept {
+  return next.file == segment.file &&
+         next.offset_nbytes == segment.offset_nbytes + segment.nbytes &&
+         next.address == segment.address + segment.nbytes;
+}
+
 }  // namespace
 
 Engine::Engine(const Options& options) : options_(options), pid_(getpid()) {}
 
 Result<std::unique_ptr<Engine>> Engine::open(const Options& options) {
   INF_ASSERT(options.block_nbytes > 0 && options.block_nbytes % kDefaultAlignmentNbytes == 0);
-  INF_ASSERT(options.queue_depth > 0 && options.num_threads > 0);
+  INF_ASSERT(options.queue_depth > 0 && options.num_threads > 0 && options.max_pending > 0);
   if (options.backend == Backend::kUring) {
     if (const UringProbe probe = probe_uring(); !probe.usable) {
       return Error{probe.code, Operation::kSetup, -1, 0, 0, probe.step};
@@ -53,9 +62,8 @@ bool Engine::in_child() const noexcept { return getpid() != pid_; }
 
 // `mutex_` must be held.
 std::shared_ptr<File> Engine::find(std::int32_t id) const {
-  if (id < 0 || static_cast<std::size_t>(id) >= files_.size()) return nullptr;
-  const std::shared_ptr<File>& found = files_[static_cast<std::size_t>(id)];
-  return found->is_open ? found : nullptr;
+  const auto found = files_.find(id);
+  return found != files_.end() && found->second->is_open ? found->second : nullptr;
 }
 
 // `mutex_` must be held.
@@ -88,7 +96,7 @@ Result<std::int32_t> Engine::open_file(const std::string& path, bool direct) {
     return lane.error();
   }
   auto file = std::make_shared<File>();
-  file->id = static_cast<std::int32_t>(files_.size());
+  file->id = next_file_++;
   file->fd = fd;
   file->path = path;
   file->direct = direct;
@@ -99,7 +107,7 @@ Result<std::int32_t> Engine::open_file(const std::string& path, bool direct) {
   }
   file->lane = lane.value();
   file->is_open = true;
-  files_.push_back(file);
+  files_.emplace(file->id, file);
   return file->id;
 }
 
@@ -114,7 +122,26 @@ Error Engine::close_file(std::int32_t id) {
   file->lane->wait_file_idle(*file);
   file->lane->forget(file.get());
   const int fd = std::exchange(file->fd, -1);
+  {
+    std::lock_guard lock(mutex_);
+    forget(*file);
+    files_.erase(id);
+  }
   return ::close(fd) == 0 ? Error{} : Error{errno, Operation::kClose, id};
+}
+
+// Keeps what a file has seen, by path: opening and closing one file for ever takes no more memory.
+// `mutex_` must be held.
+void Engine::forget(const File& file) {
+  const FileStats stats = file.lane->stats_of(file);
+  const auto same_path = [&file](const FileReport& report) { return report.path == file.path; };
+  const auto found = std::find_if(closed_files_.begin(), closed_files_.end(), same_path);
+  if (found == closed_files_.end()) {
+    closed_files_.push_back({file.id, file.path, false, stats});
+  } else {
+    found->id = file.id;
+    found->stats += stats;
+  }
 }
 
 Result<std::uint32_t> Engine::alignment_nbytes(std::int32_t id) const {
@@ -124,12 +151,16 @@ Result<std::uint32_t> Engine::alignment_nbytes(std::int32_t id) const {
   return file->alignment_nbytes;
 }
 
-Result<Ticket> Engine::submit(Operation operation, std::span<const Segment> segments,
-                              Priority priority) {
-  INF_ASSERT(operation == Operation::kRead || operation == Operation::kWrite);
+// `mutex_` must be held.
+Result<Ticket> Engine::build(Operation operation, std::span<const Segment> segments,
+                             Priority priority) const {
   auto request = std::make_shared<Request>();
-  std::lock_guard lock(mutex_);  // Until all is queued: close_file() then waits for it.
-  for (const Segment& segment : segments) {
+  // In the order of the file, where neighbours become one block or one command of the device.
+  std::vector<Segment> sorted(segments.begin(), segments.end());
+  std::stable_sort(sorted.begin(), sorted.end(), [](const Segment& a, const Segment& b) {
+    return std::tie(a.file, a.offset_nbytes) < std::tie(b.file, b.offset_nbytes);
+  });
+  for (const Segment& segment : sorted) {
     const std::shared_ptr<File> file = find(segment.file);
     if (file == nullptr) return bad_file(operation, segment.file);
     if (const char* detail = misalignment(segment, *file)) {
@@ -144,7 +175,11 @@ Result<Ticket> Engine::submit(Operation operation, std::span<const Segment> segm
       request->parts_.emplace_back();
       part = request->parts_.end() - 1;
       part->operation = operation;
-      part->priority = priority;
+      part->submitted_as = part->priority = priority;
+    }
+    if (!part->segments.empty() && continues(part->segments.back(), segment)) {
+      part->segments.back().nbytes += segment.nbytes;
+      continue;
     }
     part->segments.push_back(segment);
     part->files.push_back(file.get());
@@ -152,13 +187,40 @@ Result<Ticket> Engine::submit(Operation operation, std::span<const Segment> segm
       request->files_.push_back(file);
     }
   }
-  request->num_parts_left_ = request->parts_.size();
-  if (request->parts_.empty()) request->done_ = true;
   for (Part& part : request->parts_) {
     part.owner = request;
-    part.files.front()->lane->enqueue(&part);
+    part.ranges = covered_ranges(part.segments);
   }
+  request->num_parts_left_ = request->parts_.size();
+  if (request->parts_.empty()) request->done_ = true;
   return request;
+}
+
+Result<Ticket> Engine::submit(Operation operation, std::span<const Segment> segments,
+                              Priority priority, std::chrono::nanoseconds timeout) {
+  INF_ASSERT(operation == Operation::kRead || operation == Operation::kWrite);
+  const auto deadline = std::chrono::steady_clock::now() + timeout;
+  while (true) {
+    Lane* full = nullptr;
+    {
+      std::lock_guard lock(mutex_);  // Until all is queued: close_file() then waits for it.
+      Result<Ticket> built = build(operation, segments, priority);
+      if (!built.ok()) return built;
+      const Ticket& request = built.value();
+      for (const Part& part : request->parts_) {
+        Lane* lane = part.files.front()->lane;
+        if (!lane->has_room(priority)) full = lane;
+      }
+      if (full == nullptr) {
+        for (Part& part : request->parts_) part.files.front()->lane->enqueue(&part);
+        return built;
+      }
+      for (Part& part : request->parts_) part.owner.reset();
+    }
+    if (!full->wait_for_room(priority, deadline)) {
+      return Error{EAGAIN, operation, -1, 0, 0, "the queue of the device is full"};
+    }
+  }
 }
 
 Error Engine::sync(std::int32_t id) {
@@ -198,27 +260,32 @@ void Engine::close() {
     entry.lane->stop();
   }
   std::lock_guard lock(mutex_);
-  for (const std::shared_ptr<File>& file : files_) {
+  for (const auto& [id, file] : files_) {
     if (file->fd >= 0) ::close(file->fd);
     file->fd = -1;
     file->is_open = false;
+    forget(*file);
     file->lane = nullptr;
+  }
+  files_.clear();
+  for (const LaneEntry& entry : lanes) {
+    ended_lanes_.push_back(entry.lane->info());
+    ended_lanes_.back().device = entry.device;
   }
 }
 
 std::vector<FileReport> Engine::stats() const {
   std::lock_guard lock(mutex_);
-  std::vector<FileReport> reports;
-  for (const std::shared_ptr<File>& file : files_) {
-    const FileStats stats = file->lane == nullptr ? file->stats : file->lane->stats_of(*file);
-    reports.push_back({file->id, file->path, file->is_open, stats});
+  std::vector<FileReport> reports = closed_files_;
+  for (const auto& [id, file] : files_) {
+    reports.push_back({id, file->path, file->is_open, file->lane->stats_of(*file)});
   }
   return reports;
 }
 
 std::vector<LaneInfo> Engine::lanes() const {
   std::lock_guard lock(mutex_);
-  std::vector<LaneInfo> infos;
+  std::vector<LaneInfo> infos = ended_lanes_;
   for (const LaneEntry& entry : lanes_) {
     infos.push_back(entry.lane->info());
     infos.back().device = entry.device;

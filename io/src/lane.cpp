@@ -1,12 +1,34 @@
 #include "lane.h"
 
+#include <algorithm>
+#include <cerrno>
+
+#include "order.h"
+
 namespace infinity::io {
 
-using Clock = std::chrono::steady_clock;
+namespace {
+
+// The smallest block that the window is meant to be filled with.
+constexpr std::uint64_t kSmallBlockNbytes = 64 << 10;
+constexpr std::uint64_t kMaxSlots = 256;
+
+}  // namespace
+
+Lane::Lane(const Options& options) : options_(options) {}
+
+std::uint32_t Lane::max_in_flight() const noexcept {
+  const std::uint64_t small = std::min(kMaxSlots, window_nbytes() / kSmallBlockNbytes);
+  return std::max(options_.queue_depth, static_cast<std::uint32_t>(small));
+}
 
 LaneInfo Lane::info() const noexcept {
   std::lock_guard lock(mutex_);
-  return info_;
+  LaneInfo info = info_;
+  info.stats.num_pending = parts_.size();
+  info.stats.num_in_flight = num_in_flight_;
+  info.stats.cpu = cpu();
+  return info;
 }
 
 FileStats Lane::stats_of(const File& file) const noexcept {
@@ -16,21 +38,76 @@ FileStats Lane::stats_of(const File& file) const noexcept {
   return stats;
 }
 
+bool Lane::has_room(Priority priority) const noexcept {
+  std::lock_guard lock(mutex_);
+  return num_pending_[static_cast<std::size_t>(priority)] < options_.max_pending;
+}
+
+bool Lane::wait_for_room(Priority priority, Clock::time_point deadline) noexcept {
+  std::unique_lock lock(mutex_);
+  const Clock::time_point start = Clock::now();
+  const bool has_room = changed_.wait_until(
+      lock, deadline, [&] { return num_pending(priority) < options_.max_pending; });
+  info_.stats.stall += Clock::now() - start;
+  return has_room;
+}
+
 void Lane::enqueue(Part* part) noexcept {
   std::lock_guard lock(mutex_);
-  ++num_parts_;
-  for (File* file : part->files) ++file->num_parts;
-  queue_.push(part);
-  if (death_code_ != 0) {
-    die(death_code_, death_detail_);
-  } else {
-    wake();
+  for (Part* earlier : parts_) {
+    if (!conflict(*earlier, *part)) continue;
+    earlier->dependents.push_back(part);
+    part->blockers.push_back(earlier);
+    raise(earlier, part->priority);
   }
+  parts_.push_back(part);
+  ++num_pending(part->submitted_as);
+  for (File* file : part->files) ++file->num_parts;
+  part->enqueued_at = Clock::now();
+  if (part->blockers.empty()) push(part);
+  if (death_code_ != 0) die(death_code_, death_detail_);
+}
+
+void Lane::push(Part* part) noexcept {
+  queue_.push(part);
+  if (death_code_ == 0) wake();
+}
+
+// Whoever is waited for is as urgent as who waits, or a write-back would hold up a demand read.
+void Lane::raise(Part* part, Priority priority) noexcept {
+  if (part->priority <= priority) return;
+  if (part->blockers.empty() && !part->is_cut()) {
+    queue_.promote(part, priority);
+  } else {
+    part->priority = priority;
+  }
+  for (Part* blocker : part->blockers) raise(blocker, priority);
+}
+
+bool Lane::cancel(Part* part) noexcept {
+  std::lock_guard lock(mutex_);
+  if (part->owner == nullptr || part->is_cut()) return false;
+  const Segment& segment = part->segments[part->segment_index];
+  part->owner->fail({ECANCELED, part->operation, segment.file,
+                     segment.offset_nbytes + part->cut_nbytes, segment.nbytes - part->cut_nbytes,
+                     "cancelled; from here on nothing was given to the device"});
+  ++info_.stats.num_cancelled;
+  drop_rest(part);
+  return true;
+}
+
+// Leaves nothing of the part to be issued.
+void Lane::drop_rest(Part* part) noexcept {
+  if (part->blockers.empty()) queue_.remove(part);
+  for (Part* blocker : part->blockers) std::erase(blocker->dependents, part);
+  part->blockers.clear();
+  part->segment_index = part->segments.size();
+  if (part->num_in_flight == 0) finish(part);
 }
 
 bool Lane::wait_idle(Clock::time_point deadline) noexcept {
   std::unique_lock lock(mutex_);
-  return changed_.wait_until(lock, deadline, [this] { return is_idle(); });
+  return changed_.wait_until(lock, deadline, [this] { return parts_.empty(); });
 }
 
 void Lane::wait_file_idle(const File& file) noexcept {
@@ -41,22 +118,31 @@ void Lane::wait_file_idle(const File& file) noexcept {
 bool Lane::take(Block& block) noexcept {
   while (Part* part = queue_.choose()) {
     if (part->owner->failed()) {  // The rest of a failed request is not worth a transfer.
-      queue_.pop(part);
-      part->segment_index = part->segments.size();
-      if (part->num_in_flight == 0) finish(part);
+      drop_rest(part);
       continue;
     }
+    // Nothing less urgent slips past a block that must wait for room.
+    const std::uint64_t span = next_span(*part, options_.block_nbytes, options_.arena);
+    if (num_in_flight_ != 0 && num_in_flight_nbytes_ + span > window_nbytes()) return false;
     block = cut_block(*part, options_.block_nbytes, options_.arena);
     queue_.charge(part);
-    if (part->is_cut()) queue_.pop(part);
+    if (part->is_cut()) queue_.remove(part);
+    block.issued_at = Clock::now();
+    if (!part->is_started) info_.stats.queue_wait.add(block.issued_at - part->enqueued_at);
+    part->is_started = true;
     ++part->num_in_flight;
-    if (block.file->num_in_flight++ == 0) block.file->busy_since = Clock::now();
+    ++num_in_flight_;
+    num_in_flight_nbytes_ += block.nbytes;
+    File& file = *block.file;
+    if (file.num_in_flight++ == 0) file.busy_since = block.issued_at;
+    file.stats.max_in_flight = std::max<std::uint64_t>(file.stats.max_in_flight, file.num_in_flight);
     return true;
   }
   return false;
 }
 
 Verdict Lane::settle(Block& block, std::int64_t result) noexcept {
+  if (options_.tamper) result = options_.tamper(block, result);
   const std::uint64_t offset_nbytes = block.offset_nbytes;
   const std::uint64_t nbytes = block.nbytes;
   const Judgement judgement = judge(block, result);
@@ -66,21 +152,31 @@ Verdict Lane::settle(Block& block, std::int64_t result) noexcept {
   (is_read ? stats.read_nbytes : stats.write_nbytes) += judgement.moved_nbytes;
   stats.num_retries += judgement.is_retry ? 1 : 0;
   stats.num_short_transfers += judgement.is_short ? 1 : 0;
-  if (judgement.verdict == Verdict::kAgain) return Verdict::kAgain;
+  if (judgement.verdict == Verdict::kAgain) {
+    num_in_flight_nbytes_ -= nbytes - block.nbytes;
+    return Verdict::kAgain;
+  }
   (is_read ? stats.num_reads : stats.num_writes) += 1;
   if (judgement.verdict == Verdict::kFailed) {
     ++stats.num_errors;
     block.part->owner->fail({judgement.code, block.operation, block.file->id, offset_nbytes,
                              nbytes, judgement.detail});
   }
-  retire(block);
+  retire(block, nbytes);
   return judgement.verdict;
 }
 
-void Lane::retire(Block& block) noexcept {
+void Lane::retire(Block& block, std::uint64_t nbytes) noexcept {
   File& file = *block.file;
-  INF_ASSERT(file.num_in_flight > 0 && block.part->num_in_flight > 0);
-  if (--file.num_in_flight == 0) file.stats.busy += Clock::now() - file.busy_since;
+  INF_ASSERT(file.num_in_flight > 0 && block.part->num_in_flight > 0 && num_in_flight_ > 0);
+  const Clock::time_point now = Clock::now();
+  const auto latency = now - block.issued_at;
+  file.stats.in_flight += latency;
+  const bool is_read = block.operation == Operation::kRead;
+  (is_read ? file.stats.read_latency : file.stats.write_latency).add(latency);
+  --num_in_flight_;
+  num_in_flight_nbytes_ -= nbytes;
+  if (--file.num_in_flight == 0) file.stats.busy += now - file.busy_since;
   if (--block.part->num_in_flight == 0 && block.part->is_cut()) finish(block.part);
   block.part = nullptr;
 }
@@ -89,24 +185,27 @@ void Lane::retire(Block& block) noexcept {
 // idle lane means done tickets.
 void Lane::finish(Part* part) noexcept {
   for (File* file : part->files) --file->num_parts;
+  std::erase(parts_, part);
+  --num_pending(part->submitted_as);
+  const std::vector<Part*> dependents = std::move(part->dependents);
   const std::shared_ptr<Request> owner = std::move(part->owner);  // Keeps `part` alive, too.
   owner->finish_part();
-  --num_parts_;
   changed_.notify_all();
+  for (Part* dependent : dependents) std::erase(dependent->blockers, part);
+  for (Part* dependent : dependents) {
+    if (dependent->blockers.empty()) push(dependent);
+  }
+  if (death_code_ != 0) die(death_code_, death_detail_);  // Nothing else will take them.
 }
 
 void Lane::die(int code, const char* detail) noexcept {
   death_code_ = code;
   death_detail_ = detail;
   while (Part* part = queue_.choose()) {
-    queue_.pop(part);
-    if (!part->is_cut()) {
-      const Segment& segment = part->segments[part->segment_index];
-      part->owner->fail({code, part->operation, segment.file, segment.offset_nbytes,
-                         segment.nbytes, detail});
-    }
-    part->segment_index = part->segments.size();
-    if (part->num_in_flight == 0) finish(part);
+    const Segment& segment = part->segments[part->segment_index];
+    part->owner->fail({code, part->operation, segment.file, segment.offset_nbytes, segment.nbytes,
+                       detail});
+    drop_rest(part);
   }
 }
 

@@ -1,14 +1,20 @@
 // One device: its queue, what is in flight on it, and the book-keeping that both backends share.
 //
-// Locking: `mutex_` guards the queue, the counters of parts and files, and is taken before a
+// Locking: `mutex_` guards the queue, the parts, the counters of files, and is taken before a
 // request's own mutex. It is held for microseconds; blocks take milliseconds.
+//
+// The window is counted in bytes: `queue_depth` blocks of full size, or as many more small ones as
+// weigh the same. So small extents are batched, and the wait of an urgent block behind what is in
+// flight, the only thing that cannot be reordered, is the same for both.
 #pragma once
 
+#include <array>
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <vector>
 
 #include "infinity_io/block.h"
 #include "infinity_io/block_queue.h"
@@ -18,7 +24,9 @@ namespace infinity::io {
 
 class Lane {
  public:
-  explicit Lane(const Options& options) : options_(options) {}
+  using Clock = std::chrono::steady_clock;
+
+  explicit Lane(const Options& options);
   Lane(const Lane&) = delete;
   Lane& operator=(const Lane&) = delete;
   virtual ~Lane() = default;
@@ -35,16 +43,31 @@ class Lane {
   [[nodiscard]] LaneInfo info() const noexcept;
   [[nodiscard]] FileStats stats_of(const File& file) const noexcept;
 
+  // Whether a part of this class may be enqueued. Only enqueue() can make the answer worse.
+  [[nodiscard]] bool has_room(Priority priority) const noexcept;
+  [[nodiscard]] bool wait_for_room(Priority priority, Clock::time_point deadline) noexcept;
+
   void enqueue(Part* part) noexcept;
-  [[nodiscard]] bool wait_idle(std::chrono::steady_clock::time_point deadline) noexcept;
+
+  // Drops what has not been issued of a part. Returns whether that was anything.
+  bool cancel(Part* part) noexcept;
+
+  [[nodiscard]] bool wait_idle(Clock::time_point deadline) noexcept;
   void wait_file_idle(const File& file) noexcept;
 
  protected:
   // Tells a sleeping thread that the queue is not empty. Called with `mutex_` held.
   virtual void wake() noexcept = 0;
 
-  // Takes the next block, if there is one; it is in flight from here on. `mutex_` must be held.
+  // Processor time that the lane's threads have used. The kernel's own workers are not in it.
+  [[nodiscard]] virtual std::chrono::nanoseconds cpu() const noexcept = 0;
+
+  // Takes the next block, if there is one and the window has room for it; it is in flight from here
+  // on. `mutex_` must be held.
   [[nodiscard]] bool take(Block& block) noexcept;
+
+  // Whether nothing more fits the window. `mutex_` must be held.
+  [[nodiscard]] bool is_full() const noexcept { return num_in_flight_nbytes_ >= window_nbytes(); }
 
   // Books the kernel's answer. kAgain: issue the block, which was moved on, once more. Otherwise
   // the block is gone, and its request with it if that was its last.
@@ -53,6 +76,9 @@ class Lane {
   // Fails everything queued, now and later: the lane can do no more work. `mutex_` must be held.
   void die(int code, const char* detail) noexcept;
 
+  // Blocks that may be in flight at once, however small.
+  [[nodiscard]] std::uint32_t max_in_flight() const noexcept;
+
   const Options options_;
   mutable std::mutex mutex_;
   LaneInfo info_;
@@ -60,11 +86,23 @@ class Lane {
   bool is_stopping_ = false;
 
  private:
-  void retire(Block& block) noexcept;
-  void finish(Part* part) noexcept;
-  [[nodiscard]] bool is_idle() const noexcept { return num_parts_ == 0; }
+  [[nodiscard]] std::uint64_t window_nbytes() const noexcept {
+    return std::uint64_t{options_.queue_depth} * options_.block_nbytes;
+  }
+  [[nodiscard]] std::uint32_t& num_pending(Priority priority) noexcept {
+    return num_pending_[static_cast<std::size_t>(priority)];
+  }
 
-  std::uint64_t num_parts_ = 0;  // queued or in flight
+  void retire(Block& block, std::uint64_t nbytes) noexcept;
+  void drop_rest(Part* part) noexcept;
+  void finish(Part* part) noexcept;
+  void push(Part* part) noexcept;
+  void raise(Part* part, Priority priority) noexcept;
+
+  std::vector<Part*> parts_;  // unfinished: waiting for a conflict, queued or in flight
+  std::array<std::uint32_t, kNumPriorities> num_pending_{};  // unfinished, by class submitted in
+  std::uint32_t num_in_flight_ = 0;
+  std::uint64_t num_in_flight_nbytes_ = 0;
   std::condition_variable changed_;  // a part has finished
   int death_code_ = 0;
   const char* death_detail_ = nullptr;

@@ -1,11 +1,40 @@
 #include "infinity_io/request.h"
 
+#include <algorithm>
+
+#include "lane.h"
+
 namespace infinity::io {
+
+FileStats& FileStats::operator+=(const FileStats& other) noexcept {
+  read_nbytes += other.read_nbytes;
+  write_nbytes += other.write_nbytes;
+  num_reads += other.num_reads;
+  num_writes += other.num_writes;
+  num_retries += other.num_retries;
+  num_short_transfers += other.num_short_transfers;
+  num_errors += other.num_errors;
+  max_in_flight = std::max(max_in_flight, other.max_in_flight);
+  busy += other.busy;
+  in_flight += other.in_flight;
+  read_latency += other.read_latency;
+  write_latency += other.write_latency;
+  return *this;
+}
 
 bool Request::wait_for(std::chrono::nanoseconds timeout) noexcept {
   if (done()) return true;
   std::unique_lock lock(mutex_);
   return finished_.wait_for(lock, timeout, [this] { return done(); });
+}
+
+bool Request::cancel() noexcept {
+  bool has_dropped = false;
+  for (Part& part : parts_) {
+    if (done()) break;  // Its files, and their lanes, may be gone.
+    has_dropped |= part.files.front()->lane->cancel(&part);
+  }
+  return has_dropped;
 }
 
 Error Request::error() const noexcept {

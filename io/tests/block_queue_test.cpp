@@ -12,7 +12,7 @@ Part* take(BlockQueue& queue) {
   Part* part = queue.choose();
   if (part != nullptr) {
     queue.charge(part);
-    queue.pop(part);
+    queue.remove(part);
   }
   return part;
 }
@@ -58,6 +58,34 @@ TEST(OvertakingIsCountedOnlyWhileAWriteBackWaits) {
   queue.push(&write);
   for (int turn = 0; turn < 8; ++turn) CHECK(take(queue)->priority == Priority::kForward);
   CHECK(take(queue) == &write);
+}
+
+TEST(AnyQueuedPartCanBeRemoved) {
+  for (const std::size_t victim : {0U, 1U, 2U}) {
+    std::vector<Part> parts(3);
+    BlockQueue queue;
+    for (Part& part : parts) queue.push(&part);
+    queue.remove(&parts[victim]);
+    queue.push(&parts[victim]);  // The tail is right again.
+    for (std::size_t index = 0; index < 3; ++index) {
+      if (index != victim) CHECK(take(queue) == &parts[index]);
+    }
+    CHECK(take(queue) == &parts[victim]);
+    CHECK(queue.empty());
+  }
+}
+
+TEST(PromotedPartGoesBehindTheOthersOfItsNewClass) {
+  std::vector<Part> parts(3);
+  parts[0].priority = Priority::kWriteBack;
+  parts[1].priority = Priority::kState;
+  parts[2].priority = Priority::kForward;
+  BlockQueue queue;
+  for (Part& part : parts) queue.push(&part);
+  queue.promote(&parts[0], Priority::kForward);
+  CHECK(take(queue) == &parts[2]);
+  CHECK(take(queue) == &parts[0]);
+  CHECK(take(queue) == &parts[1]);
 }
 
 int main() { return check::run_all_tests(); }

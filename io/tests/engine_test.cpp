@@ -2,109 +2,11 @@
 
 #include <cerrno>
 #include <cstring>
-#include <functional>
 #include <thread>
 
-#include <fcntl.h>
-#include <sys/mman.h>
-#include <unistd.h>
+#include "fixtures.h"
 
-#include "check.h"
-#include "infinity_io/probe.h"
-
-using namespace infinity::io;
-using namespace std::chrono_literals;
-
-namespace {
-
-constexpr std::uint64_t kKiB = 1024;
-constexpr std::uint32_t kBlockNbytes = 64 * kKiB;
-
-// Page-aligned memory that is never registered unless asked.
-class Memory {
- public:
-  explicit Memory(std::size_t nbytes) : nbytes_(nbytes) {
-    bytes_ = static_cast<unsigned char*>(mmap(nullptr, nbytes, PROT_READ | PROT_WRITE,
-                                              MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
-    CHECK(bytes_ != MAP_FAILED);
-  }
-  Memory(const Memory&) = delete;
-  Memory& operator=(const Memory&) = delete;
-  ~Memory() { munmap(bytes_, nbytes_); }
-
-  unsigned char& operator[](std::size_t index) { return bytes_[index]; }
-  [[nodiscard]] std::uintptr_t address() const { return reinterpret_cast<std::uintptr_t>(bytes_); }
-  [[nodiscard]] ArenaRange range() const { return {address(), nbytes_}; }
-
-  void fill(unsigned seed) {
-    for (std::size_t i = 0; i < nbytes_; ++i) {
-      bytes_[i] = static_cast<unsigned char>((i * 2654435761U + seed) >> 13);
-    }
-  }
-
- private:
-  unsigned char* bytes_ = nullptr;
-  std::size_t nbytes_;
-};
-
-// A file of zeros in the working directory, gone at the end.
-class TempFile {
- public:
-  explicit TempFile(std::uint64_t nbytes) {
-    std::strcpy(path_, "engine_test_XXXXXX");
-    const int fd = mkstemp(path_);
-    CHECK(fd >= 0 && ftruncate(fd, static_cast<off_t>(nbytes)) == 0);
-    close(fd);
-  }
-  TempFile(const TempFile&) = delete;
-  TempFile& operator=(const TempFile&) = delete;
-  ~TempFile() { unlink(path_); }
-  [[nodiscard]] const char* path() const { return path_; }
-
- private:
-  char path_[32];
-};
-
-Options options_for(Backend backend) {
-  Options options;
-  options.backend = backend;
-  options.block_nbytes = kBlockNbytes;
-  options.queue_depth = 3;
-  options.num_threads = 2;
-  return options;
-}
-
-std::unique_ptr<Engine> open_engine(const Options& options) {
-  auto engine = Engine::open(options);
-  CHECK(engine.ok());
-  return std::move(engine.value());
-}
-
-// Direct where the file system has it, which is what differs from the Python suite least.
-std::int32_t open_file(Engine& engine, const TempFile& file) {
-  auto id = engine.open_file(file.path(), true);
-  if (!id.ok()) id = engine.open_file(file.path(), false);
-  CHECK(id.ok());
-  return id.value();
-}
-
-Ticket submit(Engine& engine, Operation operation, std::vector<Segment> segments,
-              Priority priority = Priority::kForward) {
-  auto ticket = engine.submit(operation, segments, priority);
-  CHECK(ticket.ok());
-  return ticket.value();
-}
-
-void wait(const Ticket& ticket) {
-  while (!ticket->wait_for(10s)) CHECK(false);
-}
-
-void on_each_backend(const std::function<void(Backend)>& body) {
-  body(Backend::kThreads);
-  if (probe_uring().usable) body(Backend::kUring);
-}
-
-}  // namespace
+using namespace fixtures;
 
 TEST(WhatWasWrittenIsReadBack) {
   on_each_backend([](Backend backend) {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import itertools
 import os
 import random
@@ -149,17 +150,179 @@ def test_random_operations_agree_with_a_model(
     engine.close_file(file)
 
 
+@settings(
+    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    operations=st.lists(
+        st.tuples(
+            st.sampled_from(["read", "write", "cancelled write", "read past the end"]),
+            st.integers(0, NUM_UNITS - 1),
+            st.integers(0, NUM_UNITS // 3),
+            st.sampled_from(list(Priority)),
+        ),
+        min_size=1,
+        max_size=30,
+    ),
+    direct=st.booleans(),
+)
+def test_overlapping_operations_keep_their_order(
+    engine: StorageEngine,
+    arena: Arena,
+    make_file: Make,
+    seed: int,
+    operations: list[tuple[str, int, int, Priority]],
+    direct: bool,
+) -> None:
+    """A file behaves like a bytearray also when requests overlap, whatever their priorities.
+
+    Method: all requests are queued before the first is waited for, each with memory of its own. A
+    read is compared with the model of the moment of its submission; a cancelled write makes its
+    bytes unknown until they are written again. Lengths may be zero.
+    """
+    unit = PAGE_NBYTES if direct else 1237
+    prng = random.Random(seed)
+    size = NUM_UNITS * unit
+    model: list[int | None] = list(prng.randbytes(NUM_UNITS))  # One value per unit.
+    content = b"".join(bytes([value]) * unit for value in model if value is not None)
+    file = engine.open(make_file(content), direct=direct)
+    pending = []
+    for index, (kind, first, count, priority) in enumerate(operations):
+        last = min(first + count, NUM_UNITS)
+        low, nbytes = first * unit, (last - first) * unit
+        start = index * MIB
+        segment = Segment(file, low, arena.address + start, nbytes)
+        if kind == "read":
+            ticket = engine.submit("read", [segment], priority)
+            pending.append((kind, ticket, start, model[first:last]))
+        elif kind == "read past the end":
+            beyond = Segment(file, size + low, arena.address + start, unit)
+            pending.append((kind, engine.submit("read", [beyond], priority), start, []))
+        else:
+            value = prng.randrange(256)
+            arena.memory(start, nbytes)[:] = bytes([value]) * nbytes
+            ticket = engine.submit("write", [segment], priority)
+            has_dropped = kind == "cancelled write" and ticket.cancel()
+            model[first:last] = [None if has_dropped else value] * (last - first)
+            pending.append((kind if has_dropped else "write", ticket, start, []))
+    for kind, ticket, start, expected in pending:
+        if kind in ("cancelled write", "read past the end"):
+            with pytest.raises(StorageError) as caught:
+                ticket.wait()
+            assert caught.value.errno == (
+                errno.EIO if kind != "cancelled write" else errno.ECANCELED
+            )
+            continue
+        ticket.wait()
+        for at, value in enumerate(expected):
+            if value is not None:
+                assert arena.memory(start + at * unit, unit) == bytes([value]) * unit
+    engine.close_file(file)
+
+
+def test_cancelled_request_fails_and_its_buffer_is_free(
+    engine: StorageEngine, arena: Arena, make_file: Make
+) -> None:
+    """What is behind a long queue can be dropped; what is finished cannot."""
+    path = make_file(32 * MIB)
+    file = engine.open(path, direct=True)
+    front = engine.submit("read", [Segment(file, 0, arena.address, 16 * MIB)], Priority.FORWARD)
+    segment = Segment(file, 16 * MIB, arena.address + 16 * MIB, MIB)
+    arena.memory(16 * MIB, MIB)[:] = b"x" * MIB
+    ticket = engine.submit("write", [segment], Priority.WRITE_BACK)
+    assert ticket.cancel()
+    assert not ticket.cancel()
+    for _ in range(2):
+        with pytest.raises(StorageError, match="cancelled") as caught:
+            ticket.wait()
+    error = caught.value
+    assert (error.errno, error.operation, error.path) == (errno.ECANCELED, "write", path)
+    assert (error.offset_nbytes, error.nbytes) == (16 * MIB, MIB)
+    assert ticket.done()
+    front.wait()
+    assert not front.cancel()
+    with open(path, "rb") as plain:
+        plain.seek(16 * MIB)
+        assert plain.read() == bytes(16 * MIB)
+    assert sum(device.num_cancelled for device in engine.stats().by_device) == 1
+
+
+def test_full_queue_makes_submitters_wait_but_not_the_urgent(
+    open_any, native_name, arena: Arena, make_file: Make
+) -> None:
+    engine = open_any(native_name, queue_depth=1, num_threads=1, max_pending=2)
+    file = engine.open(make_file(16 * MIB), direct=True)
+    slow = Segment(file, 0, arena.address, 16 * MIB)
+    page = Segment(file, 0, arena.address + 32 * MIB, PAGE_NBYTES)
+    for _ in range(2):
+        engine.submit("read", [slow], Priority.WRITE_BACK)
+    with pytest.raises(TimeoutError, match="full"):
+        engine.submit("read", [page], Priority.WRITE_BACK, timeout_s=0)
+    engine.submit("read", [page], Priority.FORWARD, timeout_s=0).wait()
+    assert engine.stats().by_device[0].num_pending == 2
+    engine.submit("read", [page], Priority.WRITE_BACK).wait()
+    assert engine.stats().by_device[0].stall_s > 0
+
+
+def test_signal_interrupts_the_wait_for_room(open_any, native_name, arena, make_file) -> None:
+    def interrupt(*unused: object) -> None:
+        raise _Interrupted
+
+    engine = open_any(native_name, queue_depth=1, num_threads=1, max_pending=1)
+    file = engine.open(make_file(16 * MIB), direct=True)
+    slow = [Segment(file, 0, arena.address, 16 * MIB)] * 60
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        ticket = engine.submit("read", slow, Priority.STATE)
+        signal.setitimer(signal.ITIMER_REAL, 0.01)
+        with pytest.raises(_Interrupted):
+            engine.submit("read", slow, Priority.STATE)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    ticket.cancel()
+
+
+def test_zero_lengths_move_nothing(engine: StorageEngine, arena: Arena, make_file: Make) -> None:
+    data = random_bytes(PAGE_NBYTES, seed=8)
+    file = engine.open(make_file(data), direct=True)
+    empty = Segment(file, 64 * PAGE_NBYTES, arena.address, 0)  # Beyond the end.
+    ticket = engine.submit("read", [empty], Priority.FORWARD)
+    assert ticket.done()
+    ticket.wait()
+    whole = Segment(file, 0, arena.address, PAGE_NBYTES)
+    engine.submit("read", [empty, whole, empty], Priority.FORWARD).wait()
+    assert arena.memory(0, PAGE_NBYTES) == data
+    assert engine.stats().read_nbytes == PAGE_NBYTES
+
+
+def test_unaligned_heads_and_tails_of_buffered_files(
+    engine: StorageEngine, arena: Arena, make_file: Make
+) -> None:
+    data = bytearray(random_bytes(2 * BLOCK_NBYTES + 100, seed=9))
+    path = make_file(bytes(data))
+    file = engine.open(path, direct=False)
+    for offset, nbytes in ((1, 1), (4095, 2), (BLOCK_NBYTES - 3, 7), (5, 2 * BLOCK_NBYTES + 90)):
+        arena.memory(3, nbytes)[:] = data[offset : offset + nbytes] = random_bytes(nbytes, offset)
+        segment = Segment(file, offset, arena.address + 3, nbytes)
+        engine.submit("write", [segment], Priority.STATE).wait()
+    engine.submit("read", [Segment(file, 0, arena.address + 7, len(data))], Priority.STATE).wait()
+    assert arena.memory(7, len(data)) == data
+    with open(path, "rb") as plain:
+        assert plain.read() == data
+
+
 def test_forward_read_overtakes_queued_writes(
     engine: StorageEngine, arena: Arena, make_file: Make
 ) -> None:
     """A demand read waits for the blocks in flight at most, not for the queue.
 
-    Method: queue 100 write-backs of eight blocks, then one read of one block.
+    Method: queue 100 write-backs of eight blocks, then one read of one block elsewhere.
     """
     file = engine.open(make_file(MIB), direct=True)
     segment = Segment(file, 0, arena.address, 8 * BLOCK_NBYTES)
     writes = [engine.submit("write", [segment], Priority.WRITE_BACK) for _ in range(100)]
-    target = Segment(file, 0, arena.address + 4 * MIB, BLOCK_NBYTES)
+    target = Segment(file, 512 * KIB, arena.address + 4 * MIB, BLOCK_NBYTES)
     engine.submit("read", [target], Priority.FORWARD).wait()
     num_done = sum(write.done() for write in writes)
     assert num_done < 50, f"{num_done} of 100 writes went first"
@@ -170,12 +333,15 @@ def test_forward_read_overtakes_queued_writes(
 def test_priorities_are_served_in_order(open_any, native_name, arena, make_file) -> None:
     """Most urgent first, oldest first within one class.
 
-    Method: one block in flight at a time, and a plug that holds the device while six writes queue
-    up. The write that should go n-th covers pages n and up, so page n must keep its mark.
+    Method: one block in flight at a time, and a plug that holds the device while six reads queue
+    up. The read that should go n-th brings pages marked n to memory pages n and up, so page n must
+    keep its mark.
     """
+    marks = b"".join(bytes([rank]) * 6 * PAGE_NBYTES for rank in range(6))
     engine = open_any(native_name, queue_depth=1, num_threads=1, block_nbytes=16 * MIB)
-    file = engine.open(make_file(16 * MIB), direct=True)
-    engine.submit("read", [Segment(file, 0, arena.address, 16 * MIB)], Priority.FORWARD)
+    file = engine.open(make_file(marks + bytes(16 * MIB)), direct=True)
+    plug = Segment(file, len(marks), arena.address, 16 * MIB)
+    engine.submit("read", [plug], Priority.FORWARD)
     queued = [
         (0, Priority.FORWARD),
         (4, Priority.STATE),
@@ -184,16 +350,14 @@ def test_priorities_are_served_in_order(open_any, native_name, arena, make_file)
         (3, Priority.BACKWARD),
         (2, Priority.FORWARD),
     ]
+    memory = arena.address + 16 * MIB
     for rank, priority in queued:
         nbytes = (6 - rank) * PAGE_NBYTES
-        start = 16 * MIB + rank * BLOCK_NBYTES
-        arena.memory(start, nbytes)[:] = bytes([rank]) * nbytes
-        where = Segment(file, rank * PAGE_NBYTES, arena.address + start, nbytes)
-        engine.submit("write", [where], priority)
+        where = Segment(file, rank * 6 * PAGE_NBYTES, memory + rank * PAGE_NBYTES, nbytes)
+        engine.submit("read", [where], priority)
     engine.drain()
-    whole = Segment(file, 0, arena.address, 6 * PAGE_NBYTES)
-    engine.submit("read", [whole], Priority.FORWARD).wait()
-    assert [arena.memory(rank * PAGE_NBYTES, 1)[0] for rank in range(6)] == list(range(6))
+    seen = [arena.memory(16 * MIB + rank * PAGE_NBYTES, 1)[0] for rank in range(6)]
+    assert seen == list(range(6))
 
 
 def test_write_back_is_not_starved_by_reads(
@@ -439,6 +603,58 @@ def test_cycles_leak_no_descriptor_and_no_thread(open_any, engine_name, arena, m
     assert last <= first
 
 
+def resident_nbytes() -> int:
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[1]) * PAGE_NBYTES
+
+
+def test_thousands_of_open_and_close_cycles_leak_nothing(
+    engine: StorageEngine, arena: Arena, make_file: Make
+) -> None:
+    """Neither a descriptor nor memory: 4000 files, each with a read, in one engine."""
+    path = make_file(MIB)
+
+    def cycle(count: int) -> tuple[int, int]:
+        for _ in range(count):
+            file = engine.open(path, direct=True)
+            segment = Segment(file, 0, arena.address, PAGE_NBYTES)
+            engine.submit("read", [segment], Priority.FORWARD).wait()
+            engine.close_file(file)
+        gc.collect()
+        return len(os.listdir("/proc/self/fd")), resident_nbytes()
+
+    num_descriptors, nbytes = cycle(500)
+    last_descriptors, last_nbytes = cycle(4000)
+    assert last_descriptors == num_descriptors
+    assert last_nbytes - nbytes < MIB, "4000 forgotten files would be 8 MiB"
+    assert len(engine.stats().by_file) == 1
+    assert engine.stats().num_reads == 4500
+
+
+def test_thousand_engines_leak_nothing(native_name, open_any, arena, make_file) -> None:
+    open_any(native_name)  # Skips where it does not work.
+    path = make_file(MIB)
+
+    def cycle(count: int) -> tuple[int, int, int]:
+        for _ in range(count):
+            engine = open_engine(native_name, arena=None, num_threads=2)
+            file = engine.open(path, direct=True)
+            segment = Segment(file, 0, arena.address, PAGE_NBYTES)
+            engine.submit("read", [segment], Priority.FORWARD).wait()
+            engine.close()
+        gc.collect()
+        return (
+            len(os.listdir("/proc/self/fd")),
+            len(os.listdir("/proc/self/task")),
+            resident_nbytes(),
+        )
+
+    first = cycle(200)
+    last = cycle(1000)
+    assert last[:2] == first[:2]
+    assert last[2] - first[2] < 2 * MIB
+
+
 def test_dropping_an_engine_closes_it(native_name, open_any, make_file, arena) -> None:
     open_any(native_name)  # Skips where it does not work.
     before = len(os.listdir("/proc/self/fd"))
@@ -465,6 +681,16 @@ def test_statistics_count_bytes_blocks_and_errors_by_file(
     assert (by_name["second"].num_errors, by_name["first"].num_errors) == (1, 0)
     assert stats.read_nbytes == MIB
     assert stats.busy_s > 0
+    assert by_name["first"].read_latency.num_samples == 16
+    assert by_name["second"].write_latency.num_samples == 1
+    assert 0 < by_name["first"].read_latency.quantile_s(0.5) < 10
+    assert 1 <= by_name["first"].max_in_flight <= 4
+    assert 0 < by_name["first"].mean_in_flight <= 4
+    (device,) = stats.by_device
+    assert device.device == os.stat(by_name["first"].path).st_dev
+    assert (device.num_pending, device.num_in_flight) == (0, 0)
+    assert device.cpu_s > 0
+    assert device.queue_wait.num_samples == 3
 
 
 def test_arena_is_registered_with_the_ring(open_any, arena, make_file) -> None:

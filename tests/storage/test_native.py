@@ -1,4 +1,4 @@
-"""The C++ library on its own, under AddressSanitizer and UndefinedBehaviorSanitizer."""
+"""The C++ library on its own, under the sanitizers, and under a fuzzer."""
 
 from __future__ import annotations
 
@@ -30,31 +30,69 @@ def run(*command: str, cwd: Path = ROOT) -> str:
     return done.stdout
 
 
-@pytest.fixture(scope="module")
-def build() -> Path:
+def configure(name: str, *options: str) -> Path:
     """Configured once, built incrementally, kept between runs."""
     assert shutil.which("c++") or shutil.which("g++") or os.environ.get("CXX"), (
         "a C++ compiler is missing: apt-get install g++"
     )
-    cmake = find_tool("cmake")
+    build = ROOT / "build" / name
     run(
-        cmake, "-S", str(ROOT), "-B", str(BUILD), "-G", "Ninja",
+        find_tool("cmake"), "-S", str(ROOT), "-B", str(build), "-G", "Ninja",
         f"-DCMAKE_MAKE_PROGRAM={find_tool('ninja')}", "-DCMAKE_BUILD_TYPE=Debug",
         "-DINFINITY_BUILD_PYTHON=OFF", "-DINFINITY_BUILD_TESTS=ON", "-DINFINITY_WERROR=ON",
-        "-DINFINITY_SANITIZE=address,undefined",
+        *options,
     )  # fmt: skip
-    run(cmake, "--build", str(BUILD))
-    return BUILD
+    return build
+
+
+@pytest.fixture(scope="module", params=["address,undefined", "thread"])
+def build(request: pytest.FixtureRequest) -> Path:
+    """The C++ tests under AddressSanitizer and UBSan, and under ThreadSanitizer."""
+    name = f"native-tests-{request.param.split(',')[0]}"
+    build = configure(name, f"-DINFINITY_SANITIZE={request.param}")
+    run(find_tool("cmake"), "--build", str(build))
+    return build
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("subject", ["block", "block_queue", "engine", "arena", "update"])
+@pytest.mark.parametrize(
+    "subject",
+    [
+        "arena_test", "block_queue_test", "block_test", "crc32c_test", "engine_test", "fault_test",
+        "histogram_test", "order_test", "queue_test", "split_fuzz", "update_test",
+    ],
+)  # fmt: skip
 def test_native_suite_passes_under_sanitizers(build: Path, subject: str) -> None:
     printed = run(
-        find_tool("ctest"), "--output-on-failure", "--no-tests=error", "-R", f"^{subject}_test$",
+        find_tool("ctest"), "--output-on-failure", "--no-tests=error", "-R", f"^{subject}$",
         cwd=build,
     )  # fmt: skip
     assert "100% tests passed" in printed
+
+
+def test_every_native_test_is_run_here(build: Path) -> None:
+    listed = run(find_tool("ctest"), "--show-only", cwd=build)
+    assert "Total Tests: 10" in listed, listed
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(shutil.which("clang++") is None, reason="libFuzzer needs clang++")
+def test_fuzzer_finds_nothing_in_the_request_splitter() -> None:
+    """Ten seconds, guided by coverage; the same target feeds itself in the suite above."""
+    build = configure(
+        "native-fuzz",
+        "-DINFINITY_FUZZ=ON",
+        "-DINFINITY_WERROR=OFF",
+        "-DCMAKE_CXX_COMPILER=clang++",
+        "-DINFINITY_SANITIZE=address,undefined",
+    )
+    run(find_tool("cmake"), "--build", str(build), "--target", "split_fuzz")
+    corpus = build / "corpus"
+    corpus.mkdir(exist_ok=True)
+    run(
+        str(build / "io" / "tests" / "split_fuzz"), "-max_total_time=10", "-max_len=800",
+        f"-artifact_prefix={build}/", str(corpus),
+    )  # fmt: skip
 
 
 @pytest.mark.timeout(300)

@@ -91,7 +91,7 @@ def test_fault_says_what_was_expected_and_what_came() -> None:
     )
     expected = 'expected "auto", "cpu" or "cuda"; got "gpu" (did you mean "cuda"?)'
     assert found["tiers.device.kind"] == expected
-    assert found["tiers.nvme[0].weight"] == "expected a number > 0; got 0"
+    assert found["tiers.nvme[0].weight"] == 'expected "auto" or a number > 0; got 0'
     assert 'did you mean "io_uring"?' in found["io.engine"]
     assert found["io.queue_depth"] == "expected an integer from 1 to 4096; got true"
     assert 'did you mean "bfloat16"?' in found["precision.compute"]

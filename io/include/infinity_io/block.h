@@ -34,6 +34,7 @@ struct Block {
   std::uint32_t nbytes = 0;  // still to move
   std::uint32_t num_retries = 0;
   std::uint32_t num_stalls = 0;  // short transfers in a row that moved less than the alignment
+  std::chrono::steady_clock::time_point issued_at;
 };
 
 enum class Verdict : std::uint8_t { kDone, kAgain, kFailed };
@@ -52,6 +53,10 @@ struct Judgement {
 [[nodiscard]] std::uint32_t block_span(std::uintptr_t address, std::uint64_t nbytes,
                                        std::uint32_t block_nbytes,
                                        const ArenaRange& arena) noexcept;
+
+// The size of the block that cut_block() would cut.
+[[nodiscard]] std::uint32_t next_span(const Part& part, std::uint32_t block_nbytes,
+                                      const ArenaRange& arena) noexcept;
 
 // Cuts the next block off `part`, which must not be cut to the end.
 [[nodiscard]] Block cut_block(Part& part, std::uint32_t block_nbytes,

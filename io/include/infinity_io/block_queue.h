@@ -24,8 +24,11 @@ class BlockQueue {
   // Counts one block taken from `part`, which must be the one choose() named.
   void charge(const Part* part) noexcept;
 
-  // Removes the part that choose() named.
-  void pop(Part* part) noexcept;
+  // Removes a queued part, whichever it is.
+  void remove(Part* part) noexcept;
+
+  // Moves a queued part behind the others of a more urgent class.
+  void promote(Part* part, Priority priority) noexcept;
 
   [[nodiscard]] bool empty() const noexcept { return choose() == nullptr; }
 

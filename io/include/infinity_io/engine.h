@@ -1,8 +1,12 @@
 // Asynchronous file I/O in large blocks: the public face of the library.
 //
 // A request (segments, one ticket) is cut into blocks; each device has a lane that keeps at most
-// `queue_depth` blocks in flight, most urgent first. Two kinds of lane, io_uring and threads, share
-// everything but the system calls.
+// `queue_depth` blocks in flight, or as many bytes in smaller ones, most urgent first. Two kinds of
+// lane, io_uring and threads, share everything but the system calls.
+//
+// Order: requests that overlap in a file, one of them writing, are carried out as they were
+// submitted; the earlier one inherits the urgency of the later. All others go in any order, and so
+// do the segments of one request among themselves.
 //
 // Threads: every method may be called from any thread; close() and the destructor only when no
 // other call is running. Nothing here may be used in a forked child except in_child() and leaking
@@ -11,6 +15,8 @@
 
 #include <chrono>
 #include <cstdint>
+#include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <span>
@@ -33,15 +39,29 @@ struct Options {
   std::uint32_t block_nbytes = 4U << 20;
   std::uint32_t queue_depth = 4;   // blocks in flight per device
   std::uint32_t num_threads = 4;   // per device, thread backend only
+  std::uint32_t max_pending = 1024;  // unfinished requests per device and priority
+  // For tests: sees each answer of the kernel, and what it returns is taken for the answer.
+  std::function<std::int64_t(const Block&, std::int64_t)> tamper;
 };
 
-// What the set-up of one lane found out.
+// What one lane has seen. Times of threads and waiters add up.
+struct LaneStats {
+  std::uint64_t num_pending = 0;    // requests, now
+  std::uint32_t num_in_flight = 0;  // blocks, now
+  std::uint64_t num_cancelled = 0;  // requests
+  std::chrono::nanoseconds cpu{0};    // of the lane's threads
+  std::chrono::nanoseconds stall{0};  // that submitters stood still because the queue was full
+  Histogram queue_wait;               // of requests, from submit() to the issue of the first block
+};
+
+// What the set-up of one lane found out, and its statistics.
 struct LaneInfo {
   std::uint64_t device = 0;
   std::uint32_t ring_flags = 0;
   bool has_registered_buffers = false;
   bool has_registered_files = false;
   int register_buffers_errno = 0;
+  LaneStats stats;
 };
 
 struct FileReport {
@@ -68,7 +88,10 @@ class Engine {
   // Alignment that offsets, lengths and addresses of `file` must keep; 1 when it is buffered.
   Result<std::uint32_t> alignment_nbytes(std::int32_t file) const;
 
-  Result<Ticket> submit(Operation operation, std::span<const Segment> segments, Priority priority);
+  // Queues a request; waits at most `timeout` for a device that has `max_pending` unfinished
+  // requests of this priority, then answers EAGAIN. The other priorities are not held up.
+  Result<Ticket> submit(Operation operation, std::span<const Segment> segments, Priority priority,
+                        std::chrono::nanoseconds timeout = std::chrono::hours(24));
 
   // fdatasync on the calling thread. Says nothing about requests that are not done yet.
   Error sync(std::int32_t file);
@@ -79,6 +102,7 @@ class Engine {
   // Drains, ends the threads, closes the files. Idempotent.
   void close();
 
+  // One per open file, and one per path of the closed ones.
   [[nodiscard]] std::vector<FileReport> stats() const;
   [[nodiscard]] std::vector<LaneInfo> lanes() const;
   [[nodiscard]] bool in_child() const noexcept;
@@ -92,12 +116,18 @@ class Engine {
   explicit Engine(const Options& options);
   [[nodiscard]] std::shared_ptr<File> find(std::int32_t id) const;  // null when not open
   Result<Lane*> lane_of(std::uint64_t device);
+  Result<Ticket> build(Operation operation, std::span<const Segment> segments,
+                       Priority priority) const;
+  void forget(const File& file);
 
   const Options options_;
   const pid_t pid_;
-  mutable std::mutex mutex_;  // guards the three below
-  std::vector<std::shared_ptr<File>> files_;
+  mutable std::mutex mutex_;  // guards all below
+  std::map<std::int32_t, std::shared_ptr<File>> files_;  // open, by id
+  std::int32_t next_file_ = 0;
+  std::vector<FileReport> closed_files_;
   std::vector<LaneEntry> lanes_;
+  std::vector<LaneInfo> ended_lanes_;
   bool is_closed_ = false;
 };
 

@@ -15,6 +15,7 @@
 #include <string>
 #include <vector>
 
+#include "infinity_io/histogram.h"
 #include "infinity_io/status.h"
 
 namespace infinity::io {
@@ -40,7 +41,13 @@ struct FileStats {
   std::uint64_t num_retries = 0;
   std::uint64_t num_short_transfers = 0;
   std::uint64_t num_errors = 0;
-  std::chrono::nanoseconds busy{0};  // time with at least one block in flight
+  std::uint64_t max_in_flight = 0;       // blocks
+  std::chrono::nanoseconds busy{0};      // time with at least one block in flight
+  std::chrono::nanoseconds in_flight{0}; // summed over blocks; divided by `busy`: the mean depth
+  Histogram read_latency;                // of blocks, from issue to completion
+  Histogram write_latency;
+
+  FileStats& operator+=(const FileStats& other) noexcept;
 };
 
 class Lane;
@@ -64,14 +71,28 @@ struct File {
 
 class Request;
 
+// A contiguous range of one file.
+struct FileRange {
+  std::int32_t file = -1;
+  std::uint64_t start_nbytes = 0;
+  std::uint64_t end_nbytes = 0;
+};
+
 // The segments of one request that live on one device, and how far they have been cut into blocks.
+// The lane's mutex guards it from enqueue() on.
 struct Part {
   std::shared_ptr<Request> owner;  // dropped when the part is finished
   Part* next = nullptr;            // in the lane's queue
-  Priority priority = Priority::kForward;
+  Priority submitted_as = Priority::kForward;
+  Priority priority = Priority::kForward;  // raised while a more urgent part waits for this one
   Operation operation = Operation::kRead;
   std::vector<Segment> segments;
   std::vector<File*> files;  // of each segment
+  std::vector<FileRange> ranges;  // what the segments cover: sorted, neighbours merged
+  std::vector<Part*> blockers;    // unfinished parts that come first, because they overlap
+  std::vector<Part*> dependents;  // the same, seen from the other side
+  std::chrono::steady_clock::time_point enqueued_at;
+  bool is_started = false;  // a block of it has been issued
   std::size_t segment_index = 0;
   std::uint64_t cut_nbytes = 0;  // of the current segment
   std::uint32_t num_in_flight = 0;
@@ -86,6 +107,11 @@ class Request {
 
   // Waits for done(), at most `timeout`. Returns done().
   [[nodiscard]] bool wait_for(std::chrono::nanoseconds timeout) noexcept;
+
+  // Drops every block that has not been issued; what the device has begun cannot be called back.
+  // Returns whether anything was dropped: the request then fails with ECANCELED, once done(). The
+  // buffers stay the request's until then. Not while the engine is being closed.
+  bool cancel() noexcept;
 
   // The first failure; stable once done().
   [[nodiscard]] Error error() const noexcept;

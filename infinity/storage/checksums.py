@@ -1,0 +1,111 @@
+"""Checksums of a swap file, one per page, and reads that are checked against them.
+
+A checksum says what the last submitted write put on a page, so it catches what a drive, a cable or
+a file system changes afterwards without an error. The table lives in memory, 1 MiB per GiB of the
+file. `of` and `put` speak of ranges, 4 bytes per page in the order of the pages: what a manifest
+would store beside each extent, to check it in a later run.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from errno import EBADMSG
+
+from infinity import _core
+from infinity.errors import CorruptionError
+from infinity.sizes import PAGE_NBYTES
+from infinity.storage.engine import Ticket
+
+_ENTRY_NBYTES = 4
+
+
+def digest(address: int, nbytes: int) -> bytes:
+    """CRC32C of each page in memory, 4 bytes each in native order. Without the GIL."""
+    return _core.crc32c_pages(address, nbytes)
+
+
+class PageChecksums:
+    """The table of one swap file. Pages of a file that grew are zeros, and known as such.
+
+    Any thread may use it. Two threads that write one page must be ordered by their caller, as for
+    the file itself.
+    """
+
+    def __init__(self) -> None:
+        self._table = bytearray()  # Only whole slices are copied in and out, under the GIL.
+        self._zeros = _core.crc32c_of_zeros()
+
+    def grow(self, size_nbytes: int) -> None:
+        """Takes notice that the file has become so long."""
+        missing = size_nbytes // PAGE_NBYTES - len(self._table) // _ENTRY_NBYTES
+        self._table.extend(self._zeros * max(0, missing))
+
+    def of(self, offset_nbytes: int, nbytes: int) -> bytes:
+        """The checksums of a range of whole pages."""
+        found = bytes(self._table[_entries(offset_nbytes, nbytes)])
+        assert len(found) == nbytes // PAGE_NBYTES * _ENTRY_NBYTES, "the file was not grown so far"
+        return found
+
+    def put(self, offset_nbytes: int, checksums: bytes) -> None:
+        """Replaces the checksums from a page on."""
+        nbytes = len(checksums) // _ENTRY_NBYTES * PAGE_NBYTES
+        self._table[_entries(offset_nbytes, nbytes)] = checksums
+
+
+def _entries(offset_nbytes: int, nbytes: int) -> slice:
+    first = offset_nbytes // PAGE_NBYTES * _ENTRY_NBYTES
+    return slice(first, first + nbytes // PAGE_NBYTES * _ENTRY_NBYTES)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectedRange:
+    """A range that is being read: where from, where to, and the checksums it must have."""
+
+    path: str
+    offset_nbytes: int
+    address: int
+    nbytes: int
+    checksums: bytes
+
+    def check(self) -> CorruptionError | None:
+        """None when the bytes in memory are the expected ones."""
+        page = _core.first_bad_page(self.address, self.nbytes, self.checksums)
+        if page < 0:
+            return None
+        return CorruptionError(
+            EBADMSG,
+            operation="read",
+            path=self.path,
+            offset_nbytes=self.offset_nbytes + page * PAGE_NBYTES,
+            nbytes=PAGE_NBYTES,
+            detail="the page is not what was written last (CRC32C). The drive, its cable or its "
+            "file system changed it, or a cancelled write left it torn",
+        )
+
+
+class CheckedRead:
+    """A ticket whose wait() checks what was read, once, on the thread that waits first."""
+
+    def __init__(self, inner: Ticket, ranges: Sequence[ExpectedRange]) -> None:
+        self._inner = inner
+        self._ranges = tuple(ranges)
+        self._error: CorruptionError | None = None
+        self._lock = threading.Lock()  # guards the two above
+
+    def done(self) -> bool:
+        return self._inner.done()
+
+    def cancel(self) -> bool:
+        return self._inner.cancel()
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """As Ticket.wait; also raises CorruptionError, with the first bad page."""
+        self._inner.wait(timeout_s)
+        with self._lock:
+            ranges, self._ranges = self._ranges, ()  # Later the memory is the caller's to change.
+            for each in ranges:
+                self._error = self._error or each.check()
+            if self._error is not None:
+                raise self._error.with_traceback(None)

@@ -1,0 +1,193 @@
+"""Faults that come through the kernel: a FUSE drive that fails, and file systems that are full."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from infinity.errors import CapacityError, StorageError
+from infinity.sizes import KIB, MIB
+from infinity.storage.arena import Arena
+from infinity.storage.engine import Priority, Segment, StorageEngine
+from infinity.storage.volume import Volume, VolumePath
+
+DRIVE = Path(__file__).with_name("fuse_drive.py")
+NBYTES = 512 * KIB  # Eight blocks.
+
+may_mount_fuse = pytest.mark.skipif(
+    os.geteuid() != 0 or not os.path.exists("/dev/fuse"),
+    reason="needs root and /dev/fuse; the C++ fault ladder replaces the kernel's answers instead",
+)
+
+
+@contextmanager
+def drive(point: Path, *fault: str) -> Iterator[str]:
+    """A mounted drive; yields the path of its one file."""
+    point.mkdir(exist_ok=True)
+    command = [sys.executable, str(DRIVE), str(point), str(NBYTES), *fault]
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert server.stdout is not None
+        assert server.stdout.readline() == "ready\n"
+        yield str(point / "data")
+    finally:
+        subprocess.run(["umount", "-l", str(point)], check=False)
+        server.kill()
+        server.wait()
+        server.stdout.close()
+
+
+def round_trip(engine: StorageEngine, arena: Arena, path: str, seed: int) -> None:
+    """Eight blocks written and read back, each request on its own."""
+    file = engine.open(path, direct=True)
+    try:
+        arena.memory(0, NBYTES)[:] = data = random.Random(seed).randbytes(NBYTES)
+        for operation, address in (("write", arena.address), ("read", arena.address + NBYTES)):
+            tickets = [
+                engine.submit(
+                    operation, [Segment(file, at, address + at, 64 * KIB)], Priority.STATE
+                )
+                for at in range(0, NBYTES, 64 * KIB)
+            ]
+            for ticket in tickets:
+                ticket.wait()
+        assert arena.memory(NBYTES, NBYTES) == data
+    finally:
+        engine.drain()
+        engine.close_file(file)
+
+
+@may_mount_fuse
+@pytest.mark.parametrize("operation", ["read", "write"])
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC, errno.EROFS])
+def test_error_of_the_drive_reaches_the_ticket(
+    open_any, native_name, arena, tmp_path: Path, operation: str, code: int
+) -> None:
+    engine = open_any(native_name)
+    for rung in (1, 2, 8):
+        with drive(tmp_path / "drive", operation, str(rung), str(code)) as path:
+            with pytest.raises(StorageError) as caught:
+                round_trip(engine, arena, path, rung)
+            error = caught.value
+            assert (error.errno, error.operation, error.path) == (code, operation, path)
+            assert error.nbytes == 64 * KIB and error.offset_nbytes % (64 * KIB) == 0
+            round_trip(engine, arena, path, rung)  # The fault is over, and nothing is left of it.
+
+
+@may_mount_fuse
+@pytest.mark.parametrize(
+    ("operation", "answer"),
+    [
+        ("read", "short"),  # A short write of FUSE is EIO, see fs/fuse/file.c.
+        ("read", str(errno.EINTR)),
+        ("write", str(errno.EINTR)),
+        ("read", str(errno.EAGAIN)),
+        ("write", str(errno.EAGAIN)),
+    ],
+)
+def test_passing_fault_is_made_good(
+    open_any, native_name, arena, tmp_path: Path, operation: str, answer: str
+) -> None:
+    engine = open_any(native_name)
+    for rung in (1, 8):
+        with drive(tmp_path / "drive", operation, str(rung), answer) as path:
+            round_trip(engine, arena, path, rung)
+    stats = engine.stats()
+    assert stats.num_errors == 0
+    if answer == "short":
+        assert stats.num_short_transfers == 2
+
+
+@may_mount_fuse
+def test_drive_that_is_pulled_fails_and_the_other_goes_on(
+    open_any, native_name, arena, tmp_path: Path
+) -> None:
+    """Every request ends, the error names the drive that is gone, and the other one still works."""
+    engine = open_any(native_name)
+    with drive(tmp_path / "steady") as steady:
+        with drive(tmp_path / "pulled") as pulled:
+            file = engine.open(pulled, direct=True)
+        for _ in range(3):
+            ticket = engine.submit(
+                "read", [Segment(file, 0, arena.address, 64 * KIB)], Priority.FORWARD
+            )
+            with pytest.raises(StorageError) as caught:
+                ticket.wait(30)
+            assert caught.value.path == pulled
+        with pytest.raises(StorageError, match="close"):
+            engine.close_file(file)  # It says so, and has let go all the same.
+        round_trip(engine, arena, steady, 0)
+
+
+@pytest.fixture
+def small_ext4(tmp_path: Path) -> Iterator[Path]:
+    """A freshly made ext4 of 16 MiB on a loop device: no cache, no tmpfs, a real full disk."""
+    image, point = tmp_path / "image", tmp_path / "ext4"
+    point.mkdir()
+    image.write_bytes(b"")
+    os.truncate(image, 16 * MIB)
+    steps = (["mkfs.ext4", "-q", str(image)], ["mount", "-o", "loop", str(image), str(point)])
+    for step in steps:
+        try:
+            done = subprocess.run(step, capture_output=True, text=True, check=False)
+        except FileNotFoundError:
+            pytest.skip(f"needs {step[0]}: apt-get install e2fsprogs")
+        if done.returncode != 0:
+            pytest.skip(f"needs the right to mount a loop device: {done.stderr.strip()}")
+    yield point
+    subprocess.run(["umount", "-l", str(point)], check=True)
+
+
+def fill(point: Path) -> None:
+    """Leaves no free block."""
+    with open(point / "ballast", "wb", buffering=0) as ballast:
+        for chunk_nbytes in (MIB, 4 * KIB):
+            try:
+                while True:
+                    ballast.write(bytes(chunk_nbytes))
+            except OSError as error:
+                assert error.errno == errno.ENOSPC
+        os.fsync(ballast.fileno())
+
+
+def test_write_to_a_full_disk_fails_with_enospc_and_recovers(
+    open_any: Callable[..., StorageEngine], native_name, arena, small_ext4: Path
+) -> None:
+    """Into a hole, by direct I/O: only then the file system looks for a block."""
+    path = small_ext4 / "data"
+    path.touch()
+    os.truncate(path, 8 * MIB)
+    fill(small_ext4)
+    engine = open_any(native_name)
+    file = engine.open(str(path), direct=True)
+    segment = Segment(file, MIB, arena.address, MIB)
+    with pytest.raises(StorageError) as caught:
+        engine.submit("write", [segment], Priority.WRITE_BACK).wait()
+    assert (caught.value.errno, caught.value.path) == (errno.ENOSPC, str(path))
+    assert MIB <= caught.value.offset_nbytes < 2 * MIB
+    (small_ext4 / "ballast").unlink()
+    arena.memory(0, MIB)[:] = data = random.Random(1).randbytes(MIB)
+    engine.submit("write", [segment], Priority.WRITE_BACK).wait()
+    engine.submit("read", [Segment(file, MIB, arena.address + MIB, MIB)], Priority.STATE).wait()
+    assert arena.memory(MIB, MIB) == data
+    engine.close()
+
+
+def test_volume_on_a_full_disk_is_refused_before_its_file_grows(
+    open_any: Callable[..., StorageEngine], small_ext4: Path
+) -> None:
+    (small_ext4 / "ballast").write_bytes(bytes(8 * MIB))
+    engine = open_any("threads")
+    with Volume(engine, [VolumePath(str(small_ext4 / "drive"))]) as volume:
+        with pytest.raises(CapacityError, match="nvme"):
+            volume.reserve([12 * MIB])
+        assert os.path.getsize(volume.file_paths[0]) == 0
+    engine.close()

@@ -1,0 +1,93 @@
+"""Several paths of different speed work as one: each gets the share it can carry."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from infinity.sizes import KIB, MIB
+from infinity.storage.arena import Arena
+from infinity.storage.bandwidth import SAMPLE_NBYTES, measure_bandwidth
+from infinity.storage.engine import Priority
+from infinity.storage.volume import Volume, VolumePath
+from infinity.testing.throttled_engine import ThrottledEngine
+
+FAST, SLOW = 160e6, 40e6  # Bytes per second: far below what the drive under the test can do.
+
+
+@pytest.fixture
+def drives(tmp_path: Path) -> tuple[str, str]:
+    return str(tmp_path / "fast"), str(tmp_path / "slow")
+
+
+def paths_of(drives: tuple[str, str], *weights: float | None) -> list[VolumePath]:
+    return [VolumePath(path, weight=weight) for path, weight in zip(drives, weights, strict=True)]
+
+
+def rate_of(volume: Volume, arena: Arena, nbytes: int) -> float:
+    """Bytes per second of writing and reading one piece."""
+    (piece,) = volume.reserve([nbytes])
+    where = {"offset_nbytes": 0, "nbytes": nbytes, "address": arena.address}
+    start_s = time.monotonic()
+    volume.write(piece, **where, priority=Priority.WRITE_BACK).wait()
+    volume.read(piece, **where, priority=Priority.FORWARD).wait()
+    return 2 * nbytes / (time.monotonic() - start_s)
+
+
+def test_two_paths_of_unequal_speed_add_up(open_any, native_name, arena, drives) -> None:
+    """Within 10 % of the sum of both, found out by measuring them. Evenly striped, the fast one
+    would wait for the slow one: 40 % of the sum."""
+    engine = ThrottledEngine(
+        open_any(native_name, block_nbytes=MIB), dict(zip(drives, (FAST, SLOW), strict=True))
+    )
+    with Volume(engine, paths_of(drives, None, None), stripe_nbytes=256 * KIB) as volume:
+        assert volume.weights[0] / volume.weights[1] == pytest.approx(FAST / SLOW, rel=0.1)
+        assert rate_of(volume, arena, 32 * MIB) > 0.9 * (FAST + SLOW)
+    with Volume(engine, paths_of(drives, 1, 1), stripe_nbytes=256 * KIB) as evenly:
+        assert rate_of(evenly, arena, 16 * MIB) < 0.5 * (FAST + SLOW)
+
+
+def test_measuring_leaves_nothing_behind(open_any, drives) -> None:
+    with Volume(open_any("threads"), paths_of(drives, None, None)) as volume:
+        assert [os.path.getsize(path) for path in volume.file_paths] == [0, 0]
+        (piece,) = volume.reserve([MIB])
+        assert sum(extent.nbytes for extent in piece) == MIB
+
+
+def test_fresh_pieces_are_zeros_after_measuring(open_any, arena, drives) -> None:
+    with Volume(open_any("threads"), paths_of(drives, None, None)) as volume:
+        (piece,) = volume.reserve([8 * MIB])
+        arena.memory(0, 8 * MIB)[:] = b"x" * (8 * MIB)
+        where = {"offset_nbytes": 0, "nbytes": 8 * MIB, "address": arena.address}
+        volume.read(piece, **where, priority=Priority.STATE).wait()
+        assert arena.memory(0, 8 * MIB) == bytes(8 * MIB)
+
+
+def test_weights_that_are_given_are_taken(open_any, drives) -> None:
+    with Volume(open_any("threads"), paths_of(drives, 3, 1)) as volume:
+        assert volume.weights == (3, 1)
+        (piece,) = volume.reserve([32 * MIB])
+        shares = [sum(e.nbytes for e in piece if e.path_index == index) for index in range(2)]
+        assert shares == [24 * MIB, 8 * MIB]
+
+
+def test_one_path_is_not_measured(open_any, drives) -> None:
+    engine = open_any("threads")
+    with Volume(engine, [VolumePath(drives[0])]) as volume:
+        assert volume.weights == (1.0,)
+    assert engine.stats().write_nbytes == 0
+
+
+def test_paths_too_small_to_be_measured_are_equal(open_any, drives) -> None:
+    paths = [VolumePath(drives[0], capacity_nbytes=MIB), VolumePath(drives[1])]
+    with Volume(open_any("threads"), paths) as volume:
+        assert volume.weights == (1.0, 1.0)
+
+
+def test_measured_bandwidth_is_that_of_the_path(open_any, make_file, tmp_path) -> None:
+    engine = ThrottledEngine(open_any("threads", block_nbytes=MIB), {str(tmp_path): 100e6})
+    file = engine.open(make_file(SAMPLE_NBYTES), direct=True)
+    assert measure_bandwidth(engine, file) == pytest.approx(100e6, rel=0.1)

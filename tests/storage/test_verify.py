@@ -1,0 +1,153 @@
+"""Checksums of what is written, and reads that are checked against them."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from infinity.errors import CorruptionError, StorageError
+from infinity.sizes import KIB, MIB, PAGE_NBYTES
+from infinity.storage.arena import Arena
+from infinity.storage.checksums import PageChecksums, digest
+from infinity.storage.engine import Priority, StorageEngine
+from infinity.storage.volume import Extent, Volume, VolumePath
+from infinity.testing.faulty_engine import Fault, FaultyEngine
+
+CRC32C_OF_A_ZERO_PAGE = 0x98F94189
+
+
+@pytest.fixture
+def drives(tmp_path: Path) -> list[VolumePath]:
+    return [VolumePath(str(tmp_path / name)) for name in "ab"]
+
+
+def write(volume: Volume, piece: tuple[Extent, ...], address: int, nbytes: int) -> None:
+    volume.write(
+        piece, offset_nbytes=0, nbytes=nbytes, address=address, priority=Priority.WRITE_BACK
+    ).wait()
+
+
+def read(volume: Volume, piece: tuple[Extent, ...], address: int, nbytes: int) -> None:
+    volume.read(
+        piece, offset_nbytes=0, nbytes=nbytes, address=address, priority=Priority.FORWARD
+    ).wait()
+
+
+def place_of(volume: Volume, piece: tuple[Extent, ...], page: int) -> tuple[str, int]:
+    """The file and the offset that hold a page of a piece."""
+    at = page * PAGE_NBYTES
+    for extent in piece:
+        if at < extent.nbytes:
+            return volume.file_paths[extent.path_index], extent.offset_nbytes + at
+        at -= extent.nbytes
+    raise AssertionError(page)
+
+
+@pytest.mark.parametrize("page", [0, 15, 16, 200, 255])
+def test_bit_flipped_on_the_drive_is_found_and_named(
+    open_any, native_name, arena: Arena, drives: list[VolumePath], page: int
+) -> None:
+    with Volume(open_any(native_name), drives, stripe_nbytes=64 * KIB, verify=True) as volume:
+        (piece,) = volume.reserve([MIB])
+        arena.memory(0, MIB)[:] = random.Random(page).randbytes(MIB)
+        write(volume, piece, arena.address, MIB)
+        path, offset = place_of(volume, piece, page)
+        with open(path, "r+b") as raw:
+            (byte,) = os.pread(raw.fileno(), 1, offset + 77)
+            os.pwrite(raw.fileno(), bytes([byte ^ 8]), offset + 77)
+            os.fsync(raw.fileno())
+        ticket = volume.read(
+            piece, offset_nbytes=0, nbytes=MIB, address=arena.address, priority=Priority.STATE
+        )
+        for _ in range(2):  # Every time it is asked.
+            with pytest.raises(CorruptionError, match="CRC32C") as caught:
+                ticket.wait()
+        error = caught.value
+        assert (error.errno, error.path, error.offset_nbytes) == (errno.EBADMSG, path, offset)
+        assert (error.operation, error.nbytes) == ("read", PAGE_NBYTES)
+        write(volume, piece, arena.address, MIB)  # Written anew, it is right again.
+        read(volume, piece, arena.address, MIB)
+
+
+@pytest.mark.parametrize("operation", ["read", "write"])
+def test_bit_flipped_on_the_way_is_found(
+    open_any, arena: Arena, drives: list[VolumePath], operation: str
+) -> None:
+    fault = Fault(nth=2, operation=operation, corrupt=True)
+    engine = FaultyEngine(open_any("threads"), [fault])
+    with Volume(engine, drives, verify=True) as volume:
+        pieces = volume.reserve([MIB, MIB, MIB])
+        arena.memory(0, MIB)[:] = random.Random(0).randbytes(MIB)
+        for piece in pieces:
+            write(volume, piece, arena.address, MIB)
+        for index, piece in enumerate(pieces):
+            if index == 1:
+                with pytest.raises(CorruptionError):
+                    read(volume, piece, arena.address + 8 * MIB, MIB)
+            else:
+                read(volume, piece, arena.address + 8 * MIB, MIB)
+
+
+def test_failed_read_is_not_taken_for_corruption(
+    open_any, arena: Arena, drives: list[VolumePath]
+) -> None:
+    engine = FaultyEngine(open_any("threads"), [Fault(nth=1, operation="read", errno=errno.EIO)])
+    with Volume(engine, drives, verify=True) as volume:
+        (piece,) = volume.reserve([MIB])
+        with pytest.raises(StorageError) as caught:
+            read(volume, piece, arena.address, MIB)
+        assert not isinstance(caught.value, CorruptionError)
+        read(volume, piece, arena.address, MIB)
+
+
+@settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(seed=st.integers(0, 2**32 - 1))
+def test_random_ranges_in_any_state_of_the_queue_are_never_called_corrupt(
+    open_any, native_name, arena: Arena, tmp_path: Path, seed: int
+) -> None:
+    """Writes and reads overlap in the queue; each read is checked against what it must see."""
+    prng = random.Random(seed)
+    num_pages = 64
+    paths = [VolumePath(str(tmp_path / name)) for name in "ab"]
+    engine: StorageEngine = open_any(native_name)
+    with Volume(engine, paths, stripe_nbytes=16 * KIB, verify=True) as volume:
+        (piece,) = volume.reserve([num_pages * PAGE_NBYTES])
+        reads = []
+        for turn in range(40):
+            low = prng.randrange(num_pages)
+            nbytes = (prng.randrange(low, num_pages) + 1 - low) * PAGE_NBYTES
+            address = arena.address + turn * MIB
+            where = {"offset_nbytes": low * PAGE_NBYTES, "nbytes": nbytes, "address": address}
+            priority = prng.choice(list(Priority))
+            if prng.random() < 0.5:
+                arena.memory(turn * MIB, nbytes)[:] = prng.randbytes(nbytes)
+                volume.write(piece, **where, priority=priority)
+            else:
+                reads.append(volume.read(piece, **where, priority=priority))
+        for ticket in reads:
+            ticket.wait()
+    engine.close()
+
+
+def test_table_speaks_of_ranges_and_knows_zeros() -> None:
+    table = PageChecksums()
+    table.grow(8 * PAGE_NBYTES)
+    zero = CRC32C_OF_A_ZERO_PAGE.to_bytes(4, "little")
+    assert table.of(0, 8 * PAGE_NBYTES) == zero * 8
+    with Arena(2 * PAGE_NBYTES) as arena:
+        arena.memory(0, PAGE_NBYTES)[:] = b"x" * PAGE_NBYTES
+        table.put(3 * PAGE_NBYTES, digest(arena.address, 2 * PAGE_NBYTES))
+    assert table.of(4 * PAGE_NBYTES, PAGE_NBYTES) == zero
+    mark = table.of(3 * PAGE_NBYTES, PAGE_NBYTES)
+    assert mark != zero
+    table.grow(16 * PAGE_NBYTES)
+    table.grow(4 * PAGE_NBYTES)  # A file never shrinks.
+    assert table.of(0, 16 * PAGE_NBYTES) == zero * 3 + mark + zero * 12
