@@ -21,7 +21,7 @@ from infinity.sizes import MIB, align_down, format_nbytes
 _SIZES_NBYTES = (1 * MIB, 16 * MIB, 256 * MIB)
 
 
-@dataclass(slots=True)
+@dataclass
 class Ranks:
     """This process among the others, and memory for one collective of `nbytes` (fp32)."""
 
@@ -30,7 +30,7 @@ class Ranks:
 
     def __post_init__(self) -> None:
         self.rank, self.count = dist.get_rank(), dist.get_world_size()
-        numel = align_down(self.nbytes // 4, self.count)
+        numel = align_down(self.nbytes // 4, 2 * self.count)
         self.nbytes = 4 * numel
         self.whole = torch.zeros(numel, device=self.device)
         self.shard = torch.zeros(numel // self.count, device=self.device)

@@ -144,6 +144,16 @@ class NvmeTier(Section):
     weight: Annotated[float, Number(above=0)] = Field(
         1.0, description="Share of the stripes that this path gets, relative to the others."
     )
+    read_gbps: Annotated[float | None, OrOff(Number(above=0))] = Field(
+        None,
+        description="Bandwidth of reading in decimal GB/s, as `infinity tune` found it. 0: not measured.",
+    )
+    write_gbps: Annotated[float | None, OrOff(Number(above=0))] = Field(
+        None, description="The same of writing."
+    )
+    mixed_gbps: Annotated[float | None, OrOff(Number(above=0))] = Field(
+        None, description="The same of reading and writing at once, in sum."
+    )
 
 
 class Tiers(Section):
