@@ -120,7 +120,7 @@ pip=(.venv/bin/python -m pip --disable-pip-version-check install -q -c constrain
 all=$(echo "$extras,$have" | tr ',' '\n' | sed '/^$/d' | LC_ALL=C sort -u | paste -sd, -)
 say "installing into .venv${all:+ with extras $all}"
 install_torch
-"${pip[@]}" cmake ninja pybind11 scikit-build-core
+"${pip[@]}" cffi cmake ninja pybind11 scikit-build-core
 # Without isolation: the tools above are used, and a rebuild finds its build folder again.
 PATH="$PWD/.venv/bin:$PATH" "${pip[@]}" --no-build-isolation -e ".${all:+[$all]}"
 .venv/bin/python -c '

@@ -1,4 +1,4 @@
-"""Whether io_uring works here, and if not, why and what to do about it."""
+"""Whether io_uring works here, and if not, why and what to do; what direct I/O asks for."""
 
 from __future__ import annotations
 
@@ -6,22 +6,36 @@ import errno
 import functools
 import os
 from pathlib import Path
+from typing import NamedTuple
 
 from infinity import _core
 
 _SYSCTL = Path("/proc/sys/kernel/io_uring_disabled")
 
 
-@functools.cache
-def explain_missing_uring() -> str | None:
-    """None when io_uring works, else cause and remedy in one or two sentences.
+class Refusal(NamedTuple):
+    """Why io_uring does not work, without a full stop, and what to do: sentences, or empty."""
 
-    Found by setting up a real ring, once per process.
-    """
-    found = _core.probe_uring()
+    cause: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.cause}. {self.remedy}".rstrip()
+
+
+@functools.cache
+def probe_uring() -> _core.UringProbe:
+    """The engine's own probe: it sets up a real ring, once per process."""
+    return _core.probe_uring()
+
+
+@functools.cache
+def find_uring_refusal() -> Refusal | None:
+    """None when io_uring works, else cause and remedy."""
+    found = probe_uring()
     if found["usable"]:
         return None
-    return explain_probe_failure(
+    return judge_probe_failure(
         code=found["errno"],
         step=found["step"],
         sysctl=_read_sysctl(),
@@ -29,34 +43,58 @@ def explain_missing_uring() -> str | None:
     )
 
 
-def explain_probe_failure(*, code: int, step: str, sysctl: str | None, kernel: str) -> str:
-    """Words for one failed probe. `sysctl` is the value of kernel.io_uring_disabled, if any."""
+def explain_missing_uring() -> str | None:
+    """None when io_uring works, else cause and remedy in one or two sentences."""
+    refusal = find_uring_refusal()
+    return None if refusal is None else str(refusal)
+
+
+def judge_probe_failure(*, code: int, step: str, sysctl: str | None, kernel: str) -> Refusal:
+    """What one failed probe means. `sysctl` is the value of kernel.io_uring_disabled, if any."""
     if step == "build":
-        return "this build has no liburing. Install liburing-dev and build infinity-offload again."
+        return Refusal(
+            "this build has no liburing",
+            "Install liburing-dev and build infinity-offload again.",
+        )
     if step in ("features", "opcodes"):
-        return f"kernel {kernel} is too old (5.11 is needed, 6.1 recommended)."
+        return Refusal(
+            f"kernel {kernel} is too old (5.11 is needed, 6.1 recommended)",
+            "Boot a newer kernel.",
+        )
     refusal = f"{step} returned {errno.errorcode.get(code, str(code))}"
     if code == errno.EPERM and sysctl not in (None, "0"):
-        return (
-            f"{refusal}, because kernel.io_uring_disabled={sysctl}. An administrator can set it to "
-            "0, or with 1 add you to the group in kernel.io_uring_group."
+        return Refusal(
+            f"{refusal}, because kernel.io_uring_disabled={sysctl}",
+            "An administrator can set it to 0, or with 1 add you to the group in "
+            "kernel.io_uring_group.",
         )
     if code == errno.EPERM:
-        return (
-            f"{refusal}, so a seccomp profile blocks it (Docker and Kubernetes do this by "
-            "default). Run the container with a profile that allows io_uring_setup, "
-            "io_uring_enter and io_uring_register."
+        return Refusal(
+            f"{refusal}, so a seccomp profile blocks it (Docker and Kubernetes do this by default)",
+            "Run the container with a profile that allows io_uring_setup, io_uring_enter and "
+            "io_uring_register.",
         )
     if code == errno.ENOSYS:
-        return (
+        return Refusal(
             f"{refusal}: this kernel ({kernel}) or sandbox does not implement it (gVisor, WSL1 and "
-            "kernels before 5.1 do not)."
+            "kernels before 5.1 do not)",
+            "Run on Linux 6.1 or newer, outside such a sandbox.",
         )
     if code == errno.ENOMEM:
-        return f"{refusal}: the memlock limit is too low. Raise it with 'ulimit -l'."
+        return Refusal(
+            f"{refusal}: the memlock limit is too low",
+            "Raise it with 'ulimit -l'.",
+        )
     if code in (errno.EMFILE, errno.ENFILE):
-        return f"{refusal}: no file descriptor is left. Raise the limit with 'ulimit -n'."
-    return f"{refusal} ({os.strerror(code)})."
+        return Refusal(
+            f"{refusal}: no file descriptor is left", "Raise the limit with 'ulimit -n'."
+        )
+    return Refusal(f"{refusal} ({os.strerror(code)})", "")
+
+
+def direct_alignment(fd: int) -> tuple[int, int]:
+    """Multiples that direct I/O needs of addresses and of offsets: bytes, 0 when not known."""
+    return _core.direct_alignment(fd)
 
 
 def _read_sysctl() -> str | None:

@@ -8,7 +8,7 @@ import pytest
 
 from infinity.errors import ConfigError
 from infinity.storage.engine import open_engine
-from infinity.storage.probe import explain_probe_failure
+from infinity.storage.probe import judge_probe_failure
 
 RunPython = Callable[..., str]
 
@@ -193,6 +193,6 @@ def test_program_that_forgets_to_close_ends(run_python: RunPython, native_name, 
     ],
 )
 def test_every_refusal_names_cause_and_remedy(failure: dict[str, object], words: list[str]) -> None:
-    text = explain_probe_failure(**{"step": "io_uring_setup", "kernel": "5.4.0", **failure})
+    text = str(judge_probe_failure(**{"step": "io_uring_setup", "kernel": "5.4.0", **failure}))
     for word in words:
         assert word in text
