@@ -19,6 +19,9 @@ from infinity.bench.runner import run_group
 from infinity.sizes import MIB, align_down, format_nbytes
 
 _SIZES_NBYTES = (1 * MIB, 16 * MIB, 256 * MIB)
+# Named so since torch 2.13, which warns about the names before.
+_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 @dataclass
@@ -74,7 +77,7 @@ def sweep(effort: Effort, device: torch.device) -> Iterator[Result]:
 
 
 def _all_gather(ranks: Ranks) -> None:
-    dist.all_gather_into_tensor(ranks.whole, ranks.shard)
+    _gather_single(ranks.whole, ranks.shard)
 
 
 def _is_gathered(ranks: Ranks) -> bool:
@@ -83,7 +86,7 @@ def _is_gathered(ranks: Ranks) -> bool:
 
 
 def _reduce_scatter(ranks: Ranks) -> None:
-    dist.reduce_scatter_tensor(ranks.shard, ranks.whole)
+    _scatter_single(ranks.shard, ranks.whole)
 
 
 def _all_reduce(ranks: Ranks) -> None:

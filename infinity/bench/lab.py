@@ -25,9 +25,9 @@ class Effort:
     rounds: int = 7
     sweep_rounds: int = 3
     search_rounds: int = 2
-    depths: tuple[int, ...] = (1, 2, 4, 8)
+    depths: tuple[int, ...] = (1, 2, 4)
     extents_nbytes: tuple[int, ...] = (
-        64 << 10, 256 << 10, 1 * MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB, 1 * GIB,
+        64 << 10, 512 << 10, 4 * MIB, 32 * MIB, 256 * MIB, 1 * GIB,
     )  # fmt: skip
     num_latencies: int = 64
     fio_candidates: tuple[FioSettings, ...] = CANDIDATES

@@ -12,21 +12,14 @@ from pathlib import Path
 from infinity.bench import fio
 from infinity.bench.lab import Lab
 from infinity.bench.measure import Contender, Group, Result
+from infinity.bench.raw_ring import RawRing
 from infinity.bench.scratch import RegionName, Scratch
 from infinity.bench.statistics import summarize
 from infinity.bench.transfer import EngineLatency, EngineTransfer, FileSet, TransferKind
 from infinity.sizes import MIB, format_nbytes
 from infinity.storage.engine import StorageEngine
 from infinity.storage.probe import explain_missing_uring
-
-try:  # Until the binding is merged.
-    from infinity.bench.raw_ring import RawRing
-    from infinity.uring import is_built
-except ModuleNotFoundError:
-
-    def is_built() -> bool:
-        return False
-
+from infinity.uring import is_built
 
 EXTENT_NBYTES = 16 * MIB
 KINDS: tuple[TransferKind, ...] = ("read", "write", "mixed")
@@ -152,9 +145,9 @@ def sweep(site: Site, kind: TransferKind) -> Iterator[Result]:
             for depth in lab.effort.depths
         }
         for extent_nbytes in lab.effort.extents_nbytes:
-            # Two extents at least, or a size would be named that is never asked for.
-            nbytes = min(lab.effort.nbytes, max(lab.effort.sweep_nbytes, 2 * extent_nbytes))
-            if extent_nbytes > nbytes // (2 if kind == "mixed" else 1):
+            num_sides = 2 if kind == "mixed" else 1
+            nbytes = max(lab.effort.sweep_nbytes, num_sides * extent_nbytes)
+            if nbytes > lab.effort.nbytes:
                 continue
             with contextlib.ExitStack() as stack:
                 subjects = [
@@ -172,7 +165,7 @@ def sweep(site: Site, kind: TransferKind) -> Iterator[Result]:
                     site.labels(kind, extent_nbytes=extent_nbytes),
                     site.note,
                 )
-                yield lab.measure(group, lab.effort.sweep_rounds)
+                yield lab.measure(group, lab.effort.sweep_rounds, warm_ups=0)
 
 
 def stripes(lab: Lab) -> Iterator[Result]:
@@ -213,7 +206,7 @@ def latency(site: Site) -> Iterator[Result]:
                 "latency", f"reads of {format_nbytes(extent_nbytes)}, {site.name}",
                 subjects, ceilings, site.labels("read", extent_nbytes=extent_nbytes), site.note,
             )  # fmt: skip
-            yield lab.measure(group, lab.effort.sweep_rounds)
+            yield lab.measure(group, lab.effort.sweep_rounds, warm_ups=0)
 
 
 def _gbps(result: Result, contender: Contender) -> float:

@@ -24,6 +24,10 @@ def check_sections(names: Sequence[str], *, quick: bool) -> tuple[str, ...]:
 
     Raises ConfigError for a name that is no section.
     """
+    if "collectives" in names:
+        raise ConfigError(
+            "collectives need several ranks: torchrun --nproc-per-node 2 --no-python infinity bench"
+        )
     unknown = [name for name in names if name not in SECTIONS]
     if unknown:
         raise ConfigError(f"--only {','.join(unknown)}: expected some of {', '.join(SECTIONS)}")

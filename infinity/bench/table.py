@@ -48,35 +48,42 @@ def bandwidth_table(rows: Sequence[Row]) -> Table:
     for name in ("GB/s", "low - high", "share", "low - high", "CPU s/GB"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("bytes", no_wrap=True)
-    previous = None
-    for row in rows:
-        if (row.section, row.case) != previous:
-            if previous is not None:
-                table.add_section()
-            table.add_row(Text(row.section, style="bold"))
-            table.add_row(Text(f" {row.case}", style="dim"))
-        previous = (row.section, row.case)
-        share = [row.ceilings[0].share] if row.ceilings else []
-        table.add_row(
-            f"  {row.subject}",
-            f"{row.gbps.median:.2f}",
-            _spread(row),
-            "".join(f"{each.median:.2f}" for each in share),
-            "".join(f"{each.low:.2f} - {each.high:.2f}" for each in share),
-            _cpu(row.cpu_s_per_gb),
-            _verdict(row.ok),
-        )
-        for index, ceiling in enumerate(row.ceilings):
-            is_best = index == 0
-            table.add_row(
-                Text(f"    {'ceiling' if is_best else 'beside'}: {ceiling.name}", style="dim"),
-                f"{ceiling.gbps.median:.2f}",
-                _spread(ceiling),
-                "" if is_best else f"{ceiling.share.median:.2f}",
-                "" if is_best else f"{ceiling.share.low:.2f} - {ceiling.share.high:.2f}",
-                _cpu(ceiling.cpu_s_per_gb),
-            )
+    for section, case in dict.fromkeys((row.section, row.case) for row in rows):
+        group = [row for row in rows if (row.section, row.case) == (section, case)]
+        table.add_section()
+        table.add_row(Text(section, style="bold"))
+        table.add_row(Text(f" {case}", style="dim"))
+        for row in group:
+            _add_subject(table, row)
+        for index, ceiling in enumerate(group[0].ceilings):
+            _add_ceiling(table, ceiling, is_best=index == 0, is_shared=len(group) > 1)
     return table
+
+
+def _add_subject(table: Table, row: Row) -> None:
+    share = [row.ceilings[0].share] if row.ceilings else []
+    table.add_row(
+        f"  {row.subject}",
+        f"{row.gbps.median:.2f}",
+        _spread(row),
+        "".join(f"{each.median:.2f}" for each in share),
+        "".join(f"{each.low:.2f} - {each.high:.2f}" for each in share),
+        _cpu(row.cpu_s_per_gb),
+        _verdict(row.ok),
+    )
+
+
+def _add_ceiling(table: Table, ceiling: Against, *, is_best: bool, is_shared: bool) -> None:
+    """The best one's share is in the subject's own line; with several subjects nobody's is here."""
+    has_share = not is_best and not is_shared
+    table.add_row(
+        Text(f"    {'ceiling' if is_best else 'beside'}: {ceiling.name}", style="dim"),
+        f"{ceiling.gbps.median:.2f}",
+        _spread(ceiling),
+        f"{ceiling.share.median:.2f}" if has_share else "",
+        f"{ceiling.share.low:.2f} - {ceiling.share.high:.2f}" if has_share else "",
+        _cpu(ceiling.cpu_s_per_gb),
+    )
 
 
 def sweep_table(section: str, rows: Sequence[Row]) -> Table:

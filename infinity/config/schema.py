@@ -146,7 +146,8 @@ class NvmeTier(Section):
     )
     read_gbps: Annotated[float | None, OrOff(Number(above=0))] = Field(
         None,
-        description="Bandwidth of reading in decimal GB/s, as `infinity tune` found it. 0: not measured.",
+        description="Bandwidth of reading in decimal GB/s, as `infinity tune` found it. 0: not "
+        "measured.",
     )
     write_gbps: Annotated[float | None, OrOff(Number(above=0))] = Field(
         None, description="The same of writing."
