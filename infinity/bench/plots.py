@@ -122,6 +122,8 @@ def _stripes(pyplot: Any, rows: Sequence[Row]) -> Any:
 
 def _latency(pyplot: Any, rows: Sequence[Row]) -> Any:
     """Share of requests answered within a time; one panel per extent size."""
+    from matplotlib import ticker
+
     mine = [row for row in rows if row.section == "latency" and row.latency_s]
     cases = list(dict.fromkeys(float(row.labels["extent_nbytes"]) for row in mine))
     if not cases:
@@ -140,13 +142,13 @@ def _latency(pyplot: Any, rows: Sequence[Row]) -> Any:
             times_ms = [1e3 * ceiling.latency_s[point] for point in points]
             axis.plot(times_ms, points, label=f"ceiling: {ceiling.name}", **_CEILING)
         axis.set_xscale("log")
+        axis.xaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 3, 5)))
         axis.xaxis.set_major_formatter("{x:g}")
-        axis.xaxis.set_minor_formatter("{x:g}")
-        axis.tick_params(axis="x", which="both", labelsize="small", rotation=45)
+        axis.xaxis.set_minor_formatter(ticker.NullFormatter())
         axis.set_title(f"reads of {_short(size)}")
         axis.set_xlabel("milliseconds")
         axis.grid(alpha=0.3, which="both")
-        axis.legend(fontsize="small", loc="lower right")
+        axis.legend(fontsize="small", loc="best")
     axes[0][0].set_ylabel("share of requests answered")
     return figure
 

@@ -25,11 +25,13 @@ from infinity.errors import StorageError
 from infinity.sizes import MIB, PAGE_NBYTES, format_nbytes
 
 TOLERANCE = 0.03
-_HOPELESS = 0.15  # below the best after one round: gone
+_HOPELESS = 0.2  # below the best, divided by the root of the rounds: gone
+_FIRST_CUT_ROUNDS = 2  # One round may fall into a slow spell.
 _MINIMUM_ROUNDS = 3
 _MAXIMUM_ROUNDS = 12
 _BANDWIDTH_ROUNDS = 5
-_MAXIMUM_IN_FLIGHT_NBYTES = 64 * MIB
+_MINIMUM_IN_FLIGHT_NBYTES = 4 * MIB
+_MAXIMUM_IN_FLIGHT_NBYTES = 32 * MIB
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -50,8 +52,8 @@ class Candidate:
 CANDIDATES = tuple(
     Candidate(block_mib * MIB, depth)
     for block_mib in (1, 2, 4, 8, 16)
-    for depth in (1, 2, 4, 8, 16)
-    if 2 * MIB <= block_mib * depth * MIB <= _MAXIMUM_IN_FLIGHT_NBYTES
+    for depth in (1, 2, 4, 8)
+    if _MINIMUM_IN_FLIGHT_NBYTES <= block_mib * depth * MIB <= _MAXIMUM_IN_FLIGHT_NBYTES
 )
 
 # kind -> candidate -> GB/s, the i-th of each list from round i.
@@ -153,7 +155,8 @@ def _search(site: Site, deadline_s: float) -> tuple[Candidate, dict[Candidate, f
             for who, sample in _turns(site, kind, running, rounds):
                 rates[kind].setdefault(who, []).append(sample.gbps)
         found |= scores(rates)
-        running = survivors({who: found[who] for who in running}, rounds)
+        if rounds >= _FIRST_CUT_ROUNDS:
+            running = survivors({who: found[who] for who in running}, rounds)
         is_late = time.monotonic() >= deadline_s
         if rounds >= _MINIMUM_ROUNDS and (is_late or len(running) == 1):
             break

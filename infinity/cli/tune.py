@@ -32,7 +32,7 @@ def tune(
     ] = 60.0,
     size: Annotated[
         str | None,
-        typer.Option("--size", metavar="SIZE", help="Bytes of one timed transfer, 256MiB."),
+        typer.Option("--size", metavar="SIZE", help="Bytes of one timed transfer, 128MiB."),
     ] = None,
     write: Annotated[
         Path | None,
@@ -50,7 +50,7 @@ def tune(
 
     from infinity.bench import tune as tuning
 
-    effort = replace(QUICK, nbytes=256 * MIB if size is None else parse_size(size))
+    effort = replace(QUICK, nbytes=128 * MIB if size is None else parse_size(size))
     with stopping_at_sigterm(), open_lab(config, paths, effort, with_fio=False) as (lab, say):
         choice = tuning.search(replace(lab, on_step=say), limit_s=limit_s)
         directories = lab.directories
