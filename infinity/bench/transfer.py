@@ -20,14 +20,14 @@ from infinity.bench import pattern
 from infinity.bench.measure import Sample, clock
 from infinity.bench.scratch import STILL_SEED, RegionName, Scratch
 from infinity.bench.statistics import quantiles
-from infinity.sizes import MIB
+from infinity.sizes import MIB, align_down
 from infinity.storage.arena import Arena
 from infinity.storage.engine import Operation, Priority, Segment, StorageEngine, Ticket
 from infinity.storage.volume_layout import slice_extents
 
 TransferKind = Literal["read", "write", "mixed"]
 
-WRITE_BACK_NBYTES = 16 * MIB
+_WRITE_BACK_NBYTES = 16 * MIB
 QUANTILES = (0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99, 0.999)
 _seeds = itertools.count(1)
 
@@ -141,11 +141,12 @@ class EngineLatency:
         self._moves = plan_moves("read", nbytes=extent_nbytes * count, extent_nbytes=extent_nbytes)
         half_nbytes = files.scratch.nbytes // 2
         assert extent_nbytes * count <= half_nbytes
+        # So many fit side by side that no two in flight overlap.
+        write_nbytes = min(_WRITE_BACK_NBYTES, align_down(half_nbytes // max(behind, 1), MIB))
         self._writes = [
-            Move("write", "busy", at, WRITE_BACK_NBYTES)
-            for at in range(half_nbytes, 2 * half_nbytes, WRITE_BACK_NBYTES)
+            Move("write", "busy", at, write_nbytes)
+            for at in range(half_nbytes, 2 * half_nbytes - write_nbytes + 1, write_nbytes)
         ]
-        assert behind <= len(self._writes)
         self._behind = behind
 
     def run(self) -> Sample:

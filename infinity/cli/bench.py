@@ -80,11 +80,11 @@ def bench(
     from infinity.bench import machine, suite
     from infinity.bench.report import rows_of, to_json
 
+    effort = replace(QUICK if quick else Effort(), **_changes(size, rounds))
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        _collectives(QUICK if quick else Effort(), as_json=as_json)
+        _collectives(effort, as_json=as_json)
         return
     sections = suite.check_sections(_split(only), quick=quick)
-    effort = replace(QUICK if quick else Effort(), **_changes(size, rounds))
     if plot is not None:
         from infinity.bench import plots
 

@@ -43,7 +43,7 @@ def tune(
     """Find the [io] settings that suit these drives, and print them as a fragment of TOML.
 
     The fragment also holds the bandwidth of each path, which the schedule reads. Put its lines into
-    the swap-tier file. Of settings equally fast within 3 %, those with the fewest bytes in flight
+    the swap-tier file. Of settings equally fast within 5 %, those with the fewest bytes in flight
     are chosen, so that another run comes to the same within noise.
     """
     from rich.console import Console
