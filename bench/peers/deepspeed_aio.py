@@ -3,10 +3,10 @@
     python bench/peers/deepspeed_aio.py --install          makes bench/peers/.venv-deepspeed, once
     python bench/peers/deepspeed_aio.py --path /mnt/nvme0   compares, prints a table
 
-DeepSpeed runs in its own environment and process, on its own locked buffer, 1 GiB in one call, which
-suits it best; its settings are searched first. The two take turns, round by round. `--install`
-needs pip, apt (for the headers of libaio, unpacked into the environment) and a C++ compiler; torch
-is the one that is installed here. Exit code 2 says what is missing.
+DeepSpeed runs in its own environment and process, on its own locked buffer, 1 GiB in one call,
+which suits it best; its settings are searched first. The two take turns, round by round.
+`--install` needs pip, apt (for the headers of libaio, unpacked into the environment) and a C++
+compiler; torch is the one that is installed here. Exit code 2 says what is missing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import sys
 import sysconfig
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 HERE = Path(__file__).resolve().parent
 VENV = HERE / ".venv-deepspeed"
@@ -132,7 +132,8 @@ class Peer:
         for line in self._process.stdout:
             if line.startswith('{"peer"'):
                 return json.loads(line)
-        stop(f"the DeepSpeed process ended with code {self._process.wait()}; see above")
+        code = self._process.wait()
+        return stop(f"the DeepSpeed process ended with code {code}; see above")
 
 
 def serve(nbytes: int) -> None:
@@ -234,7 +235,7 @@ def compare(words: argparse.Namespace) -> None:
         words.save.write_text(json.dumps(to_json(results, environment), indent=1) + "\n")
 
 
-def stop(reason: str) -> Any:
+def stop(reason: str) -> NoReturn:
     print(reason, file=sys.stderr)
     raise SystemExit(2)
 
