@@ -173,6 +173,11 @@ class Ring:
     ) -> None:
         self._is_open = False
         self._ffi, self._lib = _binding()
+        self._next_id = 0
+        self._num_prepared = 0
+        # What each operation that is not taken yet was called, and the memory it uses.
+        self._operations: dict[int, tuple[Any, Any]] = {}
+        self._registered: list[Any] = []
         if unknown := flags & ~_all(SetupFlag):
             raise ValueError(f"{flags=}: {unknown:#x} is not a SetupFlag")
         params = self._ffi.new("struct io_uring_params *")
@@ -191,11 +196,6 @@ class Ring:
         self.num_entries: int = params.sq_entries
         self.num_completions: int = params.cq_entries
         self._cqes = self._ffi.new("struct io_uring_cqe *[]", self.num_completions)
-        self._next_id = 0
-        self._num_prepared = 0
-        # What each operation that is not reaped yet was called, and the memory it uses.
-        self._operations: dict[int, tuple[Any, Any]] = {}
-        self._registered: list[Any] = []
 
     def __enter__(self) -> Ring:
         return self
@@ -295,18 +295,25 @@ class Ring:
         """Gives the kernel what is prepared; returns how many it took. Raises RingError."""
         answer = self._lib.io_uring_submit(self._live())
         _check(answer, "io_uring_enter")
-        self._num_prepared -= answer
-        return answer
+        # With SQPOLL the answer counts also what an earlier submit left for the kernel's thread.
+        num_taken = min(answer, self._num_prepared)
+        self._num_prepared -= num_taken
+        return num_taken
 
     def wait(self, num: int = 1, *, timeout_s: float | None = None) -> list[Completion]:
         """Submits, waits until `num` completions are there, and takes all that are.
 
         With `num` 0 it only looks. Raises TimeoutError, with every completion left in place;
-        ValueError when fewer than `num` operations exist, for it would wait forever.
+        ValueError when it would wait forever: for more operations than there are, or more
+        completions than their queue holds.
         """
         ring = self._live()
-        if not 0 <= num <= len(self._operations):
-            raise ValueError(f"{num=}, but {len(self._operations)} operations are under way")
+        most = min(len(self._operations), self.num_completions)
+        if not 0 <= num <= most:
+            raise ValueError(
+                f"{num=}, expected 0..{most}: {len(self._operations)} operations are under way, "
+                f"and {self.num_completions} completions can be held"
+            )
         if timeout_s is not None and Feature.EXT_ARG not in self.features:
             raise UnsupportedError("waiting with a timeout needs Linux 5.11")
         self.submit()

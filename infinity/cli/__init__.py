@@ -15,8 +15,13 @@ from infinity.errors import InfinityError
 _COMMANDS = {
     "bench": ("infinity.cli.bench", "bench", "Measure drives, memory and device."),
     "config": ("infinity.cli.config", "app", "Check, show and describe swap-tier files."),
-    "tune": ("infinity.cli.tune", "tune", "Find the [io] settings that suit these drives."),
+    "doctor": (
+        "infinity.cli.doctor",
+        "doctor",
+        "Say what this machine lacks, at what cost.",
+    ),
     "train": ("infinity.cli.train", "train", "Fine-tune a model as a swap-tier file says."),
+    "tune": ("infinity.cli.tune", "tune", "Find the [io] settings that suit these drives."),
 }
 
 

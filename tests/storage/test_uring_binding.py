@@ -139,6 +139,7 @@ def test_many_operations_complete_once_each_with_their_token(ring: Ring, file: i
     assert sorted(each.token for each in done) == list(range(40))
     assert all(each.nbytes == 100 for each in done)
     assert b"".join(buffers) == content(4000)
+    assert ring.num_in_flight == 0
 
 
 def test_registered_buffers_and_files(ring: Ring, file: int) -> None:
@@ -243,6 +244,8 @@ def test_completions_beyond_their_queue_are_not_lost() -> None:
             for index in range(4):
                 ring.nop(token=4 * batch + index)
             ring.submit()
+        with pytest.raises(ValueError, match="can be held"):
+            ring.wait(20)
         done: list[Completion] = []
         while ring.num_in_flight:
             done += ring.wait(1)
@@ -268,6 +271,8 @@ def test_waiting_for_more_than_there_is_is_refused(ring: Ring) -> None:
     ring.nop()
     with pytest.raises(ValueError, match="1 operations"):
         ring.wait(2)
+    with pytest.raises(ValueError, match="expected"):
+        ring.wait(-1)
 
 
 def test_wait_gives_up_in_time_and_loses_nothing() -> None:

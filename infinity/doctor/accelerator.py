@@ -1,0 +1,143 @@
+"""PyTorch, the CUDA devices it sees, and the links they hang on."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from infinity.config import SwapConfig
+from infinity.doctor.files import read_int, read_text
+from infinity.doctor.finding import Finding, degraded, missing, ok
+from infinity.sizes import format_nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """`pci_address` as in /sys/bus/pci/devices; empty where torch does not say."""
+
+    name: str
+    memory_nbytes: int
+    pci_address: str
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A PCI Express link: lanes in use, lanes and transfers per second it could have."""
+
+    num_lanes: int
+    max_lanes: int
+    max_gigatransfers_s: float
+    numa_node: int | None
+
+    @property
+    def max_nbytes_s(self) -> float:
+        """One direction, all lanes, after line coding: 8b/10b until generation 2, then 128b/130b.
+
+        Generation 6 (64 GT/s) codes in flits of 256 bytes, 242 of them for data.
+        """
+        rate = self.max_gigatransfers_s
+        coding = 0.8 if rate <= 5 else 128 / 130 if rate < 64 else 242 / 256
+        return rate * 1e9 * coding * self.max_lanes / 8
+
+
+def examine(config: SwapConfig, root: Path) -> Iterator[Finding]:
+    try:
+        import torch
+    except (ImportError, OSError) as error:  # OSError: one of its libraries cannot be loaded.
+        yield check_torch(None, str(error))
+        return
+    yield check_torch(torch.__version__, "")
+    gpus = _gpus(torch)
+    yield check_cuda(config.tiers.device.kind, gpus, built_for=torch.version.cuda)
+    if config.tiers.device.kind != "cpu":
+        for index, gpu in enumerate(gpus):
+            yield check_link(index, find_link(root, gpu.pci_address))
+
+
+def check_torch(version: str | None, failure: str) -> Finding:
+    if version is None:
+        return missing(
+            "torch",
+            f"cannot be imported: {failure}",
+            cost="nothing can be trained",
+            remedy="pip install torch",
+        )
+    return ok("torch", version)
+
+
+def check_cuda(kind: str, gpus: list[Gpu], *, built_for: str | None) -> Finding:
+    """`kind` is tiers.device.kind; `built_for` the CUDA version of torch's build, if any."""
+    described = "; ".join(f"{gpu.name}, {format_nbytes(gpu.memory_nbytes)}" for gpu in gpus)
+    if kind == "cpu":
+        return ok("CUDA", f"not asked for ({described or 'no device'})")
+    if gpus:
+        return ok("CUDA", f"{built_for}: {described}")
+    found = f"no device for torch's CUDA {built_for}" if built_for else "torch is built without it"
+    remedy = (
+        "Check nvidia-smi; in a container: docker run --gpus all."
+        if built_for
+        else "Install a build of torch for CUDA: https://pytorch.org/get-started/locally."
+    )
+    if kind == "cuda":
+        return missing(
+            "CUDA", found, cost='tiers.device.kind = "cuda" cannot be kept', remedy=remedy
+        )
+    return degraded("CUDA", found, cost="the model computes on the CPU", remedy=remedy)
+
+
+def find_link(root: Path, pci_address: str) -> Link | None:
+    """None where sysfs does not show it, or shows a virtual link without lanes."""
+    folder = root / "sys/bus/pci/devices" / pci_address
+    rate = re.match(r"[\d.]+", read_text(folder / "max_link_speed") or "")
+    num_lanes = read_int(folder / "current_link_width")
+    max_lanes = read_int(folder / "max_link_width")
+    if not pci_address or rate is None or not num_lanes or not max_lanes:
+        return None
+    if max_lanes == 255:  # The kernel's word for "not known".
+        return None
+    node = read_int(folder / "numa_node")
+    return Link(
+        num_lanes, max_lanes, float(rate[0]), node if node is not None and node >= 0 else None
+    )
+
+
+def check_link(index: int, link: Link | None) -> Finding:
+    """Speed is not judged: an idle device lowers it to save power. Lanes stay as they are."""
+    subject = f"CUDA device {index}: link"
+    if link is None:
+        return ok(subject, "not visible from here")
+    found = (
+        f"PCI Express {link.max_gigatransfers_s:g} GT/s x{link.max_lanes}, at most "
+        f"{link.max_nbytes_s / 1e9:.1f} GB/s each way"
+    )
+    if link.numa_node is not None:
+        found += f", NUMA node {link.numa_node}"
+    if link.num_lanes < link.max_lanes:
+        return degraded(
+            subject,
+            f"{found}; only {link.num_lanes} lanes in use",
+            cost=f"transfers to the device take {link.max_lanes / link.num_lanes:g} times as long",
+            remedy="Move the card to a full slot, or stop sharing the slot's lanes.",
+        )
+    return ok(subject, found)
+
+
+def _gpus(torch: object) -> list[Gpu]:
+    cuda = torch.cuda  # type: ignore[attr-defined]
+    if not cuda.is_available():
+        return []
+    return [_describe(cuda.get_device_properties(index)) for index in range(cuda.device_count())]
+
+
+def _describe(properties: object) -> Gpu:
+    numbers = [
+        getattr(properties, name, None) for name in ("pci_domain_id", "pci_bus_id", "pci_device_id")
+    ]
+    address = ""
+    if all(isinstance(number, int) for number in numbers):
+        address = "{:04x}:{:02x}:{:02x}.0".format(*numbers)
+    return Gpu(
+        getattr(properties, "name", "unnamed"), getattr(properties, "total_memory", 0), address
+    )

@@ -1,0 +1,43 @@
+"""One line of the doctor's report."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+Status = Literal["ok", "degraded", "missing"]
+
+_ORDER: tuple[Status, ...] = ("ok", "degraded", "missing")
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What was found about one subject.
+
+    "degraded" works at a cost; "missing" is what the configuration needs and does not have. Both
+    say what it costs, and what to do about it where something can be done.
+    """
+
+    subject: str
+    status: Status
+    found: str
+    cost: str = ""
+    remedy: str = ""
+
+
+def ok(subject: str, found: str) -> Finding:
+    return Finding(subject, "ok", found)
+
+
+def degraded(subject: str, found: str, *, cost: str, remedy: str = "") -> Finding:
+    return Finding(subject, "degraded", found, cost, remedy)
+
+
+def missing(subject: str, found: str, *, cost: str, remedy: str = "") -> Finding:
+    return Finding(subject, "missing", found, cost, remedy)
+
+
+def worst(findings: Iterable[Finding]) -> Status:
+    """The status of the whole: that of its worst line."""
+    return max((each.status for each in findings), key=_ORDER.index, default="ok")

@@ -1,0 +1,504 @@
+"""The doctor: every judgement from facts, every fact from a made-up /proc and /sys, the command."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from infinity import uring
+from infinity.cli import app
+from infinity.config import SwapConfig
+from infinity.doctor import (
+    accelerator,
+    drives,
+    file_systems,
+    files,
+    kernel,
+    memory,
+    nvme_health,
+    paths,
+    processor,
+)
+from infinity.doctor.accelerator import Gpu, Link
+from infinity.doctor.drives import Drive
+from infinity.doctor.file_systems import Mount
+from infinity.doctor.finding import Finding, degraded, missing, ok, worst
+from infinity.doctor.nvme_health import Health
+from infinity.doctor.paths import DirectTrial
+from infinity.sizes import GIB, KIB, MIB
+from infinity.storage.probe import Refusal
+
+SECCOMP = Refusal("refused, so a seccomp profile blocks it", "Allow io_uring_setup.")
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """An empty machine to write files into."""
+    return tmp_path / "root"
+
+
+def put(root: Path, **contents: str) -> None:
+    """Writes files; the key is the path with "__" for "/"."""
+    for name, text in contents.items():
+        path = root / name.replace("__", "/")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+def expect(finding: Finding, status: str, *words: str) -> None:
+    """The status, every word somewhere in the line, and cost and remedy where they belong."""
+    assert finding.status == status, finding
+    text = f"{finding.found} {finding.cost} {finding.remedy}"
+    assert [word for word in words if word not in text] == [], text
+    assert bool(finding.cost) == (status != "ok")
+    assert not (status == "ok" and finding.remedy)
+
+
+def test_worst_line_is_the_status_of_all() -> None:
+    lines = [ok("a", "x"), degraded("b", "x", cost="c"), missing("c", "x", cost="c")]
+    assert [worst(lines[:count]) for count in range(4)] == ["ok", "ok", "degraded", "missing"]
+
+
+def test_files_that_are_not_there_are_none(root: Path) -> None:
+    put(root, number="12\n", words="max\n", fields="Seccomp:\t2\nOther: a:b\n")
+    assert files.read_int(root / "number") == 12
+    assert files.read_int(root / "words") is files.read_int(root / "absent") is None
+    assert files.read_field(root / "fields", "Seccomp") == "2"
+    assert files.read_field(root / "fields", "Other") == "a:b"
+    assert files.read_field(root / "fields", "Absent") is None
+    assert files.read_ranges("0-2,8") == {0, 1, 2, 8}
+    assert files.read_ranges(None) == files.read_ranges("") == frozenset()
+
+
+@pytest.mark.parametrize(
+    ("release", "status", "word"),
+    [
+        ("6.18.44-fc", "ok", "6.18"),
+        ("6.1.0-13-amd64", "ok", "6.1"),
+        ("5.15.0-91-generic", "degraded", "DEFER_TASKRUN"),
+        ("5.11.0", "degraded", "DEFER_TASKRUN"),
+        ("5.10.0", "degraded", "2-3 times"),
+        ("unreadable", "degraded", "Boot Linux"),
+    ],
+)
+def test_kernel(release: str, status: str, word: str) -> None:
+    expect(kernel.check_kernel(release), status, word)
+
+
+def test_uring_by_what_the_configuration_asks() -> None:
+    facts: dict[str, Any] = {"ring_flags": 1 << 12 | 1 << 13, "sysctl": "0", "seccomp": "2"}
+    works = kernel.check_uring("auto", None, **facts)
+    expect(works, "ok", "DEFER_TASKRUN", "io_uring_disabled=0", "seccomp filter")
+    expect(kernel.check_uring("auto", SECCOMP, **facts), "degraded", "Allow", "2-3 times")
+    expect(kernel.check_uring("io_uring", SECCOMP, **facts), "missing", "Allow", '"auto"')
+    expect(kernel.check_uring("threads", SECCOMP, **facts), "ok", "not asked for")
+    bare = kernel.check_uring("auto", None, ring_flags=0, sysctl=None, seccomp=None)
+    expect(bare, "ok", "no flags", "no kernel.io_uring_disabled", "not readable")
+
+
+def test_binding() -> None:
+    expect(kernel.check_binding(None), "degraded", "liburing-dev")
+    expect(kernel.check_binding(uring.Probe(errno.EPERM)), "ok", "Operation not permitted")
+    usable = uring.Probe(0, opcodes=frozenset({"READ", "WRITE"}), max_num_entries=32768)
+    expect(kernel.check_binding(usable), "ok", "2 operations", "32768")
+
+
+def test_host_memory() -> None:
+    expect(memory.check_room(8 * GIB, 4 * GIB), "ok", "8.0 GiB", "4.0 GiB")
+    expect(memory.check_room(8 * GIB, 9 * GIB), "missing", "9.0 GiB", "tiers.host.capacity")
+
+
+@pytest.mark.parametrize(
+    ("mode", "is_wanted", "share", "status", "word"),
+    [
+        ("always [madvise] never", True, 1.0, "ok", "madvise; 100%"),
+        ("[always] madvise never", True, None, "ok", "not tried"),
+        ("always [madvise] never", True, 0.5, "degraded", "compact_memory"),
+        ("always madvise [never]", True, 0.0, "degraded", "echo madvise"),
+        (None, True, 0.0, "degraded", "CONFIG_TRANSPARENT_HUGEPAGE"),
+        ("always [madvise] never", False, None, "degraded", "tiers.host.huge_pages"),
+    ],
+)
+def test_huge_pages(
+    mode: str | None, is_wanted: bool, share: float | None, status: str, word: str
+) -> None:
+    expect(memory.check_huge_pages(mode, is_wanted=is_wanted, share=share), status, word)
+
+
+@pytest.mark.parametrize(
+    ("limit_nbytes", "is_exempt", "has_ring", "status", "word"),
+    [
+        (None, False, True, "ok", "none"),
+        (GIB, False, True, "ok", "1.0 GiB"),
+        (8 * MIB, True, True, "ok", "may exceed"),
+        (8 * MIB, False, True, "degraded", "ulimit -l"),
+        (8 * MIB, False, False, "ok", "pins nothing"),
+    ],
+)
+def test_memlock(
+    limit_nbytes: int | None, is_exempt: bool, has_ring: bool, status: str, word: str
+) -> None:
+    found = memory.check_memlock(
+        limit_nbytes, arena_nbytes=GIB, is_exempt=is_exempt, has_ring=has_ring
+    )
+    expect(found, status, word)
+
+
+def test_directory(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    new, far = tmp_path / "new", tmp_path / "no" / "new"
+    absent, denied = errno.ENOENT, errno.EACCES
+    cases = [
+        (tmp_path, 0, 0, True, "ok", "writable"),
+        (new, absent, 0, True, "ok", f"made in {tmp_path}"),
+        (far, absent, absent, True, "missing", "mkdir -p"),
+        (file, errno.ENOTDIR, 0, True, "missing", "Not a directory"),
+        (far, denied, denied, True, "missing", "Permission denied"),
+        (tmp_path, 0, 0, False, "missing", f"chown $USER {tmp_path}"),
+        (new, absent, 0, False, "missing", f"chown $USER {tmp_path}"),
+    ]
+    for path, code, parent_code, is_writable, status, word in cases:
+        found = paths.check_directory(
+            path, code=code, parent_code=parent_code, is_writable=is_writable
+        )
+        expect(found, status, word)
+    found_codes = [paths.directory_errno(path) for path in (tmp_path, new, far, file)]
+    assert found_codes == [0, absent, absent, errno.ENOTDIR]
+    assert paths.nearest_directory(tmp_path / "no" / "new") == tmp_path
+    assert paths.nearest_directory(file) == tmp_path
+
+
+MOUNTINFO = """\
+27 1 254:0 / / rw - ext4 /dev/vda rw
+30 27 0:25 / /dev/shm rw,relatime shared:5 - tmpfs tmpfs rw
+31 27 259:1 / /mnt/my\\040drive rw - xfs /dev/nvme0n1p1 rw
+32 27 259:2 / /mnt/my\\040drive rw - btrfs /dev/nvme1n1 rw
+broken line
+"""
+
+
+def test_the_mount_of_a_path_is_the_nearest_and_newest() -> None:
+    assert file_systems.find_mount("/home/x", MOUNTINFO) == Mount("/", "ext4", "/dev/vda")
+    assert file_systems.find_mount("/dev/shm", MOUNTINFO) == Mount("/dev/shm", "tmpfs", "tmpfs")
+    assert file_systems.find_mount("/dev/shmem", MOUNTINFO) == Mount("/", "ext4", "/dev/vda")
+    newest = Mount("/mnt/my drive", "btrfs", "/dev/nvme1n1")
+    assert file_systems.find_mount("/mnt/my drive/a/b", MOUNTINFO) == newest
+    assert file_systems.find_mount("/home", "") is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "status", "word"),
+    [
+        ("ext4", "ok", "/dev/x"),
+        ("xfs", "ok", "/mnt"),
+        ("tmpfs", "degraded", "memory"),
+        ("nfs4", "degraded", "network"),
+        ("fuse.sshfs", "degraded", "network"),
+        ("overlay", "degraded", "docker run -v"),
+        ("btrfs", "degraded", "chattr +C"),
+    ],
+)
+def test_file_system(kind: str, status: str, word: str) -> None:
+    expect(file_systems.check_file_system("/p", Mount("/mnt", kind, "/dev/x")), status, word)
+    expect(file_systems.check_file_system("/p", None), "ok", "not readable")
+
+
+@pytest.mark.parametrize(
+    ("direct", "trial", "status", "word"),
+    [
+        ("auto", DirectTrial(0, 4, 512), "ok", "memory 4, offset 512"),
+        ("auto", DirectTrial(0), "ok", "4096 is assumed"),
+        ("always", DirectTrial(0, 512, 4096), "ok", "offset 4096"),
+        ("always", DirectTrial(0, 512, 16384), "missing", "16384"),
+        ("auto", DirectTrial(errno.EINVAL), "degraded", "page cache"),
+        ("always", DirectTrial(errno.EINVAL), "missing", 'direct = "auto"'),
+        ("never", DirectTrial(0, 512, 512), "degraded", 'direct = "auto"'),
+    ],
+)
+def test_direct_io(direct: str, trial: DirectTrial, status: str, word: str) -> None:
+    expect(paths.check_direct("/p", direct, trial), status, word)
+
+
+def test_direct_io_is_tried_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    trial = paths.try_direct(tmp_path)
+    assert trial.errno in (0, errno.EINVAL)  # EINVAL: tmpfs before Linux 6.6.
+    assert list(tmp_path.iterdir()) == []
+    assert paths.try_direct(tmp_path / "absent").errno == errno.ENOENT
+
+
+def test_free_space() -> None:
+    def tier(capacity: str) -> Any:
+        return SwapConfig.load(
+            {"tiers": {"nvme": [{"path": "/p", "capacity": capacity}]}}
+        ).tiers.nvme[0]
+
+    expect(paths.check_space(tier("auto"), 50 * GIB, 100 * GIB), "ok", "50.0 GiB of 100.0 GiB")
+    expect(paths.check_space(tier("auto"), 5 * GIB, 100 * GIB), "degraded", "fstrim")
+    expect(paths.check_space(tier("60GiB"), 50 * GIB, 100 * GIB), "missing", "60.0 GiB")
+    expect(paths.check_space(tier("auto"), 0, 0), "ok", "does not say")
+
+
+def make_block(root: Path, name: str, number: str, **contents: str) -> Path:
+    """A block device in a made-up sysfs, with the link that leads from its number to it."""
+    block = root / "sys/devices" / name
+    (block / "slaves").mkdir(parents=True)
+    put(block, **contents)
+    link = root / "sys/dev/block" / number
+    link.parent.mkdir(parents=True, exist_ok=True)
+    link.symlink_to(block)
+    return block
+
+
+def test_drive_is_found_from_its_partition_and_below_a_mapper(root: Path) -> None:
+    disk = make_block(
+        root, "nvme0n1", "259:0", queue__rotational="0\n", queue__max_sectors_kb="512\n",
+        queue__scheduler="[none] mq-deadline\n", device__model="Fast 1T\n",
+        device__numa_node="1\n",
+    )  # fmt: skip
+    part = make_block(root, "nvme0n1/nvme0n1p1", "259:1", partition="1\n")
+    mapper = make_block(root, "dm-0", "253:0")
+    (mapper / "slaves" / "nvme0n1p1").symlink_to(part)
+    expected = Drive("nvme0n1", "Fast 1T", False, "none", 512 * KIB, 1)
+    for number in ((259, 0), (259, 1), (253, 0)):
+        assert drives.find_drive(root, os.makedev(*number)) == expected
+    assert disk.is_dir() and drives.find_drive(root, os.makedev(8, 0)) is None
+
+
+def test_drive_that_says_little(root: Path) -> None:
+    make_block(root, "sda", "8:0", queue__rotational="1", device__device__numa_node="-1")
+    drive = drives.find_drive(root, os.makedev(8, 0))
+    assert drive == Drive("sda", "", True, "", 0, None)
+    expect(drives.check_drive("/p", drive), "degraded", "sda", "spinning")
+
+
+def test_drive_findings() -> None:
+    fast = Drive("nvme0n1", "Fast", False, "none", 512 * KIB, 1)
+    expect(drives.check_drive("/p", fast), "ok", "nvme0n1 Fast", "512.0 KiB", "NUMA node 1")
+    expect(drives.check_drive("/p", Drive("vda", "", True, "", 0, None)), "ok", "virtual")
+    expect(drives.check_drive("/p", None), "ok", "not visible")
+
+
+def make_log(*, warning: int = 0, spare: int = 100, used: int = 3, units: int = 2_000_000) -> bytes:
+    log = bytearray(512)
+    log[0], log[3], log[5] = warning, spare, used
+    log[48:64] = units.to_bytes(16, "little")
+    return bytes(log)
+
+
+def test_wear_from_the_drive_s_log() -> None:
+    """Byte positions: NVM Express Base Specification 2.0, figure "SMART / Health Information"."""
+    health = nvme_health.parse_health(make_log())
+    assert health == Health(0, 100, 3, 2_000_000 * 512_000)
+    expect(nvme_health.check_wear("/p", health, 0), "ok", "3 %", "953.7 GiB")
+    worn = nvme_health.parse_health(make_log(used=97))
+    expect(nvme_health.check_wear("/p", worn, 0), "degraded", "97 %", "another drive")
+    warned = nvme_health.parse_health(make_log(warning=4, spare=2))
+    expect(nvme_health.check_wear("/p", warned, 0), "degraded", "0x04", "2 % spare")
+    with pytest.raises(OSError, match="no health log"):
+        nvme_health.parse_health(bytes(512))
+
+
+def test_wear_that_cannot_be_read_says_why() -> None:
+    expect(nvme_health.examine("/p", "sda"), "ok", "no NVMe drive")
+    expect(nvme_health.check_wear("/p", None, errno.EACCES), "degraded", "denied", "root")
+    expect(nvme_health.examine("/p", "nvme977n1"), "degraded", "No such file")
+
+
+def test_cores(root: Path) -> None:
+    assert processor.cpu_quota(root) is None
+    put(root / "a", **{"sys__fs__cgroup__cpu.max": "150000 100000\n"})
+    put(root / "b", **{"sys__fs__cgroup__cpu.max": "max 100000\n"})
+    put(
+        root / "c",
+        **{
+            "sys__fs__cgroup__cpu__cpu.cfs_quota_us": "-1",
+            "sys__fs__cgroup__cpu__cpu.cfs_period_us": "100000",
+        },
+    )
+    put(
+        root / "d",
+        **{
+            "sys__fs__cgroup__cpu__cpu.cfs_quota_us": "400000",
+            "sys__fs__cgroup__cpu__cpu.cfs_period_us": "100000",
+        },
+    )
+    assert [processor.cpu_quota(root / name) for name in "abcd"] == [1.5, None, None, 4.0]
+    expect(processor.check_cores(8, None), "ok", "8")
+    expect(processor.check_cores(2, 4.0), "ok", "2")
+    expect(processor.check_cores(8, 1.5), "degraded", "1.5", "OMP_NUM_THREADS=1")
+
+
+def test_instruction_sets(root: Path) -> None:
+    put(root, proc__cpuinfo="model name\t: Some CPU\nflags\t\t: sse2 avx2 fma avx512f\n\n")
+    model, flags = processor.describe_cpu(root)
+    found = processor.check_instructions("x86_64", model, flags)
+    expect(found, "ok", "Some CPU: avx2, fma, avx512f")
+    expect(processor.check_instructions("x86_64", "Old", frozenset()), "degraded", "AVX2", "none")
+    put(root, proc__cpuinfo="Features\t: fp asimd bf16\n")
+    model, flags = processor.describe_cpu(root)
+    expect(processor.check_instructions("aarch64", model, flags), "ok", "asimd, bf16")
+
+
+def test_numa(root: Path) -> None:
+    put(root, sys__devices__system__node__node0__cpulist="0-3\n")
+    put(root, sys__devices__system__node__node1__cpulist="4-7\n")
+    both = frozenset({0, 1})
+    assert processor.cpu_nodes(root, both, frozenset({0, 2})) == {0}
+    assert processor.cpu_nodes(root, both, frozenset(range(8))) == both
+    one = frozenset({0})
+    expect(processor.check_numa(one, memory_nodes=one, cpu_nodes=one), "ok", "one node")
+    expect(processor.check_numa(frozenset(), memory_nodes=one, cpu_nodes=one), "ok", "one node")
+    expect(processor.check_numa(both, memory_nodes=one, cpu_nodes=one), "ok", "bound to node 0")
+    for memory_nodes, cpu_nodes in ((both, both), (one, both), (both, one), (one, frozenset({1}))):
+        found = processor.check_numa(both, memory_nodes=memory_nodes, cpu_nodes=cpu_nodes)
+        expect(found, "degraded", "2 nodes", "numactl")
+
+
+def test_torch_and_cuda() -> None:
+    expect(accelerator.check_torch("2.11.0", ""), "ok", "2.11.0")
+    expect(accelerator.check_torch(None, "No module"), "missing", "No module", "pip install")
+    gpu = Gpu("H200", 141 * GIB, "0000:01:00.0")
+    expect(accelerator.check_cuda("auto", [gpu], built_for="13.0"), "ok", "H200, 141.0 GiB", "13.0")
+    expect(accelerator.check_cuda("cpu", [], built_for=None), "ok", "not asked for")
+    expect(accelerator.check_cuda("auto", [], built_for=None), "degraded", "pytorch.org")
+    expect(accelerator.check_cuda("auto", [], built_for="13.0"), "degraded", "--gpus all")
+    expect(accelerator.check_cuda("cuda", [], built_for="13.0"), "missing", "nvidia-smi")
+
+
+def test_link_speed(root: Path) -> None:
+    def card(name: str, lanes: str, most: str, speed: str = "32.0 GT/s PCIe\n") -> Link | None:
+        put(root / f"sys/bus/pci/devices/{name}", current_link_width=lanes, max_link_width=most)
+        put(root / f"sys/bus/pci/devices/{name}", max_link_speed=speed, numa_node="0\n")
+        return accelerator.find_link(root, name)
+
+    full = card("0000:01:00.0", "16\n", "16\n")
+    assert full == Link(16, 16, 32.0, 0)
+    assert full.max_nbytes_s == pytest.approx(63.0e9, rel=0.001)
+    expect(accelerator.check_link(0, full), "ok", "32 GT/s x16", "63.0 GB/s", "NUMA node 0")
+    half = card("0000:02:00.0", "8\n", "16\n")
+    expect(accelerator.check_link(1, half), "degraded", "only 8 lanes", "2 times")
+    assert card("0000:03:00.0", "0\n", "255\n") is None
+    assert card("0000:04:00.0", "16\n", "16\n", "Unknown\n") is None
+    assert accelerator.find_link(root, "") is accelerator.find_link(root, "absent") is None
+    expect(accelerator.check_link(0, None), "ok", "not visible")
+    # Generations 1 to 6, x16, as their specifications put it (GB/s).
+    for rate, gigabytes_s in ((2.5, 4), (5, 8), (8, 15.75), (16, 31.5), (64, 121)):
+        link = Link(16, 16, rate, None)
+        assert link.max_nbytes_s / 1e9 == pytest.approx(gigabytes_s, rel=0.001)
+
+
+# -------------------------------------------------------------------------------- the command
+
+
+def run(*arguments: str | Path) -> Any:
+    return CliRunner().invoke(app, ["doctor", *map(str, arguments)])
+
+
+def subjects(report: dict[str, Any]) -> dict[str, str]:
+    return {row["subject"]: row["status"] for row in report["findings"]}
+
+
+def test_json_holds_every_subject_once(tmp_path: Path) -> None:
+    result = run("--json", "--path", tmp_path)
+    report = json.loads(result.stdout)
+    names = [row["subject"] for row in report["findings"]]
+    assert len(names) == len(set(names))
+    assert {
+        "kernel", "io_uring", "liburing binding", "host memory", "huge pages", "memlock limit",
+        f"{tmp_path}: direct I/O", f"{tmp_path}: free space", "cores", "instruction sets", "NUMA",
+        "torch", "CUDA",
+    } <= set(names)  # fmt: skip
+    assert result.exit_code == (1 if report["status"] == "missing" else 0)
+    for row in report["findings"]:
+        assert bool(row["cost"]) == (row["status"] != "ok"), row
+
+
+def test_what_a_configuration_needs_and_lacks_is_exit_code_1(tmp_path: Path) -> None:
+    file = tmp_path / "swap.toml"
+    file.write_text('[tiers.host]\ncapacity = "900TiB"\n[[tiers.nvme]]\npath = "a/b/c"\n')
+    result = run("--json", file)
+    found = subjects(json.loads(result.stdout))
+    assert (result.exit_code, found["host memory"]) == (1, "missing")
+    assert found[f"{tmp_path}/a/b/c: directory"] == "missing"
+    assert f"{tmp_path}/a/b/c: direct I/O" not in found  # Nothing to try.
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["swap.toml"]
+    printed = run(file)
+    assert printed.exit_code == 1
+    assert f"remedy: Mount the drive, or: mkdir -p {tmp_path}/a/b" in printed.stdout
+
+
+def test_several_paths_or_a_file_but_not_both(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    report = json.loads(
+        run("--json", "--path", tmp_path / "one", "--path", tmp_path / "two").stdout
+    )
+    assert {f"{tmp_path}/one: directory", f"{tmp_path}/two: directory"} <= set(subjects(report))
+    file = tmp_path / "swap.toml"
+    file.write_text("")
+    assert run(file, "--path", tmp_path).exit_code == 2
+
+
+def test_faulty_configuration_is_one_error(tmp_path: Path) -> None:
+    file = tmp_path / "swap.toml"
+    file.write_text("[io]\nthread = 3\n")
+    result = run(file)
+    assert result.exit_code == 2 and "io.thread" in result.stderr
+
+
+def test_in_an_unprivileged_container(tmp_path: Path) -> None:
+    """No privileges, little memlock, io_uring refused by seccomp: a report, and no exception."""
+    script = """
+    import ctypes, os, resource, struct, sys, warnings
+    import torch  # Before privileges are gone: the library's folder may be the owner's only.
+    import infinity.doctor
+    from infinity.cli import main
+
+    # Load the syscall's number; io_uring_setup (425): EPERM; everything else: allowed.
+    program = b"".join(struct.pack("HBBI", *each) for each in (
+        (0x20, 0, 0, 0), (0x15, 0, 1, 425), (0x06, 0, 0, 0x00050001), (0x06, 0, 0, 0x7FFF0000),
+    ))
+    filter = ctypes.create_string_buffer(program)
+    header = struct.pack("HxxxxxxP", 4, ctypes.addressof(filter))
+    resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, 65536))
+    if os.geteuid() == 0:
+        os.setgroups([])
+        os.setgid(65534)
+        os.setuid(65534)
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.prctl(38, 1, 0, 0, 0) == 0  # PR_SET_NO_NEW_PRIVS
+    assert libc.prctl(22, 2, header) == 0  # PR_SET_SECCOMP, a filter
+    sys.argv = ["infinity", "doctor", "--json", "--path", sys.argv[1]]
+    main()
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script), str(tmp_path)],
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.stderr == ""
+    report = json.loads(done.stdout)
+    rows = {row["subject"]: row for row in report["findings"]}
+    assert rows["io_uring"]["status"] == "degraded"
+    assert "seccomp profile" in rows["io_uring"]["found"]
+    assert "seccomp filter" in rows["io_uring"]["found"]
+    if os.geteuid() == 0:  # Then the directory is somebody else's to that process.
+        assert rows[f"{tmp_path}: directory"]["status"] == "missing"
+        assert done.returncode == 1
+
+
+def test_help_imports_no_torch() -> None:
+    script = "import sys; from infinity.cli import app; app(['doctor', '--help'], standalone_mode=False); print('torch' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines()[-1] == "False"
