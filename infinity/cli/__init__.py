@@ -21,7 +21,7 @@ _COMMANDS = {
         "Say what this machine lacks, at what cost.",
     ),
     "train": ("infinity.cli.train", "train", "Fine-tune a model as a swap-tier file says."),
-    "tune": ("infinity.cli.tune", "tune", "Find the [io] settings that suit these drives."),
+    "tune": ("infinity.cli.tune", "tune", "Find the io settings that suit these drives."),
 }
 
 

@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -126,15 +126,17 @@ def open_lab(
     tiers = loaded.tiers.nvme
     if config is not None and not tiers:
         raise ConfigError(f"{config} names no [[tiers.nvme]] path; name one with --path instead")
-    directories = [_directory(tier.path) for tier in tiers] or paths or [Path.cwd()]
+    directories = [tier.path for tier in tiers] or paths or [Path.cwd()]
     for directory in directories:
-        if not directory.is_dir():
+        # A configured directory may not be made yet; its parent has to be there.
+        if not directory.is_dir() and not (tiers and directory.parent.is_dir()):
             raise ConfigError(f"{str(directory)!r} is no directory; name one on the drive")
     has_fio = with_fio and fio.is_installed()
     console = Console(stderr=True)
     if with_fio and not has_fio:
         console.print("fio is not installed: its column stays empty (apt install fio)")
     with (
+        _made(directories),
         Arena(effort.nbytes, huge_pages=loaded.tiers.host.huge_pages) as arena,
         console.status("starting") as status,
     ):
@@ -200,9 +202,18 @@ def parse_size(text: str) -> int:
     return nbytes
 
 
-def _directory(path: Path) -> Path:
-    """The configured directory, or the one it will be made in."""
-    return path if path.is_dir() else path.parent
+@contextmanager
+def _made(directories: Sequence[Path]) -> Iterator[None]:
+    """Makes the directories that are not there, and removes those again unless they were used."""
+    missing = [directory for directory in directories if not directory.is_dir()]
+    try:
+        for directory in missing:
+            directory.mkdir(mode=0o700)
+        yield
+    finally:
+        for directory in missing:
+            with suppress(OSError):
+                directory.rmdir()
 
 
 def _collectives(effort: Effort, *, as_json: bool) -> None:

@@ -40,7 +40,7 @@ def tune(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print all scores as JSON.")] = False,
 ) -> None:
-    """Find the [io] settings that suit these drives, and print them as a fragment of TOML.
+    """Find the io settings that suit these drives, and print them as a fragment of TOML.
 
     The fragment also holds the bandwidth of each path, which the schedule reads. Put its lines into
     the swap-tier file. Of settings equally fast within 5 %, those with the fewest bytes in flight

@@ -47,7 +47,7 @@ def test_bench_takes_paths_and_settings_of_a_file(config: Path) -> None:
     (row,) = document["rows"]
     assert row["labels"]["depth"] == 3 and row["ok"] is True
     assert row["nbytes"] == 64 << 20
-    assert document["environment"]["paths"][0]["path"] == str(config.parent)
+    assert document["environment"]["paths"][0]["path"] == str(config.parent / "swap")
     assert [path.name for path in config.parent.iterdir()] == ["swap.toml"]
 
 
