@@ -34,6 +34,7 @@ class Site:
         self.lab = lab
         self.scratch = scratch
         self._best_fio: dict[TransferKind, fio.FioSettings] = {}
+        self._fio_note = ""
 
     @property
     def name(self) -> str:
@@ -42,7 +43,9 @@ class Site:
     @property
     def note(self) -> str:
         """What a reader must know to believe a figure; empty when there is nothing to say."""
-        return "" if all(self.scratch.is_direct) else "buffered: this is the page cache"
+        if not all(self.scratch.is_direct):
+            return "buffered: this is the page cache"
+        return self._fio_note
 
     def labels(self, kind: str, **more: int | float | str) -> dict[str, str | int | float]:
         labels: dict[str, str | int | float] = {
@@ -72,7 +75,10 @@ class Site:
         contenders = [self.fio(kind, settings) for settings in self.lab.effort.fio_candidates]
         group = Group("fio search", f"{kind}, {self.name}", contenders, labels=self.labels(kind))
         result = self.lab.measure(group, self.lab.effort.search_rounds, warm_ups=0)
-        self._best_fio[kind] = max(contenders, key=lambda each: _gbps(result, each)).settings
+        best = max(contenders, key=lambda each: _gbps(result, each))
+        if self.lab.arena.huge_page_nbytes and not self._best_fio and not best.huge_page_nbytes():
+            self._fio_note = "fio had 4 KiB pages, the arena huge ones: its ceiling is too low"
+        self._best_fio[kind] = best.settings
         yield result
 
     def ceilings(

@@ -92,6 +92,20 @@ def test_fio_moves_all_bytes_of_the_region(make_lab: Callable[..., Lab], kind: s
 
 
 @needs_fio
+def test_fio_gets_huge_pages_where_the_arena_does(make_lab: Callable[..., Lab]) -> None:
+    lab = make_lab()
+    with open_site(lab, lab.directories) as site:
+        huge, small = (
+            fio.Fio(site.scratch.shares("still"), "read", SETTINGS, huge_pages=wanted)
+            for wanted in (True, False)
+        )
+        seen_nbytes = max(huge.huge_page_nbytes() for _ in range(3))
+        assert bool(seen_nbytes) == bool(lab.arena.huge_page_nbytes)
+        assert small.huge_page_nbytes() == 0
+    assert site.note == ""
+
+
+@needs_fio
 def test_fio_that_fails_says_why() -> None:
     broken = fio.Fio([Share("/proc/nothing/here", 0, MIB)], "read", SETTINGS)
     with pytest.raises(UnsupportedError, match="--no-fio"):
