@@ -76,8 +76,7 @@ def tune(
         typer.echo(json.dumps(found, indent=1))
         return
     console = Console(stderr=True)
-    ranking = sorted(choice.scores.items(), key=lambda item: -item[1])[:8]
-    for who, score in ranking:
+    for who, score in sorted(choice.scores.items(), key=lambda item: -item[1]):
         mark = "  <- chosen" if who == choice.best else ""
         console.print(f"  {who!s:<14} {score:6.1%} of the best{mark}", highlight=False)
     typer.echo(fragment, nl=False)
