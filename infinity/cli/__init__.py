@@ -13,6 +13,7 @@ from infinity.errors import InfinityError
 
 # name -> (module, attribute, one line of help). A Typer is a group, a function one command.
 _COMMANDS = {
+    "bench": ("infinity.cli.bench", "bench", "Measure drives, memory and device."),
     "config": ("infinity.cli.config", "app", "Check, show and describe swap-tier files."),
     "doctor": (
         "infinity.cli.doctor",
@@ -20,6 +21,7 @@ _COMMANDS = {
         "Say what this machine lacks, at what cost.",
     ),
     "train": ("infinity.cli.train", "train", "Fine-tune a model as a swap-tier file says."),
+    "tune": ("infinity.cli.tune", "tune", "Find the io settings that suit these drives."),
 }
 
 

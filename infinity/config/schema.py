@@ -149,6 +149,17 @@ class NvmeTier(Section):
         description="Share of the stripes that this path gets: its bandwidth in GB/s, or a number "
         'proportional to it where every path has one. "auto" measures it, if there are several.',
     )
+    read_gbps: Annotated[float | None, OrOff(Number(above=0))] = Field(
+        None,
+        description="Bandwidth of reading in decimal GB/s, as `infinity tune` found it. 0: not "
+        "measured.",
+    )
+    write_gbps: Annotated[float | None, OrOff(Number(above=0))] = Field(
+        None, description="The same of writing."
+    )
+    mixed_gbps: Annotated[float | None, OrOff(Number(above=0))] = Field(
+        None, description="The same of reading and writing at once, in sum."
+    )
 
 
 class Tiers(Section):

@@ -1,0 +1,244 @@
+"""How fast is DeepSpeed's asynchronous I/O handle beside this engine, on the same file?
+
+    python bench/peers/deepspeed_aio.py --install          makes bench/peers/.venv-deepspeed, once
+    python bench/peers/deepspeed_aio.py --path /mnt/nvme0   compares, prints a table
+
+DeepSpeed runs in its own environment and process, on its own locked buffer, 1 GiB in one call,
+which suits it best; its settings are searched first. The two take turns, round by round.
+`--install` needs pip, apt (for the headers of libaio, unpacked into the environment) and a C++
+compiler; torch is the one that is installed here. Exit code 2 says what is missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+import sysconfig
+import time
+from pathlib import Path
+from typing import Any, NoReturn
+
+HERE = Path(__file__).resolve().parent
+VENV = HERE / ".venv-deepspeed"
+PACKAGES = ("setuptools", "wheel", "ninja", "hjson", "py-cpuinfo", "msgpack", "einops")
+VERSION = "0.19.8"
+# (block bytes, queue depth, threads of the handle)
+SETTINGS = (
+    (256 << 10, 32, 1), (1 << 20, 8, 1), (1 << 20, 32, 1), (1 << 20, 32, 2), (8 << 20, 4, 1),
+)  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--install", action="store_true")
+    parser.add_argument("--venv", type=Path, default=VENV)
+    parser.add_argument("--path", type=Path, default=Path.cwd())
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--size", default="1GiB")
+    parser.add_argument("--save", type=Path)
+    parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
+    words = parser.parse_args()
+    if words.worker:
+        serve(words.worker)
+    elif words.install:
+        install(words.venv)
+    else:
+        compare(words)
+
+
+def install(venv: Path) -> None:
+    """The environment: this interpreter's packages below, DeepSpeed and libaio's headers above."""
+    run = subprocess.check_call
+    run([sys.executable, "-m", "venv", str(venv)])
+    python = venv / "bin/python"
+    purelib = subprocess.check_output(
+        [str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], text=True
+    ).strip()
+    torch_home = _torch_home()
+    Path(purelib, "below.pth").write_text(f"{torch_home}\n")
+    try:
+        run([str(python), "-m", "pip", "install", "-q", *PACKAGES])
+        run([str(python), "-m", "pip", "install", "-q", "--no-build-isolation", "--no-deps",
+             f"deepspeed=={VERSION}"])  # fmt: skip
+    except subprocess.CalledProcessError as error:
+        stop(f"DeepSpeed cannot be installed here: pip ended with code {error.returncode}")
+    headers = venv / "libaio"
+    headers.mkdir(exist_ok=True)
+    try:
+        run(["apt-get", "download", "-q", "libaio-dev"], cwd=headers)
+        (package,) = headers.glob("libaio-dev*.deb")
+        run(["dpkg", "-x", str(package), str(headers)])
+    except (subprocess.CalledProcessError, OSError, ValueError) as error:
+        stop(f"the headers of libaio cannot be had ({error}); install libaio-dev yourself")
+    with Peer(venv, 1 << 20) as peer:  # Compiles the extension, which takes minutes.
+        print(f"ready: {peer.hello}")
+
+
+def _torch_home() -> Path:
+    import torch
+
+    return Path(torch.__file__).parents[1]
+
+
+class Peer:
+    """DeepSpeed in its own process. `nbytes` is the size of its locked buffer."""
+
+    name = "deepspeed"
+
+    def __init__(self, venv: Path, nbytes: int) -> None:
+        python = venv / "bin/python"
+        if not python.exists():
+            stop(f"{venv} is not there; run this script with --install first")
+        headers = venv / "libaio/usr"
+        libraries = headers / "lib" / sysconfig.get_config_var("MULTIARCH")
+        environment = {
+            **os.environ,
+            "PATH": f"{venv / 'bin'}:{os.environ['PATH']}",
+            "CPATH": str(headers / "include"),
+            "LIBRARY_PATH": str(libraries),
+            "DS_ACCELERATOR": "cpu",
+            "TORCH_EXTENSIONS_DIR": str(venv / "extensions"),
+        }
+        self._process = subprocess.Popen(
+            [str(python), str(Path(__file__).resolve()), "--worker", str(nbytes)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment,
+            text=True,
+        )
+        self.hello = self._answer()
+
+    def __enter__(self) -> Peer:
+        return self
+
+    def __exit__(self, *unused: object) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+    def ask(self, question: dict[str, Any]) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(question) + "\n")
+        self._process.stdin.flush()
+        return self._answer()
+
+    def _answer(self) -> dict[str, Any]:
+        """The next line that is ours: DeepSpeed logs to stdout, too."""
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith('{"peer"'):
+                return json.loads(line)
+        code = self._process.wait()
+        return stop(f"the DeepSpeed process ended with code {code}; see above")
+
+
+def serve(nbytes: int) -> None:
+    """The worker, in DeepSpeed's environment: answers one JSON line with another."""
+    import deepspeed
+    import torch
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    module = AsyncIOBuilder().load(verbose=False)
+    keeper = module.aio_handle(1 << 20, 32, False, True, 1)
+    buffer = keeper.new_cpu_locked_tensor(nbytes, torch.empty(0, dtype=torch.uint8))
+    buffer.random_(0, 255)
+    handles: dict[tuple[int, ...], Any] = {}
+    print(json.dumps({"peer": "deepspeed", "version": deepspeed.__version__}), flush=True)
+    for line in sys.stdin:
+        question = json.loads(line)
+        block, depth, threads = key = tuple(question["settings"])
+        if key not in handles:
+            handles[key] = module.aio_handle(block, depth, False, True, threads)
+        work = handles[key].sync_pread if question["is_read"] else handles[key].sync_pwrite
+        cpu_s, start_s = -_cpu_s(), time.perf_counter()
+        work(buffer, question["path"], question["offset_nbytes"])
+        seconds = time.perf_counter() - start_s
+        answer = {"peer": "deepspeed", "seconds": seconds, "cpu_s": cpu_s + _cpu_s()}
+        # What was read must be the pattern: the first word of each MiB is told apart by its place.
+        heads = buffer.view(torch.int64)[:: (1 << 20) // 8].tolist() if question["is_read"] else []
+        print(json.dumps({**answer, "heads": heads}), flush=True)
+
+
+def _cpu_s() -> float:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+def compare(words: argparse.Namespace) -> None:
+    """Searches DeepSpeed's best settings per direction, then lets the two take turns."""
+    import numpy as np
+
+    from infinity.bench import machine, nvme, pattern, runner
+    from infinity.bench.lab import Effort, Lab
+    from infinity.bench.measure import Group, Sample
+    from infinity.bench.report import rows_of, to_json
+    from infinity.bench.statistics import summarize
+    from infinity.bench.transfer import EngineTransfer, FileSet
+    from infinity.cli.bench import parse_size, print_tables
+    from infinity.config.schema import Io
+    from infinity.storage.arena import Arena
+
+    nbytes = parse_size(words.size)
+
+    class Turn:
+        """One direction at one setting."""
+
+        def __init__(self, peer: Peer, share: Any, kind: str, settings: tuple[int, ...]) -> None:
+            block, depth, threads = settings
+            self.name = f"deepspeed {block >> 10} KiB x {depth}, {threads} threads"
+            self.settings = settings
+            self._peer = peer
+            self._question = {
+                "is_read": kind == "read", "settings": settings, "path": share.path,
+                "offset_nbytes": share.offset_nbytes,
+            }  # fmt: skip
+
+        def run(self) -> Sample:
+            answer = self._peer.ask(self._question)
+            ok = answer["heads"] == wanted if answer["heads"] else None
+            return Sample(nbytes, answer["seconds"], answer["cpu_s"], ok=ok)
+
+    effort = Effort(nbytes=nbytes, rounds=words.rounds)
+    results = []
+    with Arena(nbytes) as arena, Peer(words.venv, nbytes) as peer:
+        lab = Lab(arena, (words.path.resolve(),), Io(), effort, with_fio=False)
+        environment = {**machine.describe(lab.directories, arena), "deepspeed": peer.hello}
+        with nvme.open_site(lab, lab.directories) as site, lab.engine() as engine:
+            memory = arena.memory(0, nbytes)
+            pattern.fill(memory, offset_nbytes=0, seed=0)
+            wanted = np.frombuffer(memory, np.int64)[:: (1 << 20) // 8].tolist()
+            files = FileSet(engine, site.scratch, arena)
+            for kind, region in (("read", "still"), ("write", "busy")):
+                (share,) = site.scratch.shares(region)
+                tried = [Turn(peer, share, kind, settings) for settings in SETTINGS]
+                search = runner.run_group(Group("search", kind, tried), rounds=2, warm_ups=0)
+                best = max(
+                    tried,
+                    key=lambda each: summarize([s.gbps for s in search.samples[each.name]]).median,
+                )
+                subject = EngineTransfer(
+                    nvme.engine_label(lab, engine), files, kind,
+                    nbytes=nbytes, extent_nbytes=nvme.EXTENT_NBYTES,
+                )  # fmt: skip
+                case = f"{words.size} beside DeepSpeed {peer.hello['version']}"
+                group = Group(f"nvme {kind}", case, [subject], [best], {"operation": kind})
+                results.append(runner.run_group(group, rounds=words.rounds))
+    for result in results:
+        if any(sample.ok is False for each in result.samples.values() for sample in each):
+            print("WRONG BYTES were read; the figures are void", file=sys.stderr)
+    print_tables(rows_of(results))
+    if words.save:
+        words.save.write_text(json.dumps(to_json(results, environment), indent=1) + "\n")
+
+
+def stop(reason: str) -> NoReturn:
+    print(reason, file=sys.stderr)
+    raise SystemExit(2)
+
+
+if __name__ == "__main__":
+    main()

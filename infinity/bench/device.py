@@ -1,0 +1,181 @@
+"""Host <-> device, one way and both at once, and NVMe -> host -> device end to end.
+
+Written against `DeviceAdapter`, so that it is tested without a GPU; measured only where the device
+has memory of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from infinity.bench import pattern
+from infinity.bench.lab import Lab
+from infinity.bench.measure import Contender, Group, Result, Sample, clock
+from infinity.bench.nvme import Site
+from infinity.bench.scratch import STILL_SEED
+from infinity.bench.transfer import EngineTransfer, FileSet, plan_moves, prepare
+from infinity.sizes import MIB, format_nbytes
+from infinity.storage.arena import Arena
+from infinity.tiers.device import DeviceAdapter
+
+_PIECE_NBYTES = 64 * MIB
+
+
+class ArenaToDevice:
+    """`nbytes` in pieces between arena and device: "in", "out", or half each at once ("both")."""
+
+    def __init__(self, device: DeviceAdapter, arena: Arena, direction: str, nbytes: int) -> None:
+        self.name = f"infinity {direction}"
+        self._device = device
+        self._direction = direction
+        self._arena = arena
+        self._nbytes = nbytes
+        self._host = torch.frombuffer(arena.memory(0, nbytes), dtype=torch.uint8)
+        self._there = device.allocate(nbytes)
+
+    def run(self) -> Sample:
+        half_nbytes = {"in": self._nbytes, "out": 0, "both": self._nbytes // 2}[self._direction]
+        # [0, half) goes in, [half, end) comes out of the device, whither it is brought first.
+        pattern.fill(self._arena.memory(0, self._nbytes), offset_nbytes=0, seed=STILL_SEED)
+        self._there.zero_()
+        self._copy(half_nbytes, self._nbytes, inward=True)
+        self._host[half_nbytes:].zero_()
+        self._device.synchronize()
+
+        def transfer() -> None:
+            pieces_in = self._pieces(0, half_nbytes)
+            pieces_out = self._pieces(half_nbytes, self._nbytes)
+            copies = []
+            for index in range(max(len(pieces_in), len(pieces_out))):
+                for pieces, inward in ((pieces_in, True), (pieces_out, False)):
+                    if index < len(pieces):
+                        copies.append(self._start(*pieces[index], inward=inward))
+            for copy in copies:
+                copy.wait()
+
+        seconds, cpu_s = clock(transfer)
+        return Sample(self._nbytes, seconds, cpu_s, ok=self._compare(half_nbytes))
+
+    def _compare(self, half_nbytes: int) -> bool:
+        self._host[:half_nbytes].zero_()
+        self._copy(0, half_nbytes, inward=False)
+        memory = self._arena.memory(0, self._nbytes)
+        return pattern.matches(memory, offset_nbytes=0, seed=STILL_SEED)
+
+    def _copy(self, low: int, high: int, *, inward: bool) -> None:
+        for copy in [self._start(*piece, inward=inward) for piece in self._pieces(low, high)]:
+            copy.wait()
+
+    def _start(self, low: int, high: int, *, inward: bool):
+        here, there = self._host[low:high], self._there[low:high]
+        return self._device.copy(here, there) if inward else self._device.copy(there, here)
+
+    @staticmethod
+    def _pieces(low: int, high: int) -> list[tuple[int, int]]:
+        return [(at, min(at + _PIECE_NBYTES, high)) for at in range(low, high, _PIECE_NBYTES)]
+
+
+class PinnedCopy:
+    """The ceiling: one copy of torch's own pinned memory, in one piece per direction."""
+
+    def __init__(self, torch_device: torch.device, direction: str, nbytes: int) -> None:
+        self.name = f"pinned {direction}"
+        self._device = torch_device
+        in_nbytes = {"in": nbytes, "out": 0, "both": nbytes // 2}[direction]
+        is_cuda = torch_device.type == "cuda"
+        host = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=is_cuda)
+        there = torch.zeros(nbytes, dtype=torch.uint8, device=torch_device)
+        self._pairs = [
+            (host[:in_nbytes], there[:in_nbytes]),
+            (there[in_nbytes:], host[in_nbytes:]),
+        ]
+        self._streams = [torch.cuda.Stream(torch_device) if is_cuda else None for _ in range(2)]
+        self._nbytes = nbytes
+
+    def run(self) -> Sample:
+        def transfer() -> None:
+            for (source, target), stream in zip(self._pairs, self._streams, strict=True):
+                if stream is None:
+                    target.copy_(source)
+                    continue
+                with torch.cuda.stream(stream):
+                    target.copy_(source, non_blocking=True)
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)
+
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return Sample(self._nbytes, *clock(transfer))
+
+
+class NvmeToDevice:
+    """NVMe -> arena -> device: every extent goes on to the device as soon as it has been read."""
+
+    name = "infinity nvme to device"
+
+    def __init__(self, device: DeviceAdapter, files: FileSet, nbytes: int, extent_nbytes: int):
+        self._device = device
+        self._files = files
+        self._nbytes = nbytes
+        self._moves = plan_moves("read", nbytes=nbytes, extent_nbytes=extent_nbytes)
+        self._host = torch.frombuffer(files.arena.memory(0, nbytes), dtype=torch.uint8)
+        self._there = device.allocate(nbytes)
+
+    def run(self) -> Sample:
+        prepare(self._files, self._moves, STILL_SEED)
+        self._there.zero_()
+        self._device.synchronize()
+
+        def transfer() -> None:
+            tickets = [self._files.submit(move) for move in self._moves]
+            copies = []
+            for move, ticket in zip(self._moves, tickets, strict=True):
+                ticket.wait()
+                part = slice(move.offset_nbytes, move.offset_nbytes + move.nbytes)
+                copies.append(self._device.copy(self._host[part], self._there[part]))
+            for copy in copies:
+                copy.wait()
+
+        seconds, cpu_s = clock(transfer)
+        self._host.zero_()
+        self._device.copy(self._there, self._host).wait()
+        memory = self._files.arena.memory(0, self._nbytes)
+        ok = pattern.matches(memory, offset_nbytes=0, seed=STILL_SEED)
+        return Sample(self._nbytes, seconds, cpu_s, ok=ok)
+
+
+def copies(lab: Lab, device: DeviceAdapter) -> Iterator[Result]:
+    """Both directions one by one, then at once."""
+    nbytes = lab.effort.nbytes
+    for direction in ("in", "out", "both"):
+        words = {"in": "host to device", "out": "device to host", "both": "both ways at once"}
+        group = Group(
+            "device copy",
+            f"{words[direction]}, {format_nbytes(nbytes)}",
+            [ArenaToDevice(device, lab.arena, direction, nbytes)],
+            [PinnedCopy(device.torch_device, direction, nbytes)],
+            {"operation": direction},
+        )
+        yield lab.measure(group, lab.effort.rounds)
+
+
+def pipeline(site: Site, device: DeviceAdapter, extent_nbytes: int) -> Iterator[Result]:
+    """The whole way, held against the drive alone: the device should cost nothing on top."""
+    lab = site.lab
+    nbytes = lab.effort.nbytes
+    with lab.engine() as engine:
+        files = FileSet(engine, site.scratch, lab.arena)
+        ceiling: Contender = EngineTransfer(
+            "drive to host alone", files, "read", nbytes=nbytes, extent_nbytes=extent_nbytes
+        )
+        group = Group(
+            "nvme to device",
+            f"{format_nbytes(nbytes)} in {format_nbytes(extent_nbytes)}, {site.name}",
+            [NvmeToDevice(device, files, nbytes, extent_nbytes)],
+            [ceiling],
+            site.labels("read", extent_nbytes=extent_nbytes),
+            site.note,
+        )
+        yield lab.measure(group, lab.effort.rounds)

@@ -1,0 +1,84 @@
+"""What every section of the benchmark shares: where, how much, how often, and the arena."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from infinity.bench.fio import CANDIDATES, FioSettings
+from infinity.bench.measure import Group, Result
+from infinity.bench.runner import run_group
+from infinity.config.schema import Io
+from infinity.sizes import GIB, MIB
+from infinity.storage.arena import Arena
+from infinity.storage.engine import StorageEngine, open_engine
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How much is moved and how often. `nbytes` per timed transfer of the headline figures,
+    `sweep_nbytes` per cell of a sweep."""
+
+    nbytes: int = GIB
+    sweep_nbytes: int = 128 * MIB
+    rounds: int = 7
+    sweep_rounds: int = 3
+    search_rounds: int = 2
+    depths: tuple[int, ...] = (1, 2, 4)
+    extents_nbytes: tuple[int, ...] = (
+        64 << 10, 512 << 10, 4 * MIB, 32 * MIB, 256 * MIB, 1 * GIB,
+    )  # fmt: skip
+    num_latencies: int = 64
+    fio_candidates: tuple[FioSettings, ...] = CANDIDATES
+
+
+QUICK = Effort(
+    nbytes=256 * MIB,
+    sweep_nbytes=64 * MIB,
+    rounds=3,
+    sweep_rounds=1,
+    search_rounds=1,
+    depths=(1, 4),
+    extents_nbytes=(64 << 10, 1 * MIB, 16 * MIB),
+    num_latencies=16,
+    fio_candidates=CANDIDATES[2:6],
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Lab:
+    """The bench's tools. `arena` holds `effort.nbytes` at least; `io` is the configured engine.
+
+    `on_step` hears what is being done, for a progress line.
+    """
+
+    arena: Arena
+    directories: tuple[Path, ...]
+    io: Io
+    effort: Effort
+    with_fio: bool
+    weights: tuple[float, ...] = ()
+    huge_pages: bool = True
+    on_step: Callable[[str], object] = field(default=lambda _: None)
+
+    def engine(self, *, block_nbytes: int | None = None, depth: int | None = None) -> StorageEngine:
+        """The configured engine, or one of another block size or depth."""
+        return open_engine(
+            self.io.engine,
+            arena=self.arena,
+            block_nbytes=block_nbytes or self.io.block_size,
+            queue_depth=depth or self.io.queue_depth,
+            num_threads=self.io.threads,
+        )
+
+    def measure(self, group: Group, rounds: int, *, warm_ups: int = 1) -> Result:
+        what = f"{group.section}: {group.case}"
+        return run_group(
+            group,
+            rounds=rounds,
+            warm_ups=warm_ups,
+            on_round=lambda index: self.on_step(
+                f"{what}, " + (f"round {index + 1} of {rounds}" if index >= 0 else "warm-up")
+            ),
+        )

@@ -1,0 +1,81 @@
+"""The nouns of a measurement: a sample, who produces it, and the group it is compared in."""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+GB = 10**9
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One timed transfer.
+
+    `nbytes` is what moved, `cpu_s` the processor time of the whole process that moved it (None: not
+    known). `ok` says whether the bytes were compared and equal; None: nothing was compared.
+    `latency_s` maps a quantile, 0 to 1, to the time that single requests took, where it was taken.
+    """
+
+    nbytes: int
+    seconds: float
+    cpu_s: float | None = None
+    ok: bool | None = None
+    latency_s: Mapping[float, float] = field(default_factory=dict)
+
+    @property
+    def gbps(self) -> float:
+        """Decimal GB/s."""
+        return self.nbytes / self.seconds / GB
+
+
+class Contender(Protocol):
+    """Something that can be timed again and again. Prepares and compares outside the clock."""
+
+    name: str
+
+    def run(self) -> Sample: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Contenders that do the same work: `subjects` are ours, `ceilings` what they are held against.
+
+    `section` is the test it belongs to, `case` the one line that a reader of the table needs,
+    `labels` the same for programs: operation, extent_nbytes, depth, num_paths.
+    """
+
+    section: str
+    case: str
+    subjects: Sequence[Contender]
+    ceilings: Sequence[Contender] = ()
+    labels: Mapping[str, str | int | float] = field(default_factory=dict)
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A group that was run: the samples of every contender, the i-th of each from one round."""
+
+    group: Group
+    samples: Mapping[str, Sequence[Sample]]
+
+
+def clock(transfer: Callable[[], object]) -> tuple[float, float]:
+    """Wall seconds, and CPU seconds of all threads of this process, that `transfer` takes.
+
+    The kernel's threads for a ring are counted, interrupts are not. getrusage(2).
+    """
+    cpu_s = -_process_cpu_s()
+    start_s = time.perf_counter()
+    transfer()
+    seconds = time.perf_counter() - start_s
+    return seconds, cpu_s + _process_cpu_s()
+
+
+def _process_cpu_s() -> float:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime

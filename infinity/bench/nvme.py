@@ -1,0 +1,224 @@
+"""The drives: sequential read, write and mixed, over sizes and depths, striped, and latency.
+
+Each section is a generator: it sets up, yields results one by one, and cleans up behind itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from infinity.bench import fio
+from infinity.bench.lab import Lab
+from infinity.bench.measure import Contender, Group, Result
+from infinity.bench.raw_ring import RawRing
+from infinity.bench.scratch import RegionName, Scratch
+from infinity.bench.statistics import summarize
+from infinity.bench.transfer import EngineLatency, EngineTransfer, FileSet, TransferKind
+from infinity.sizes import MIB, format_nbytes
+from infinity.storage.engine import StorageEngine
+from infinity.storage.probe import explain_missing_uring
+from infinity.uring import is_built
+
+EXTENT_NBYTES = 16 * MIB
+KINDS: tuple[TransferKind, ...] = ("read", "write", "mixed")
+_LATENCY_EXTENTS_NBYTES = (64 << 10, 1 * MIB, 8 * MIB)
+_NUM_BEHIND = 4  # write-backs of 16 MiB
+
+
+class Site:
+    """One set of directories under test: its scratch files, and fio's best settings for them."""
+
+    def __init__(self, lab: Lab, scratch: Scratch) -> None:
+        self.lab = lab
+        self.scratch = scratch
+        self._best_fio: dict[TransferKind, fio.FioSettings] = {}
+        self._fio_note = ""
+
+    @property
+    def name(self) -> str:
+        return " + ".join(str(directory) for directory in self.scratch.directories)
+
+    @property
+    def note(self) -> str:
+        """What a reader must know to believe a figure; empty when there is nothing to say."""
+        if not all(self.scratch.is_direct):
+            return "buffered: this is the page cache"
+        return self._fio_note
+
+    def labels(self, kind: str, **more: int | float | str) -> dict[str, str | int | float]:
+        labels: dict[str, str | int | float] = {
+            "operation": kind,
+            "paths": self.name,
+            "num_paths": len(self.scratch.directories),
+        }
+        return labels | more
+
+    def fio(
+        self, kind: TransferKind, settings: fio.FioSettings, nbytes: int | None = None
+    ) -> fio.Fio:
+        region: RegionName = "still" if kind == "read" else "busy"
+        return fio.Fio(
+            self.scratch.shares(region),
+            kind,
+            settings,
+            direct=all(self.scratch.is_direct),
+            huge_pages=self.lab.huge_pages,
+            nbytes=nbytes,
+        )
+
+    def best_fio(self, kind: TransferKind) -> Iterator[Result]:
+        """Runs the search once per kind and yields what it saw; `ceilings` uses its answer."""
+        if not self.lab.with_fio or kind in self._best_fio:
+            return
+        contenders = [self.fio(kind, settings) for settings in self.lab.effort.fio_candidates]
+        group = Group("fio search", f"{kind}, {self.name}", contenders, labels=self.labels(kind))
+        result = self.lab.measure(group, self.lab.effort.search_rounds, warm_ups=0)
+        best = max(contenders, key=lambda each: _gbps(result, each))
+        if self.lab.arena.huge_page_nbytes and not self._best_fio and not best.huge_page_nbytes():
+            self._fio_note = "fio had 4 KiB pages, the arena huge ones: its ceiling is too low"
+        self._best_fio[kind] = best.settings
+        yield result
+
+    def ceilings(
+        self,
+        kind: TransferKind,
+        files: FileSet,
+        stack: contextlib.ExitStack,
+        *,
+        nbytes: int,
+        with_ring: bool = True,
+    ) -> list[Contender]:
+        """fio at its best, and the raw ring with the same blocks; those that are there."""
+        found: list[Contender] = []
+        if self.lab.with_fio:
+            share_nbytes = nbytes // len(self.scratch.directories)
+            found.append(self.fio(kind, self._best_fio[kind], share_nbytes))
+        if with_ring and is_built() and explain_missing_uring() is None:
+            block_nbytes, depth = self.lab.io.block_size, self.lab.io.queue_depth
+            ring = RawRing(
+                f"ring {fio.FioSettings(block_nbytes, depth)}", files, kind,
+                nbytes=nbytes, block_nbytes=block_nbytes, depth=depth,
+            )  # fmt: skip
+            found.append(stack.enter_context(ring))
+        return found
+
+
+@contextlib.contextmanager
+def open_site(lab: Lab, directories: Sequence[Path]) -> Iterator[Site]:
+    """Scratch files on the directories for as long as the block runs."""
+    lab.on_step(f"writing files in {', '.join(map(str, directories))}")
+    weights = [
+        weight
+        for directory, weight in zip(
+            lab.directories, lab.weights or [1.0] * len(lab.directories), strict=True
+        )
+        if directory in directories
+    ]
+    with Scratch(lab.arena, directories, lab.effort.nbytes, weights=weights) as scratch:
+        yield Site(lab, scratch)
+
+
+def bandwidth(site: Site, kind: TransferKind) -> Iterator[Result]:
+    """The headline: `nbytes` in extents of 16 MiB through the engine as configured."""
+    lab, nbytes = site.lab, site.lab.effort.nbytes
+    yield from site.best_fio(kind)
+    with lab.engine() as engine, contextlib.ExitStack() as stack:
+        files = FileSet(engine, site.scratch, lab.arena)
+        subject = EngineTransfer(
+            engine_label(lab, engine), files, kind,
+            nbytes=nbytes, extent_nbytes=EXTENT_NBYTES,
+        )  # fmt: skip
+        group = Group(
+            f"nvme {kind}",
+            f"{format_nbytes(nbytes)} in {format_nbytes(EXTENT_NBYTES)}, {site.name}",
+            [subject],
+            site.ceilings(kind, files, stack, nbytes=nbytes),
+            site.labels(kind, extent_nbytes=EXTENT_NBYTES, depth=lab.io.queue_depth),
+            site.note,
+        )
+        yield lab.measure(group, lab.effort.rounds)
+
+
+def sweep(site: Site, kind: TransferKind) -> Iterator[Result]:
+    """Every extent size at every depth. One group per size: the depths take turns with fio."""
+    lab = site.lab
+    yield from site.best_fio(kind)
+    with contextlib.ExitStack() as engines:
+        by_depth = {
+            depth: FileSet(engines.enter_context(lab.engine(depth=depth)), site.scratch, lab.arena)
+            for depth in lab.effort.depths
+        }
+        for extent_nbytes in lab.effort.extents_nbytes:
+            num_sides = 2 if kind == "mixed" else 1
+            nbytes = max(lab.effort.sweep_nbytes, num_sides * extent_nbytes)
+            if nbytes > lab.effort.nbytes:
+                continue
+            with contextlib.ExitStack() as stack:
+                subjects = [
+                    EngineTransfer(
+                        f"depth {depth}", files, kind, nbytes=nbytes, extent_nbytes=extent_nbytes
+                    )
+                    for depth, files in by_depth.items()
+                ]
+                files = next(iter(by_depth.values()))
+                group = Group(
+                    f"sweep {kind}",
+                    f"extents of {format_nbytes(extent_nbytes)}, {site.name}",
+                    subjects,
+                    site.ceilings(kind, files, stack, nbytes=nbytes, with_ring=False),
+                    site.labels(kind, extent_nbytes=extent_nbytes),
+                    site.note,
+                )
+                yield lab.measure(group, lab.effort.sweep_rounds, warm_ups=0)
+
+
+def stripes(lab: Lab) -> Iterator[Result]:
+    """1, 2, ... of the paths at once, each count against fio on the same files."""
+    devices = {directory.stat().st_dev for directory in lab.directories}
+    shared = "" if len(devices) == len(lab.directories) else "paths share a drive"
+    for count in range(1, len(lab.directories) + 1):
+        with open_site(lab, lab.directories[:count]) as site:
+            for kind in KINDS:
+                for result in bandwidth(site, kind):
+                    if result.group.section == "fio search":
+                        yield result
+                        continue
+                    group = result.group
+                    renamed = Group(
+                        f"stripes {kind}", f"{count} paths", group.subjects, group.ceilings,
+                        group.labels, "; ".join(filter(None, (group.note, shared))),
+                    )  # fmt: skip
+                    yield Result(renamed, result.samples)
+
+
+def latency(site: Site) -> Iterator[Result]:
+    """One demand read at a time: on an idle drive, and behind write-backs that never run dry."""
+    lab = site.lab
+    with lab.engine() as engine:
+        files = FileSet(engine, site.scratch, lab.arena)
+        for extent_nbytes in _LATENCY_EXTENTS_NBYTES:
+            count = min(lab.effort.num_latencies, lab.effort.nbytes // 2 // extent_nbytes)
+            subjects = [
+                EngineLatency(name, files, extent_nbytes=extent_nbytes, count=count, behind=behind)
+                for name, behind in (("idle drive", 0), ("behind write-backs", _NUM_BEHIND))
+            ]
+            ceilings = []
+            if lab.with_fio:
+                settings = fio.FioSettings(extent_nbytes, 1)
+                ceilings.append(site.fio("read", settings, extent_nbytes * count))
+            group = Group(
+                "latency", f"reads of {format_nbytes(extent_nbytes)}, {site.name}",
+                subjects, ceilings, site.labels("read", extent_nbytes=extent_nbytes), site.note,
+            )  # fmt: skip
+            yield lab.measure(group, lab.effort.sweep_rounds, warm_ups=0)
+
+
+def _gbps(result: Result, contender: Contender) -> float:
+    return summarize([sample.gbps for sample in result.samples[contender.name]]).median
+
+
+def engine_label(lab: Lab, engine: StorageEngine) -> str:
+    """The engine's name and what was set: "io_uring 4 MiB x 2"."""
+    return f"{engine.name} {fio.FioSettings(lab.io.block_size, lab.io.queue_depth)}"

@@ -1,0 +1,158 @@
+"""Pictures of a run: bandwidth over extent size, scaling over paths, distribution of latency."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from infinity.bench.report import Row
+from infinity.errors import UnsupportedError
+from infinity.sizes import format_nbytes
+
+_OPERATIONS = ("read", "write", "mixed")
+_CEILING = {"color": "black", "linestyle": "--", "linewidth": 1.2}
+_BAND_ALPHA = 0.15
+
+
+def check() -> Any:
+    """pyplot, drawing to files. Raises UnsupportedError when matplotlib is not installed."""
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise UnsupportedError(
+            "plots need matplotlib, which is not installed: pip install 'infinity-offload[plot]'"
+        ) from error
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def save(rows: Sequence[Row], directory: Path) -> list[Path]:
+    """Writes one PNG per kind of figure that the rows hold; returns them. Raises as `check`."""
+    pyplot = check()
+    directory.mkdir(parents=True, exist_ok=True)
+    saved = []
+    for name, draw in (("sizes", _sizes), ("stripes", _stripes), ("latency", _latency)):
+        figure = draw(pyplot, rows)
+        if figure is None:
+            continue
+        path = directory / f"{name}.png"
+        figure.savefig(path, dpi=130, bbox_inches="tight")
+        pyplot.close(figure)
+        saved.append(path)
+    return saved
+
+
+def _sizes(pyplot: Any, rows: Sequence[Row]) -> Any:
+    """Bandwidth over extent size: a line per depth with its spread, the ceiling dashed."""
+    kinds = [kind for kind in _OPERATIONS if any(row.section == f"sweep {kind}" for row in rows)]
+    if not kinds:
+        return None
+    figure, axes = pyplot.subplots(
+        1, len(kinds), figsize=(4.6 * len(kinds), 3.8), sharey=True, squeeze=False
+    )
+    for kind, axis in zip(kinds, axes[0], strict=True):
+        mine = [row for row in rows if row.section == f"sweep {kind}"]
+        for depth in dict.fromkeys(row.subject for row in mine):
+            line = [row for row in mine if row.subject == depth]
+            sizes = [float(row.labels["extent_nbytes"]) for row in line]
+            axis.plot(sizes, [row.gbps.median for row in line], marker="o", ms=4, label=depth)
+            axis.fill_between(
+                sizes,
+                [row.gbps.low for row in line],
+                [row.gbps.high for row in line],
+                alpha=_BAND_ALPHA,
+            )
+        first = [row for row in mine if row.subject == mine[0].subject and row.ceilings]
+        if first:
+            axis.plot(
+                [float(row.labels["extent_nbytes"]) for row in first],
+                [row.ceilings[0].gbps.median for row in first],
+                label=f"ceiling, {first[0].ceilings[0].name}",
+                **_CEILING,
+            )
+        sizes = sorted({float(row.labels["extent_nbytes"]) for row in mine})
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(sizes, [_short(size) for size in sizes], rotation=45)
+        axis.minorticks_off()
+        axis.set_title(kind)
+        axis.set_xlabel("extent")
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize="small", loc="lower right")
+    axes[0][0].set_ylabel("GB/s, median and spread")
+    axes[0][0].set_ylim(bottom=0)  # Shared, and fixed from here on: after everything is drawn.
+    return figure
+
+
+def _stripes(pyplot: Any, rows: Sequence[Row]) -> Any:
+    """Bandwidth over the number of paths; ideal is the first path times their number."""
+    mine = [row for row in rows if row.section.startswith("stripes ")]
+    if len({row.labels["num_paths"] for row in mine}) < 2:
+        return None
+    figure, axis = pyplot.subplots(figsize=(5, 3.8))
+    for kind in _OPERATIONS:
+        line = [row for row in mine if row.section == f"stripes {kind}"]
+        if not line:
+            continue
+        counts = [int(row.labels["num_paths"]) for row in line]
+        low = [row.gbps.median - row.gbps.low for row in line]
+        high = [row.gbps.high - row.gbps.median for row in line]
+        drawn = axis.errorbar(
+            counts,
+            [row.gbps.median for row in line],
+            [low, high],
+            marker="o",
+            capsize=3,
+            label=kind,
+        )
+        color = drawn.lines[0].get_color()
+        if all(row.ceilings for row in line):
+            fio = [row.ceilings[0].gbps.median for row in line]
+            axis.plot(counts, fio, linestyle="--", color=color, label=f"{kind}, ceiling")
+    axis.set_xticks(sorted({int(row.labels["num_paths"]) for row in mine}))
+    axis.set_xlabel("paths")
+    axis.set_ylabel("GB/s, median and spread")
+    axis.set_ylim(bottom=0)
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize="small")
+    return figure
+
+
+def _latency(pyplot: Any, rows: Sequence[Row]) -> Any:
+    """Share of requests answered within a time; one panel per extent size."""
+    from matplotlib import ticker
+
+    mine = [row for row in rows if row.section == "latency" and row.latency_s]
+    cases = list(dict.fromkeys(float(row.labels["extent_nbytes"]) for row in mine))
+    if not cases:
+        return None
+    figure, axes = pyplot.subplots(
+        1, len(cases), figsize=(4.2 * len(cases), 3.6), sharey=True, squeeze=False
+    )
+    for size, axis in zip(cases, axes[0], strict=True):
+        group = [row for row in mine if float(row.labels["extent_nbytes"]) == size]
+        for row in group:
+            points = sorted(row.latency_s)
+            times_ms = [1e3 * row.latency_s[point] for point in points]
+            axis.plot(times_ms, points, marker="o", ms=3, label=row.subject)
+        for ceiling in group[0].ceilings:
+            points = sorted(ceiling.latency_s)
+            times_ms = [1e3 * ceiling.latency_s[point] for point in points]
+            axis.plot(times_ms, points, label=f"ceiling: {ceiling.name}", **_CEILING)
+        axis.set_xscale("log")
+        axis.xaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 3, 5)))
+        axis.xaxis.set_major_formatter("{x:g}")
+        axis.xaxis.set_minor_formatter(ticker.NullFormatter())
+        axis.set_title(f"reads of {_short(size)}")
+        axis.set_xlabel("milliseconds")
+        axis.grid(alpha=0.3, which="both")
+        axis.legend(fontsize="small", loc="best")
+    axes[0][0].set_ylabel("share of requests answered")
+    return figure
+
+
+def _short(nbytes: float) -> str:
+    """ "4 MiB" for 4.0 MiB."""
+    return format_nbytes(nbytes).replace(".0 ", " ")

@@ -1,0 +1,129 @@
+"""The ceiling without an engine: blocks straight into an io_uring, a fixed number in flight.
+
+One thread prepares, submits and reaps: no queue, no priorities, no hand-over between threads. The
+memory is registered where the kernel permits, as the engine does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import os
+
+from infinity.bench.measure import Sample, clock
+from infinity.bench.transfer import FileSet, TransferKind, compare, next_seed, plan_moves, prepare
+from infinity.errors import StorageError
+from infinity.sizes import GIB
+from infinity.storage.engine import Operation, Segment
+from infinity.storage.volume_layout import slice_extents
+from infinity.uring import Raw, RegisteredBuffer, Ring, RingError, SetupFlag
+
+
+class RawRing:
+    """`nbytes` in blocks of `block_nbytes`, `depth` in flight. A context manager."""
+
+    def __init__(
+        self,
+        name: str,
+        files: FileSet,
+        kind: TransferKind,
+        *,
+        nbytes: int,
+        block_nbytes: int,
+        depth: int,
+    ) -> None:
+        self.name = name
+        self._files = files
+        self._nbytes = nbytes
+        self._depth = depth
+        self._moves = plan_moves(kind, nbytes=nbytes, extent_nbytes=block_nbytes)
+        self._stack = contextlib.ExitStack()
+        try:
+            self._open()
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> RawRing:
+        return self
+
+    def __exit__(self, *unused: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._stack.close()
+
+    def run(self) -> Sample:
+        seed = next_seed()
+        prepare(self._files, self._moves, seed)
+        seconds, cpu_s = clock(self._transfer)
+        return Sample(self._nbytes, seconds, cpu_s, ok=compare(self._files, self._moves, seed))
+
+    def _open(self) -> None:
+        scratch, arena = self._files.scratch, self._files.arena
+        fds = []
+        for path, is_direct in zip(scratch.file_paths, scratch.is_direct, strict=True):
+            flags = os.O_RDWR | os.O_CLOEXEC | (os.O_DIRECT if is_direct else 0)
+            fds.append(os.open(path, flags))
+            self._stack.callback(os.close, fds[-1])
+        self._ring = self._stack.enter_context(_open_ring(self._depth))
+        # Registered in pieces of 1 GiB, the kernel's limit.
+        pieces = [
+            Raw(arena.address + at, min(GIB, arena.capacity_nbytes - at))
+            for at in range(0, arena.capacity_nbytes, GIB)
+        ]
+        buffers: list[RegisteredBuffer] = []
+        with contextlib.suppress(RingError):  # The memlock limit: plain buffers then.
+            buffers = self._ring.register_buffers(pieces)
+        # A token names operation and block, so that a failure can be reported.
+        self._requests: list[tuple[Operation, Segment, Raw | RegisteredBuffer]] = []
+        for move in self._moves:
+            for extent, at in slice_extents(
+                scratch.regions[move.region], offset_nbytes=move.offset_nbytes, nbytes=move.nbytes
+            ):
+                start_nbytes = move.offset_nbytes + at
+                address = arena.address + start_nbytes
+                segment = Segment(
+                    fds[extent.path_index], extent.offset_nbytes, address, extent.nbytes
+                )
+                memory: Raw | RegisteredBuffer = Raw(address, extent.nbytes)
+                if buffers:
+                    index, inside_nbytes = divmod(start_nbytes, GIB)
+                    memory = buffers[index].part(inside_nbytes, extent.nbytes)
+                self._requests.append((move.operation, segment, memory))
+
+    def _transfer(self) -> None:
+        """Raises StorageError for the first block that failed or came back short."""
+        waiting = iter(self._requests)
+        for request in itertools.islice(waiting, self._depth):
+            self._prepare(request)
+        num_left = len(self._requests)
+        while num_left:
+            completions = self._ring.wait(1)
+            num_left -= len(completions)
+            for completion in completions:
+                operation, segment, _ = completion.token
+                if completion.result != segment.nbytes:
+                    raise StorageError(
+                        completion.errno or errno.EIO,
+                        operation=operation,
+                        path=os.readlink(f"/proc/self/fd/{segment.file}"),
+                        offset_nbytes=segment.offset_nbytes,
+                        nbytes=segment.nbytes,
+                    )
+            for request in itertools.islice(waiting, len(completions)):
+                self._prepare(request)
+
+    def _prepare(self, request: tuple[Operation, Segment, Raw | RegisteredBuffer]) -> None:
+        operation, segment, memory = request
+        prepare_one = self._ring.read if operation == "read" else self._ring.write
+        prepare_one(segment.file, memory, segment.offset_nbytes, token=request)
+
+
+def _open_ring(depth: int) -> Ring:
+    """With the flags that the engine asks for, or without where the kernel refuses them."""
+    try:
+        return Ring(depth, SetupFlag.SINGLE_ISSUER | SetupFlag.DEFER_TASKRUN)
+    except RingError:
+        return Ring(depth)

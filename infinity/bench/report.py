@@ -1,0 +1,141 @@
+"""What a run found: rows for the table, JSON with every sample and the whole environment."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from infinity.bench.measure import Result, Sample
+from infinity.bench.statistics import Summary, cpu_s_per_gb, paired_ratios, summarize, verdict
+
+FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Against:
+    """A subject beside one ceiling: `share` is the bandwidth ratio, round by round."""
+
+    name: str
+    gbps: Summary
+    share: Summary
+    cpu_s_per_gb: float | None
+    latency_s: Mapping[float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One subject: decimal GB/s, CPU seconds per GB, its ceilings with the fastest first."""
+
+    section: str
+    case: str
+    subject: str
+    nbytes: int
+    gbps: Summary
+    cpu_s_per_gb: float | None
+    ok: bool | None
+    latency_s: Mapping[float, float]
+    ceilings: tuple[Against, ...]
+    labels: Mapping[str, str | int | float]
+    note: str
+
+
+def rows_of(results: Sequence[Result]) -> list[Row]:
+    """A row per subject, in the order they were measured."""
+    rows = []
+    for result in results:
+        group = result.group
+        for subject in group.subjects:
+            samples = result.samples[subject.name]
+            ceilings = [
+                _against(samples, ceiling.name, result.samples[ceiling.name])
+                for ceiling in group.ceilings
+            ]
+            rows.append(
+                Row(
+                    section=group.section,
+                    case=group.case,
+                    subject=subject.name,
+                    nbytes=samples[0].nbytes,
+                    gbps=summarize([sample.gbps for sample in samples]),
+                    cpu_s_per_gb=cpu_s_per_gb(samples),
+                    ok=verdict(samples),
+                    latency_s=_median_latency(samples),
+                    ceilings=tuple(sorted(ceilings, key=lambda each: -each.gbps.median)),
+                    labels=group.labels,
+                    note=group.note,
+                )
+            )
+    return rows
+
+
+def to_json(results: Sequence[Result], environment: Mapping[str, Any]) -> dict[str, Any]:
+    """Everything: environment, rows, and each sample, so that other statistics can be taken."""
+    return {
+        "format": FORMAT,
+        "units": "decimal GB/s (10^9 bytes), seconds, bytes",
+        "environment": dict(environment),
+        "rows": [asdict(row) for row in rows_of(results)],
+        "samples": [
+            {
+                "section": result.group.section,
+                "case": result.group.case,
+                "labels": dict(result.group.labels),
+                "contender": name,
+                "rounds": [asdict(sample) for sample in samples],
+            }
+            for result in results
+            for name, samples in result.samples.items()
+        ],
+    }
+
+
+def from_json(document: Mapping[str, Any]) -> list[Row]:
+    """The rows of `to_json`, also after a file. Raises KeyError for another format."""
+    if document.get("format") != FORMAT:
+        raise KeyError(f"format {document.get('format')!r}, expected {FORMAT}")
+    return [_row(fields) for fields in document["rows"]]
+
+
+def _row(fields: Mapping[str, Any]) -> Row:
+    ceilings = tuple(
+        Against(
+            **{
+                **each,
+                "gbps": Summary(**each["gbps"]),
+                "share": Summary(**each["share"]),
+                "latency_s": _numbered(each["latency_s"]),
+            }
+        )
+        for each in fields["ceilings"]
+    )
+    changed = {
+        "gbps": Summary(**fields["gbps"]),
+        "latency_s": _numbered(fields["latency_s"]),
+        "ceilings": ceilings,
+    }
+    return Row(**{**fields, **changed})
+
+
+def _numbered(latency_s: Mapping[str, float] | Mapping[float, float]) -> dict[float, float]:
+    """JSON has text keys only."""
+    return {float(point): value for point, value in latency_s.items()}
+
+
+def _against(subject: Sequence[Sample], name: str, ceiling: Sequence[Sample]) -> Against:
+    return Against(
+        name,
+        summarize([sample.gbps for sample in ceiling]),
+        paired_ratios(subject, ceiling),
+        cpu_s_per_gb(ceiling),
+        _median_latency(ceiling),
+    )
+
+
+def _median_latency(samples: Sequence[Sample]) -> dict[float, float]:
+    """The median over rounds of every quantile that all rounds took."""
+    points = set.intersection(*(set(sample.latency_s) for sample in samples))
+    return {
+        point: summarize([sample.latency_s[point] for sample in samples]).median
+        for point in sorted(points)
+    }

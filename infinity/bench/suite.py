@@ -1,0 +1,86 @@
+"""The sections of the benchmark by name, and the order they run in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from infinity.bench import nvme
+from infinity.bench.lab import Lab
+from infinity.bench.measure import Result
+from infinity.errors import ConfigError
+
+SECTIONS = (
+    "read", "write", "mixed", "sweep", "latency", "stripes", "host", "optimizer", "device",
+    "pipeline",
+)  # fmt: skip
+_ON_DRIVES = ("read", "write", "mixed", "sweep", "latency")
+
+
+QUICK_SECTIONS = ("read", "write", "mixed", "latency", "host", "optimizer")
+
+
+def check_sections(names: Sequence[str], *, quick: bool) -> tuple[str, ...]:
+    """The sections asked for, in running order; for none all, or all quick ones.
+
+    Raises ConfigError for a name that is no section.
+    """
+    if "collectives" in names:
+        raise ConfigError(
+            "collectives need several ranks: torchrun --nproc-per-node 2 --no-python infinity bench"
+        )
+    unknown = [name for name in names if name not in SECTIONS]
+    if unknown:
+        raise ConfigError(f"--only {','.join(unknown)}: expected some of {', '.join(SECTIONS)}")
+    wanted = names or (QUICK_SECTIONS if quick else SECTIONS)
+    return tuple(name for name in SECTIONS if name in wanted)
+
+
+def run(lab: Lab, sections: Sequence[str]) -> Iterator[Result]:
+    """Results as they come. Scratch files live only while a drive's sections run."""
+    if any(name in _ON_DRIVES for name in sections):
+        for directory in lab.directories:
+            with nvme.open_site(lab, [directory]) as site:
+                yield from _drive(site, sections)
+    if "stripes" in sections and len(lab.directories) > 1:
+        yield from nvme.stripes(lab)
+    if "host" in sections or "optimizer" in sections:
+        from infinity.bench import host  # torch
+
+        yield from host.copies(lab) if "host" in sections else ()
+        yield from host.optimizer(lab) if "optimizer" in sections else ()
+    if "device" in sections or "pipeline" in sections:
+        yield from _device(lab, sections)
+
+
+def _drive(site: nvme.Site, sections: Sequence[str]) -> Iterator[Result]:
+    for kind in nvme.KINDS:
+        if kind in sections:
+            yield from nvme.bandwidth(site, kind)
+    if "sweep" in sections:
+        for kind in nvme.KINDS:
+            yield from nvme.sweep(site, kind)
+    if "latency" in sections:
+        yield from nvme.latency(site)
+
+
+def _device(lab: Lab, sections: Sequence[str]) -> Iterator[Result]:
+    """Nothing where there is no device with memory of its own."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return
+    from infinity.bench import device
+    from infinity.observe import Counters
+    from infinity.tiers.cuda import CudaDevice
+    from infinity.tiers.host import HostTier
+
+    counters = Counters()
+    cuda = CudaDevice(HostTier(lab.arena, counters), counters)
+    try:
+        if "device" in sections:
+            yield from device.copies(lab, cuda)
+        if "pipeline" in sections and lab.directories:
+            with nvme.open_site(lab, lab.directories) as site:
+                yield from device.pipeline(site, cuda, nvme.EXTENT_NBYTES)
+    finally:
+        cuda.close()

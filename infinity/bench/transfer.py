@@ -1,0 +1,207 @@
+"""The storage engine as a contender: extents of one size, all handed over, all waited for.
+
+Note [What is timed]
+  From the first submit to the last completion. Outside the clock: before a read the memory is
+  poisoned and after it every byte is compared; before a write the memory gets a seed of its own and
+  after it the region is read back and compared. Nothing is synced: with direct I/O the drive
+  has the bytes when a write completes, and fio does not sync either.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from infinity.bench import pattern
+from infinity.bench.measure import Sample, clock
+from infinity.bench.scratch import STILL_SEED, RegionName, Scratch
+from infinity.bench.statistics import quantiles
+from infinity.sizes import MIB, align_down
+from infinity.storage.arena import Arena
+from infinity.storage.engine import Operation, Priority, Segment, StorageEngine, Ticket
+from infinity.storage.volume_layout import slice_extents
+
+TransferKind = Literal["read", "write", "mixed"]
+
+_WRITE_BACK_NBYTES = 16 * MIB
+QUANTILES = (0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99, 0.999)
+_seeds = itertools.count(1)
+
+
+def next_seed() -> int:
+    """A seed that no earlier write of this process had."""
+    return next(_seeds)
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """One extent: `nbytes` at `offset_nbytes` of a region, and of the arena."""
+
+    operation: Operation
+    region: RegionName
+    offset_nbytes: int
+    nbytes: int
+
+
+def plan_moves(kind: TransferKind, *, nbytes: int, extent_nbytes: int) -> list[Move]:
+    """The extents of one transfer, in order of offset.
+
+    "mixed" is half reads of the still region's first half and half writes of the busy region's
+    second half, in turns: read, write, read, write. The last extent may be smaller.
+    """
+    if kind != "mixed":
+        region: RegionName = "still" if kind == "read" else "busy"
+        return [
+            Move(kind, region, at, min(extent_nbytes, nbytes - at))
+            for at in range(0, nbytes, extent_nbytes)
+        ]
+    half_nbytes = nbytes // 2
+    turns = []
+    for at in range(0, half_nbytes, extent_nbytes):
+        size_nbytes = min(extent_nbytes, half_nbytes - at)
+        turns.append(Move("read", "still", at, size_nbytes))
+        turns.append(Move("write", "busy", half_nbytes + at, size_nbytes))
+    return turns
+
+
+class FileSet:
+    """The files of a scratch, opened in one engine; turns moves into segments."""
+
+    def __init__(self, engine: StorageEngine, scratch: Scratch, arena: Arena) -> None:
+        self.engine = engine
+        self.scratch = scratch
+        self.arena = arena
+        self._files = [
+            engine.open(path, direct=is_direct)
+            for path, is_direct in zip(scratch.file_paths, scratch.is_direct, strict=True)
+        ]
+
+    def submit(self, move: Move, priority: Priority = Priority.STATE) -> Ticket:
+        return self.engine.submit(move.operation, self.segments(move), priority)
+
+    def segments(self, move: Move) -> list[Segment]:
+        address = self.arena.address + move.offset_nbytes
+        return [
+            Segment(
+                self._files[extent.path_index], extent.offset_nbytes, address + at, extent.nbytes
+            )
+            for extent, at in slice_extents(
+                self.scratch.regions[move.region],
+                offset_nbytes=move.offset_nbytes,
+                nbytes=move.nbytes,
+            )
+        ]
+
+
+class EngineTransfer:
+    """`nbytes` through the engine, `extent_nbytes` per request."""
+
+    def __init__(
+        self, name: str, files: FileSet, kind: TransferKind, *, nbytes: int, extent_nbytes: int
+    ) -> None:
+        self.name = name
+        self._files = files
+        self._nbytes = nbytes
+        self._moves = plan_moves(kind, nbytes=nbytes, extent_nbytes=extent_nbytes)
+        # Cut before the clock starts: laying out is the business of whoever owns the extents.
+        self._requests = [(move.operation, files.segments(move)) for move in self._moves]
+
+    def run(self) -> Sample:
+        seed = next_seed()
+        prepare(self._files, self._moves, seed)
+        seconds, cpu_s = clock(self._transfer)
+        return Sample(self._nbytes, seconds, cpu_s, ok=compare(self._files, self._moves, seed))
+
+    def _transfer(self) -> None:
+        submit = self._files.engine.submit
+        tickets = [
+            submit(operation, segments, Priority.STATE) for operation, segments in self._requests
+        ]
+        # The last first: one sleep for all, where waiting in order would wake for each.
+        for ticket in reversed(tickets):
+            ticket.wait()
+
+
+class EngineLatency:
+    """Single demand reads, one at a time; with `behind`, while that many write-backs are queued.
+
+    The first says what a request costs, the second what priorities are worth. The writes take turns
+    over the upper half of region and arena, the reads stay in the lower.
+    """
+
+    def __init__(
+        self, name: str, files: FileSet, *, extent_nbytes: int, count: int, behind: int = 0
+    ) -> None:
+        self.name = name
+        self._files = files
+        self._moves = plan_moves("read", nbytes=extent_nbytes * count, extent_nbytes=extent_nbytes)
+        half_nbytes = files.scratch.nbytes // 2
+        assert extent_nbytes * count <= half_nbytes
+        # So many fit side by side that no two in flight overlap.
+        write_nbytes = min(_WRITE_BACK_NBYTES, align_down(half_nbytes // max(behind, 1), MIB))
+        self._writes = [
+            Move("write", "busy", at, write_nbytes)
+            for at in range(half_nbytes, 2 * half_nbytes - write_nbytes + 1, write_nbytes)
+        ]
+        self._behind = behind
+
+    def run(self) -> Sample:
+        prepare(self._files, self._moves, STILL_SEED)
+        self._queued: deque[Ticket] = deque()
+        self._next_write = itertools.cycle(self._writes)
+        times_s: list[float] = []
+        seconds, cpu_s = clock(lambda: times_s.extend(self._one(move) for move in self._moves))
+        for ticket in self._queued:
+            ticket.wait()
+        ok = compare(self._files, self._moves, STILL_SEED)
+        nbytes = sum(move.nbytes for move in self._moves)
+        return Sample(nbytes, seconds, cpu_s, ok=ok, latency_s=quantiles(times_s, QUANTILES))
+
+    def _one(self, move: Move) -> float:
+        while self._queued and self._queued[0].done():
+            self._queued.popleft().wait()
+        while len(self._queued) < self._behind:
+            self._queued.append(self._files.submit(next(self._next_write), Priority.WRITE_BACK))
+        start_s = time.perf_counter()
+        self._files.submit(move, Priority.FORWARD).wait()
+        return time.perf_counter() - start_s
+
+
+def prepare(files: FileSet, moves: Sequence[Move], seed: int) -> None:
+    """Memory that proves the transfer: poison where bytes arrive, `seed` where they leave from."""
+    for operation, low, high in _spans(moves):
+        memory = files.arena.memory(low, high - low)
+        if operation == "read":
+            pattern.poison(memory)
+        else:
+            pattern.fill(memory, offset_nbytes=low, seed=seed)
+
+
+def compare(files: FileSet, moves: Sequence[Move], seed: int) -> bool:
+    """Whether memory and file hold what they should after the moves. Reads back what was written,
+    into poisoned memory."""
+    ok = True
+    for operation, low, high in _spans(moves):
+        memory = files.arena.memory(low, high - low)
+        if operation == "write":
+            pattern.poison(memory)
+            files.submit(Move("read", "busy", low, high - low)).wait()
+        expected_seed = STILL_SEED if operation == "read" else seed
+        ok = pattern.matches(memory, offset_nbytes=low, seed=expected_seed) and ok
+    return ok
+
+
+def _spans(moves: Sequence[Move]) -> list[tuple[Operation, int, int]]:
+    """The range that all moves of one operation cover; they leave no gap."""
+    spans = []
+    for operation in ("read", "write"):
+        mine = [move for move in moves if move.operation == operation]
+        if mine:
+            low = min(move.offset_nbytes for move in mine)
+            high = max(move.offset_nbytes + move.nbytes for move in mine)
+            spans.append((operation, low, high))
+    return spans

@@ -1,0 +1,243 @@
+"""The search for [io] settings: all candidates take turns, losers leave, the gentlest winner stays.
+
+Note [What is chosen]
+  A candidate's score is the mean, over read, write and mixed, of its share of the best bandwidth.
+  Of all candidates within 5 % of the best score, the one with the fewest bytes in flight is taken:
+  bytes in flight are latency, and a small window is what makes priorities work. That rule, not the
+  highest number, is what makes two searches agree on a noisy machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import statistics
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from infinity.bench.lab import Lab
+from infinity.bench.measure import Group, Result, Sample
+from infinity.bench.nvme import EXTENT_NBYTES, KINDS, Site, open_site
+from infinity.bench.statistics import Summary, cpu_s_per_gb, summarize, verdict
+from infinity.bench.transfer import EngineTransfer, FileSet, TransferKind
+from infinity.errors import StorageError
+from infinity.sizes import MIB, PAGE_NBYTES, format_nbytes
+
+TOLERANCE = 0.05
+_HOPELESS = 0.2  # below the best, divided by the root of the rounds: gone
+_FIRST_CUT_ROUNDS = 2  # One round may fall into a slow spell.
+_MINIMUM_ROUNDS = 3
+_MAXIMUM_ROUNDS = 12
+_BANDWIDTH_ROUNDS = 5
+_MINIMUM_IN_FLIGHT_NBYTES = 4 * MIB
+_MAXIMUM_IN_FLIGHT_NBYTES = 32 * MIB
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class Candidate:
+    """Settings of one engine."""
+
+    block_nbytes: int
+    depth: int
+
+    @property
+    def in_flight_nbytes(self) -> int:
+        return self.block_nbytes * self.depth
+
+    def __str__(self) -> str:
+        return f"{format_nbytes(self.block_nbytes).replace('.0 ', ' ')} x {self.depth}"
+
+
+CANDIDATES = tuple(
+    Candidate(block_mib * MIB, depth)
+    for block_mib in (1, 2, 4, 8, 16)
+    for depth in (2, 4, 8)  # 1 leaves the drive idle between two requests.
+    if _MINIMUM_IN_FLIGHT_NBYTES <= block_mib * depth * MIB <= _MAXIMUM_IN_FLIGHT_NBYTES
+)
+
+# kind -> candidate -> GB/s, the i-th of each list from round i.
+Rates = Mapping[TransferKind, Mapping[Candidate, Sequence[float]]]
+
+
+@dataclass(frozen=True, slots=True)
+class PathBandwidth:
+    """What one directory's drive does through the engine with the chosen settings, in GB/s."""
+
+    path: str
+    read: Summary
+    write: Summary
+    mixed: Summary
+
+    @property
+    def combined_gbps(self) -> float:
+        """Of reading and then writing the same bytes, which is what a step does to state."""
+        return 2 / (1 / self.read.median + 1 / self.write.median)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The outcome: settings, the scores they were chosen by, and each path's bandwidth."""
+
+    best: Candidate
+    scores: Mapping[Candidate, float]
+    rounds: int
+    cpu_s_per_gb: float | None
+    paths: tuple[PathBandwidth, ...]
+
+    def weights(self) -> list[float]:
+        """Per path, the slowest 1.0: what `[[tiers.nvme]] weight` wants."""
+        slowest = min(path.combined_gbps for path in self.paths)
+        return [round(path.combined_gbps / slowest, 2) for path in self.paths]
+
+
+def scores(rates: Rates) -> dict[Candidate, float]:
+    """The mean over kinds of a candidate's share of the best; 1.0 is best in everything.
+
+    Rates are first divided by their round's median, so that a slow round weighs as much as a fast
+    one. Only candidates that took part in every round are scored.
+    """
+    rounds = max(len(values) for of_kind in rates.values() for values in of_kind.values())
+    shares: dict[Candidate, list[float]] = {}
+    for of_kind in rates.values():
+        running = {who: values for who, values in of_kind.items() if len(values) == rounds}
+        levels = [statistics.median(column) for column in zip(*running.values(), strict=True)]
+        typical = {
+            who: statistics.median(
+                value / level for value, level in zip(values, levels, strict=True)
+            )
+            for who, values in running.items()
+        }
+        best = max(typical.values())
+        for who, value in typical.items():
+            shares.setdefault(who, []).append(value / best)
+    return {who: statistics.mean(values) for who, values in shares.items()}
+
+
+def survivors(found: Mapping[Candidate, float], rounds: int) -> list[Candidate]:
+    """Who goes on after so many rounds: the margin narrows as the medians settle."""
+    margin = max(1.5 * TOLERANCE, _HOPELESS / math.sqrt(rounds))
+    best = max(found.values())
+    return [who for who, score in found.items() if score >= best - margin]
+
+
+def choose(found: Mapping[Candidate, float]) -> Candidate:
+    """The fewest bytes in flight within the tolerance of the best; of equals, the larger block:
+    fewer requests cost less CPU."""
+    best = max(found.values())
+    good = [who for who, score in found.items() if score >= best - TOLERANCE]
+    return min(good, key=lambda who: (who.in_flight_nbytes, -who.block_nbytes))
+
+
+def search(lab: Lab, *, limit_s: float) -> Choice:
+    """Searches on all directories at once, then measures each alone.
+
+    Stops when the limit is reached, or when the choice has held through enough rounds; three rounds
+    are always run. Raises StorageError when bytes came back wrong.
+    """
+    deadline_s = time.monotonic() + limit_s
+    with open_site(lab, lab.directories) as site:
+        best, found, rounds = _search(site, deadline_s)
+    paths, cpu = [], None
+    for directory in lab.directories:
+        with open_site(lab, [directory]) as site:
+            bandwidth, cpu = _bandwidth(site, best)
+            paths.append(bandwidth)
+    return Choice(best, found, rounds, cpu, tuple(paths))
+
+
+def _search(site: Site, deadline_s: float) -> tuple[Candidate, dict[Candidate, float], int]:
+    rates: dict[TransferKind, dict[Candidate, list[float]]] = {kind: {} for kind in KINDS}
+    running = list(CANDIDATES)
+    found: dict[Candidate, float] = {}
+    for rounds in range(1, _MAXIMUM_ROUNDS + 1):
+        for kind in KINDS:
+            for who, sample in _turns(site, kind, running, rounds):
+                rates[kind].setdefault(who, []).append(sample.gbps)
+        found |= scores(rates)
+        if rounds >= _FIRST_CUT_ROUNDS:
+            running = survivors({who: found[who] for who in running}, rounds)
+        is_late = time.monotonic() >= deadline_s
+        if rounds >= _MINIMUM_ROUNDS and (is_late or len(running) == 1):
+            break
+    return choose({who: found[who] for who in running}), found, rounds
+
+
+def _turns(
+    site: Site, kind: TransferKind, running: Sequence[Candidate], rounds: int
+) -> Iterator[tuple[Candidate, Sample]]:
+    """One transfer of every candidate. Who begins moves on with the rounds."""
+    lab = site.lab
+    turn = rounds % len(running)
+    for who in [*running[turn:], *running[:turn]]:
+        lab.on_step(f"round {rounds}: {kind}, {len(running)} candidates left, now {who}")
+        with lab.engine(block_nbytes=who.block_nbytes, depth=who.depth) as engine:
+            sample = _transfer(site, FileSet(engine, site.scratch, lab.arena), kind, str(who)).run()
+        _check([sample], f"{kind} with {who}")
+        yield who, sample
+
+
+def _bandwidth(site: Site, best: Candidate) -> tuple[PathBandwidth, float | None]:
+    """The chosen settings on one path, and the CPU seconds per GB over all kinds."""
+    lab, samples = site.lab, []
+    summaries = {}
+    with contextlib.ExitStack() as stack:
+        engine = stack.enter_context(lab.engine(block_nbytes=best.block_nbytes, depth=best.depth))
+        files = FileSet(engine, site.scratch, lab.arena)
+        subjects = [_transfer(site, files, kind, kind) for kind in KINDS]
+        group = Group("bandwidth", site.name, subjects)
+        result: Result = lab.measure(group, _BANDWIDTH_ROUNDS)
+    for kind in KINDS:
+        _check(result.samples[kind], f"{kind} with {best}")
+        summaries[kind] = summarize([sample.gbps for sample in result.samples[kind]])
+        samples += result.samples[kind]
+    path = str(site.scratch.directories[0])
+    return PathBandwidth(path, **summaries), cpu_s_per_gb(samples)
+
+
+def _transfer(site: Site, files: FileSet, kind: TransferKind, name: str) -> EngineTransfer:
+    nbytes = site.lab.effort.nbytes
+    return EngineTransfer(name, files, kind, nbytes=nbytes, extent_nbytes=EXTENT_NBYTES)
+
+
+def _check(samples: Sequence[Sample], what: str) -> None:
+    if verdict(samples) is False:
+        raise StorageError(
+            5,
+            operation=what,
+            path="the scratch files",
+            detail="the bytes that came back are not those that were written; "
+            "settings for such a drive are of no use. Run `infinity bench`, check the drive",
+        )
+
+
+def to_toml(choice: Choice, paths: Sequence[str], remark: str) -> str:
+    """The fragment: [io] and one [[tiers.nvme]] per path, as the configuration names it."""
+    lines = [
+        f"# {remark}",
+        "",
+        "[io]",
+        f'block_size = "{_size(choice.best.block_nbytes)}"',
+        f"queue_depth = {choice.best.depth}",
+    ]
+    if len(paths) > 1:  # A stripe is one request: less would cut it, more would idle a drive.
+        lines.append(f'stripe = "{_size(choice.best.block_nbytes)}"')
+    for path, weight, bandwidth in zip(paths, choice.weights(), choice.paths, strict=True):
+        lines += ["", "[[tiers.nvme]]", f"path = {_text(path)}"]
+        if len(paths) > 1:
+            lines.append(f"weight = {weight}")
+        for kind in KINDS:
+            summary: Summary = getattr(bandwidth, kind)
+            spread = f"{summary.low:.2f} - {summary.high:.2f} over {summary.count} rounds"
+            lines.append(f"{kind}_gbps = {summary.median:.2f}  # {spread}")
+    return "\n".join(lines) + "\n"
+
+
+def _size(nbytes: int) -> str:
+    assert nbytes % PAGE_NBYTES == 0
+    return f"{nbytes // MIB}MiB"
+
+
+def _text(path: str) -> str:
+    """A TOML basic string."""
+    return '"' + path.replace("\\", "\\\\").replace('"', '\\"') + '"'

@@ -1,0 +1,82 @@
+"""`infinity tune`: the command around `infinity.bench.tune`."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+import platform
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from infinity.bench.lab import QUICK
+from infinity.cli.bench import open_lab, parse_size, stopping_at_sigterm
+from infinity.config import SwapConfig
+from infinity.sizes import MIB
+
+
+def tune(
+    config: Annotated[
+        Path | None, typer.Argument(metavar="[CONFIG]", help="A swap-tier file: its paths.")
+    ] = None,
+    paths: Annotated[
+        list[Path] | None,
+        typer.Option("--path", metavar="DIR", help="A directory on a drive; may be repeated."),
+    ] = None,
+    limit_s: Annotated[
+        float,
+        typer.Option("--time", metavar="SECONDS", min=1, help="Limit of the search."),
+    ] = 60.0,
+    size: Annotated[
+        str | None,
+        typer.Option("--size", metavar="SIZE", help="Bytes of one timed transfer, 128MiB."),
+    ] = None,
+    write: Annotated[
+        Path | None,
+        typer.Option("--write", metavar="FILE", help="Write the fragment to a file as well."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print all scores as JSON.")] = False,
+) -> None:
+    """Find the io settings that suit these drives, and print them as a fragment of TOML.
+
+    The fragment also holds the bandwidth of each path, which the schedule reads. Put its lines into
+    the swap-tier file. Of settings equally fast within 5 %, those with the fewest bytes in flight
+    are chosen, so that another run comes to the same within noise.
+    """
+    from rich.console import Console
+
+    from infinity.bench import tune as tuning
+
+    effort = replace(QUICK, nbytes=128 * MIB if size is None else parse_size(size))
+    with stopping_at_sigterm(), open_lab(config, paths, effort, with_fio=False) as (lab, say):
+        choice = tuning.search(replace(lab, on_step=say), limit_s=limit_s)
+        directories = lab.directories
+    names = [str(tier.path) for tier in SwapConfig.load(config).tiers.nvme]
+    today = datetime.datetime.now(datetime.UTC).date().isoformat()
+    remark = (
+        f"infinity tune, {today}, kernel {platform.release()}: {choice.rounds} rounds, extents of "
+        "16 MiB; GB/s are decimal"
+    )
+    fragment = tuning.to_toml(choice, names or [str(each) for each in directories], remark)
+    if write is not None:
+        write.write_text(fragment)
+    if as_json:
+        scores = {str(who): round(score, 4) for who, score in choice.scores.items()}
+        found = {
+            "block_nbytes": choice.best.block_nbytes,
+            "queue_depth": choice.best.depth,
+            "rounds": choice.rounds,
+            "cpu_s_per_gb": choice.cpu_s_per_gb,
+            "scores": scores,
+            "paths": [dataclasses.asdict(path) for path in choice.paths],
+        }
+        typer.echo(json.dumps(found, indent=1))
+        return
+    console = Console(stderr=True)
+    for who, score in sorted(choice.scores.items(), key=lambda item: -item[1]):
+        mark = "  <- chosen" if who == choice.best else ""
+        console.print(f"  {who!s:<14} {score:6.1%} of the best{mark}", highlight=False)
+    typer.echo(fragment, nl=False)

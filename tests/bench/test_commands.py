@@ -1,0 +1,152 @@
+"""`infinity bench` and `infinity tune` as a user meets them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from infinity.cli import app
+
+SMALL = ("--size", "64MiB", "--rounds", "1", "--no-fio")
+
+
+def infinity(*words: str | Path) -> Result:
+    return CliRunner().invoke(app, [str(word) for word in words])
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    """A file whose swap directory is not made yet."""
+    path = tmp_path / "swap.toml"
+    path.write_text('[io]\nqueue_depth = 3\n[[tiers.nvme]]\npath = "swap"\n')
+    return path
+
+
+def test_bench_prints_a_table_and_leaves_nothing(tmp_path: Path) -> None:
+    done = infinity("bench", "--path", tmp_path, "--only", "read,write", *SMALL)
+    assert done.exit_code == 0, done.output
+    for wanted in ("nvme read", "nvme write", "equal", "4 MiB x 2"):
+        assert wanted in done.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_bench_takes_paths_and_settings_of_a_file(config: Path) -> None:
+    done = infinity("bench", config, "--only", "read", "--json", *SMALL)
+    assert done.exit_code == 0, done.output
+    document = json.loads(done.stdout)
+    (row,) = document["rows"]
+    assert row["labels"]["depth"] == 3 and row["ok"] is True
+    assert row["nbytes"] == 64 << 20
+    assert document["environment"]["paths"][0]["path"] == str(config.parent / "swap")
+    assert [path.name for path in config.parent.iterdir()] == ["swap.toml"]
+
+
+def test_bench_saves_json_and_plots(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    drive, out = tmp_path / "drive", tmp_path / "out"
+    drive.mkdir()
+    done = infinity(
+        "bench", "--path", drive, "--only", "latency", "--save", tmp_path / "r.json",
+        "--plot", out, *SMALL,
+    )  # fmt: skip
+    assert done.exit_code == 0, done.output
+    assert json.loads((tmp_path / "r.json").read_text())["format"] == 1
+    assert [path.name for path in out.iterdir()] == ["latency.png"]
+
+
+def test_wrong_bytes_end_with_code_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("infinity.bench.transfer.compare", lambda *_: False)
+    done = infinity("bench", "--path", tmp_path, "--only", "read", *SMALL)
+    assert done.exit_code == 1
+    assert "WRONG BYTES" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--only", "reed"), "--only reed: expected some of"),
+        (("--size", "1MiB"), "expected at least 64.0 MiB"),
+        (("--size", "4G"), "unknown size unit"),
+        (("--path", "/proc/nowhere"), "is no directory"),
+    ],
+)
+def test_bad_words_are_one_line_and_code_2(words: tuple[str, str], message: str) -> None:
+    done = infinity("bench", *words)
+    assert done.exit_code == 2
+    assert message in done.stderr and "Traceback" not in done.output
+
+
+def test_config_and_path_at_once_are_refused(config: Path) -> None:
+    done = infinity("bench", config, "--path", config.parent)
+    assert done.exit_code == 2 and "leave one out" in done.stderr
+
+
+def test_sigterm_removes_the_files(tmp_path: Path) -> None:
+    words = [sys.executable, "-c", "from infinity.cli import main; main()", "bench"]
+    options = ["--path", str(tmp_path), "--only", "read", "--size", "256MiB", "--rounds", "1000"]
+    running = subprocess.Popen([*words, *options, "--no-fio"], stderr=subprocess.DEVNULL)
+    try:
+        deadline_s = time.monotonic() + 60
+        while not list(tmp_path.glob("*/*.swap")):
+            assert time.monotonic() < deadline_s and running.poll() is None
+            time.sleep(0.05)
+        time.sleep(0.5)
+        running.send_signal(signal.SIGTERM)
+        assert running.wait(30) == 128 + signal.SIGTERM
+    finally:
+        running.kill()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_tune_prints_a_fragment_for_the_named_paths(
+    config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = config.parent / "io.toml"
+    done = infinity("tune", config, "--time", "1", "--size", "64MiB", "--write", written)
+    assert done.exit_code == 0, done.output
+    fragment = tomllib.loads(done.stdout)
+    assert written.read_text() == done.stdout
+    (tier,) = fragment["tiers"]["nvme"]
+    assert tier["path"] == str(config.parent / "swap") and tier["read_gbps"] > 0
+    assert fragment["io"]["queue_depth"] >= 2
+    assert "chosen" in done.stderr
+
+
+def test_tune_refuses_a_drive_that_returns_wrong_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("infinity.bench.transfer.compare", lambda *_: False)
+    done = infinity("tune", "--path", tmp_path, "--time", "1", "--size", "64MiB")
+    assert done.exit_code == 2 and "not those that were written" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_collectives_under_torchrun(tmp_path: Path) -> None:
+    """Two ranks on the CPU: every collective right, one report."""
+    script = tmp_path / "bench.py"
+    script.write_text("from infinity.cli import main; main()\n")
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*words, str(script), "bench", "--quick", "--size", "64MiB", "--rounds", "1", "--json"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    document: dict[str, Any] = json.loads(done.stdout)
+    subjects = {row["subject"] for row in document["rows"]}
+    assert subjects == {"all-gather", "reduce-scatter", "all-reduce"}
+    assert all(row["ok"] for row in document["rows"])
+    assert document["environment"]["ranks"] == 2

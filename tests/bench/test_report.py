@@ -1,0 +1,112 @@
+"""Rows, JSON there and back, tables and plots."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from infinity.bench import plots, table
+from infinity.bench.measure import GB, Group, Result, Sample
+from infinity.bench.report import from_json, rows_of, to_json
+from infinity.errors import UnsupportedError
+from infinity.sizes import KIB, MIB
+
+
+class Named:
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def run(self) -> Sample:
+        raise NotImplementedError
+
+
+def result(
+    section: str, *, ok: bool = True, note: str = "", extent_nbytes: int = MIB, num_paths: int = 1
+) -> Result:
+    group = Group(
+        section,
+        f"case of {extent_nbytes} on {num_paths}",
+        [Named("ours")],
+        [Named("slow ceiling"), Named("fast ceiling")],
+        {"extent_nbytes": extent_nbytes, "paths": "/mnt", "num_paths": num_paths},
+        note,
+    )
+    latency_s = {0.5: 0.001, 0.9: 0.002, 0.99: 0.005}
+    samples = {
+        "ours": [Sample(GB, 0.5, 0.01, ok, latency_s), Sample(GB, 1.0, 0.01, ok, latency_s)],
+        "slow ceiling": [Sample(GB, 1.0, 0.02), Sample(GB, 1.0, 0.02)],
+        "fast ceiling": [Sample(GB, 0.4, None, None, latency_s), Sample(GB, 0.8, None)],
+    }
+    return Result(group, samples)
+
+
+RESULTS = [
+    result("nvme read"),
+    result("fio search"),
+    result("latency"),
+    *[result("sweep read", extent_nbytes=size) for size in (64 * KIB, MIB)],
+    *[result("stripes read", num_paths=count) for count in (1, 2)],
+]
+
+
+def text_of(results: list[Result]) -> str:
+    console = Console(width=120, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    table.print_rows(rows_of(results), console)
+    return console.export_text()
+
+
+def test_row_holds_medians_shares_and_cpu() -> None:
+    (row,) = rows_of([result("nvme read")])
+    assert row.gbps.median == pytest.approx(1.5) and row.cpu_s_per_gb == pytest.approx(0.01)
+    fast, slow = row.ceilings
+    assert (fast.name, slow.name) == ("fast ceiling", "slow ceiling")
+    assert fast.share.median == pytest.approx(0.8) and fast.cpu_s_per_gb is None
+    assert slow.share.median == pytest.approx(1.5)
+    assert row.latency_s == {0.5: 0.001, 0.9: 0.002, 0.99: 0.005}
+    assert fast.latency_s == {}  # Not every round took it.
+
+
+def test_json_keeps_every_sample_and_comes_back_the_same() -> None:
+    document = json.loads(json.dumps(to_json(RESULTS, {"kernel": "6"})))
+    assert from_json(document) == rows_of(RESULTS)
+    assert document["environment"] == {"kernel": "6"}
+    rounds = document["samples"][0]["rounds"]
+    assert [each["seconds"] for each in rounds] == [0.5, 1.0]
+
+
+def test_json_of_another_format_is_refused() -> None:
+    with pytest.raises(KeyError, match="expected 1"):
+        from_json({"format": 2, "rows": []})
+
+
+def test_tables_show_figures_ceilings_and_verdicts() -> None:
+    text = text_of(RESULTS)
+    for wanted in ("nvme read", "1.50", "0.80", "fast ceiling", "equal", "64 KiB", "p99", "5.00"):
+        assert wanted in text
+    assert "fio search" not in text and "WRONG" not in text
+
+
+def test_wrong_bytes_and_notes_stand_out() -> None:
+    text = text_of([result("nvme read", ok=False, note="buffered: this is the page cache")])
+    assert "WRONG BYTES: nvme read" in text
+    assert "note: buffered" in text
+
+
+def test_plots_are_written_for_what_is_there(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    saved = plots.save(rows_of(RESULTS), tmp_path / "new" / "plots")
+    assert [path.name for path in saved] == ["sizes.png", "stripes.png", "latency.png"]
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in saved)
+    assert plots.save(rows_of([result("nvme read")]), tmp_path) == []
+
+
+def test_without_matplotlib_the_remedy_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(UnsupportedError, match=r"infinity-offload\[plot\]"):
+        plots.save([], tmp_path)

@@ -1,0 +1,41 @@
+"""Contenders take turns, and the start moves on."""
+
+from __future__ import annotations
+
+import pytest
+
+from infinity.bench.measure import Group, Sample
+from infinity.bench.runner import run_group
+
+
+class Logged:
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.name = name
+        self._log = log
+
+    def run(self) -> Sample:
+        self._log.append(self.name)
+        return Sample(len(self._log), 1.0)
+
+
+def test_turns_are_interleaved_and_who_begins_changes() -> None:
+    log: list[str] = []
+    a, b, c = (Logged(name, log) for name in "ABC")
+    rounds: list[int] = []
+    result = run_group(Group("t", "c", [a], [b, c]), rounds=3, on_round=rounds.append)
+    assert "".join(log[3:]) == "ABCBCACAB"
+    assert rounds == [-1, 0, 1, 2]
+    # Warm-ups are thrown away; the i-th samples are of one round.
+    assert [sample.nbytes for sample in result.samples["A"]] == [4, 9, 11]
+    assert [sample.nbytes for sample in result.samples["C"]] == [6, 8, 10]
+
+
+def test_without_warm_up_the_first_round_counts() -> None:
+    log: list[str] = []
+    result = run_group(Group("t", "c", [Logged("A", log)]), rounds=1, warm_ups=0)
+    assert [sample.nbytes for sample in result.samples["A"]] == [1]
+
+
+def test_two_contenders_of_one_name_are_refused() -> None:
+    with pytest.raises(AssertionError, match="one name"):
+        run_group(Group("t", "c", [Logged("A", []), Logged("A", [])]), rounds=1)

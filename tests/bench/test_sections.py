@@ -1,0 +1,134 @@
+"""Every section, small: results come, bytes are right, nothing is left behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+from infinity.bench import device, fio, host, nvme, suite
+from infinity.bench.lab import Lab
+from infinity.bench.measure import Result
+from infinity.bench.report import rows_of
+from infinity.errors import ConfigError
+from infinity.observe import Counters
+from infinity.sizes import MIB
+from infinity.testing.simulated_device import SimulatedDevice
+from infinity.tiers.host import HostTier
+
+
+def simulated(lab: Lab, kind: type[SimulatedDevice] = SimulatedDevice) -> SimulatedDevice:
+    counters = Counters()
+    device = kind(0, delay_s=0.001)
+    device.open(HostTier(lab.arena, counters), counters)
+    return device
+
+
+def all_equal(results: list[Result]) -> bool:
+    rows = [row for row in rows_of(results) if row.section != "fio search"]
+    return bool(rows) and all(row.ok is True for row in rows)
+
+
+def test_sections_run_in_their_own_order() -> None:
+    assert suite.check_sections(["sweep", "read"], quick=False) == ("read", "sweep")
+    assert suite.check_sections([], quick=False) == suite.SECTIONS
+    assert suite.check_sections([], quick=True) == suite.QUICK_SECTIONS
+    assert suite.check_sections(["sweep"], quick=True) == ("sweep",)
+
+
+def test_an_unknown_section_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match=r"--only reed: expected some of read, write"):
+        suite.check_sections(["reed"], quick=False)
+    with pytest.raises(ConfigError, match="torchrun"):
+        suite.check_sections(["collectives"], quick=False)
+
+
+def test_drive_sections(make_lab: Callable[..., Lab]) -> None:
+    lab = make_lab()
+    results = list(suite.run(lab, ("read", "write", "mixed", "sweep", "latency")))
+    assert all_equal(results)
+    sections = [result.group.section for result in results]
+    sweeps = [f"sweep {kind}" for kind in nvme.KINDS for _ in lab.effort.extents_nbytes]
+    assert sections == ["nvme read", "nvme write", "nvme mixed", *sweeps, *["latency"] * 3]
+    assert list(lab.directories[0].iterdir()) == []
+
+
+@pytest.mark.skipif(not fio.is_installed(), reason="fio is not installed")
+def test_fio_is_searched_once_per_kind_and_then_a_ceiling(make_lab: Callable[..., Lab]) -> None:
+    results = list(suite.run(make_lab(with_fio=True), ("read", "sweep")))
+    assert all_equal(results)
+    searches = [each.group.labels["operation"] for each in results if "fio" in each.group.section]
+    assert sorted(searches) == ["mixed", "read", "write"]
+    for row in rows_of(results):
+        if row.section != "fio search":
+            assert any(ceiling.name.startswith("fio") for ceiling in row.ceilings)
+
+
+def test_stripes_grow_path_by_path(make_lab: Callable[..., Lab]) -> None:
+    lab = make_lab(2)
+    results = list(suite.run(lab, ("stripes",)))
+    assert all_equal(results)
+    counts = [result.group.labels["num_paths"] for result in results]
+    assert counts == [1, 1, 1, 2, 2, 2]
+    # Two directories of one drive are no scaling, and the result says so.
+    assert all("share a drive" in result.group.note for result in results)
+    assert list(suite.run(make_lab_of_one(lab), ("stripes",))) == []
+
+
+def make_lab_of_one(lab: Lab) -> Lab:
+    return replace(lab, directories=lab.directories[:1], weights=lab.weights[:1])
+
+
+def test_buffered_files_say_that_they_are_a_cache(
+    make_lab: Callable[..., Lab], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("infinity.bench.scratch._takes_direct", lambda _: False)
+    (result,) = suite.run(make_lab(), ("read",))
+    assert "page cache" in result.group.note
+
+
+def test_host_sections(make_lab: Callable[..., Lab]) -> None:
+    results = list(suite.run(make_lab(), ("host", "optimizer")))
+    assert [result.group.section for result in results] == ["host copy", "optimizer"]
+    assert all_equal(results)
+
+
+def test_a_wrong_update_is_seen(
+    make_lab: Callable[..., Lab], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = host.adamw_
+
+    def slightly_off(weights, *rest) -> None:
+        real(weights, *rest)
+        weights[0][-1].mul_(1.0001)
+
+    monkeypatch.setattr(host, "adamw_", slightly_off)
+    assert host.OptimizerPass(make_lab().arena).run().ok is False
+
+
+def test_device_copies_and_the_way_from_the_drive(make_lab: Callable[..., Lab]) -> None:
+    lab = make_lab()
+    there = simulated(lab)
+    results = list(device.copies(lab, there))
+    with nvme.open_site(lab, lab.directories) as site:
+        results += device.pipeline(site, there, 4 * MIB)
+    assert all_equal(results)
+    directions = [result.group.labels["operation"] for result in results]
+    assert directions == ["in", "out", "both", "read"]
+
+
+@pytest.mark.parametrize("direction", ["in", "out", "both"])
+def test_a_copy_that_did_not_happen_is_seen(make_lab: Callable[..., Lab], direction: str) -> None:
+    class Lazy(SimulatedDevice):
+        """Loses what goes one way, once the clock runs."""
+
+        def copy(self, source: torch.Tensor, target: torch.Tensor):
+            self.calls = getattr(self, "calls", 0) + 1
+            is_timed = self.calls == (1 if direction == "in" else 2)
+            return super().copy(source, target.clone() if is_timed else target)
+
+    lab = make_lab()
+    contender = device.ArenaToDevice(simulated(lab, Lazy), lab.arena, direction, 16 * MIB)
+    assert contender.run().ok is False

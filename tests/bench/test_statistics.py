@@ -1,0 +1,69 @@
+"""Medians, paired ratios, CPU per GB, verdicts, quantiles."""
+
+from __future__ import annotations
+
+import pytest
+
+from infinity.bench.measure import GB, Sample
+from infinity.bench.statistics import (
+    cpu_s_per_gb,
+    paired_ratios,
+    quantiles,
+    summarize,
+    verdict,
+)
+
+
+def samples(*gbps: float) -> list[Sample]:
+    return [Sample(GB, 1 / each) for each in gbps]
+
+
+def test_bandwidth_is_decimal() -> None:
+    assert Sample(3 * GB, 2.0).gbps == pytest.approx(1.5)
+
+
+def test_summary_has_median_and_spread() -> None:
+    found = summarize([3.0, 1.0, 2.0])
+    assert (found.median, found.low, found.high, found.count) == (2.0, 1.0, 3.0, 3)
+
+
+def test_a_slow_spell_of_whole_rounds_cancels_in_paired_ratios() -> None:
+    ours, theirs = samples(2.0, 1.0, 2.0, 1.0), samples(2.5, 1.25, 2.5, 1.25)
+    found = paired_ratios(ours, theirs)
+    assert found.low == pytest.approx(0.8) and found.high == pytest.approx(0.8)
+
+
+def test_ratios_need_the_same_rounds() -> None:
+    with pytest.raises(ValueError, match="shorter"):
+        paired_ratios(samples(1.0, 1.0), samples(1.0))
+
+
+def test_cpu_is_summed_before_it_is_divided() -> None:
+    """fio counts whole milliseconds: most rounds may say 0."""
+    found = [Sample(GB, 1.0, cpu_s) for cpu_s in (0.0, 0.0, 0.003)]
+    assert cpu_s_per_gb(found) == pytest.approx(0.001)
+
+
+def test_cpu_is_unknown_when_one_sample_does_not_know() -> None:
+    assert cpu_s_per_gb([Sample(GB, 1.0, 0.5), Sample(GB, 1.0)]) is None
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ((True, True), True),
+        ((True, False), False),
+        ((None, False), False),
+        ((True, None), None),
+        ((None, None), None),
+    ],
+)
+def test_one_wrong_comparison_is_wrong(
+    flags: tuple[bool | None, ...], expected: bool | None
+) -> None:
+    assert verdict([Sample(GB, 1.0, ok=flag) for flag in flags]) is expected
+
+
+def test_quantiles_are_values_that_occurred() -> None:
+    found = quantiles([4.0, 1.0, 3.0, 2.0, 5.0], [0.0, 0.5, 1.0])
+    assert found == {0.0: 1.0, 0.5: 3.0, 1.0: 5.0}

@@ -1,0 +1,149 @@
+"""What is planned, and that a wrong byte is seen: a benchmark that cannot fail proves nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+
+import pytest
+
+from infinity.bench.lab import Lab
+from infinity.bench.nvme import KINDS, Site, open_site
+from infinity.bench.raw_ring import RawRing
+from infinity.bench.transfer import EngineLatency, EngineTransfer, FileSet, TransferKind, plan_moves
+from infinity.errors import StorageError
+from infinity.sizes import KIB, MIB
+from infinity.storage.engine import Priority
+from infinity.storage.probe import explain_missing_uring
+from infinity.testing.faulty_engine import FaultyEngine
+
+NBYTES = 8 * MIB
+
+
+@pytest.fixture(params=[1, 2])
+def site(request: pytest.FixtureRequest, make_lab: Callable[..., Lab]) -> Iterator[Site]:
+    """One path, and two striped ones."""
+    lab = make_lab(request.param)
+    with open_site(lab, lab.directories) as site:
+        yield site
+
+
+@pytest.fixture
+def files(site: Site) -> Iterator[FileSet]:
+    with site.lab.engine() as engine:
+        yield FileSet(engine, site.scratch, site.lab.arena)
+
+
+@pytest.mark.parametrize("kind", ["read", "write"])
+def test_plan_covers_the_region_once_in_order(kind: TransferKind) -> None:
+    moves = plan_moves(kind, nbytes=10 * MIB, extent_nbytes=4 * MIB)
+    assert [move.nbytes for move in moves] == [4 * MIB, 4 * MIB, 2 * MIB]
+    assert all(a.offset_nbytes + a.nbytes == b.offset_nbytes for a, b in pairwise(moves))
+    assert {move.region for move in moves} == {"still" if kind == "read" else "busy"}
+
+
+def test_mixed_is_half_reads_half_writes_in_turns_and_never_the_same_memory() -> None:
+    moves = plan_moves("mixed", nbytes=8 * MIB, extent_nbytes=1 * MIB)
+    assert [move.operation for move in moves] == ["read", "write"] * 4
+    reads = {move.offset_nbytes for move in moves if move.operation == "read"}
+    writes = {move.offset_nbytes for move in moves if move.operation == "write"}
+    assert len(reads) == len(writes) == 4 and not reads & writes
+    assert sum(move.nbytes for move in moves) == 8 * MIB
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("extent_nbytes", [64 * KIB, 3 * MIB, 16 * MIB])
+def test_the_engine_moves_the_right_bytes(
+    files: FileSet, kind: TransferKind, extent_nbytes: int
+) -> None:
+    transfer = EngineTransfer("e", files, kind, nbytes=NBYTES, extent_nbytes=extent_nbytes)
+    for _ in range(2):
+        sample = transfer.run()
+        assert sample.ok and sample.nbytes == NBYTES and sample.seconds > 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_raw_ring_moves_the_right_bytes(files: FileSet, kind: TransferKind) -> None:
+    if (cause := explain_missing_uring()) is not None:
+        pytest.skip(f"io_uring does not work here: {cause}")
+    for depth in (1, 3):
+        with RawRing("r", files, kind, nbytes=NBYTES, block_nbytes=MIB, depth=depth) as ring:
+            sample = ring.run()
+            assert sample.ok and sample.nbytes == NBYTES
+
+
+@pytest.mark.parametrize("kind", ["read", "mixed"])
+def test_a_changed_byte_on_the_drive_is_seen(
+    site: Site, files: FileSet, kind: TransferKind
+) -> None:
+    share = site.scratch.shares("still")[0]
+    with open(share.path, "r+b") as file:
+        file.seek(share.offset_nbytes + 12345)
+        byte = file.read(1)[0]
+        file.seek(-1, 1)
+        file.write(bytes([byte ^ 1]))
+    transfer = EngineTransfer("e", files, kind, nbytes=NBYTES, extent_nbytes=MIB)
+    assert transfer.run().ok is False
+
+
+class Forgetful:
+    """An engine that drops the write-like half of its work: answers before anything moved."""
+
+    def __init__(self, engine, operation: str) -> None:
+        self._engine = engine
+        self._operation = operation
+        self.is_forgetting = True
+
+    def submit(self, operation, segments, priority):
+        if self.is_forgetting and operation == self._operation:
+            segments = segments[:0]
+        return self._engine.submit(operation, segments, priority)
+
+    def __getattr__(self, name: str):
+        return getattr(self._engine, name)
+
+
+@pytest.mark.parametrize("kind", ["read", "write"])
+def test_a_transfer_that_did_nothing_is_seen(site: Site, kind: TransferKind) -> None:
+    with site.lab.engine() as engine:
+        files = FileSet(Forgetful(engine, kind), site.scratch, site.lab.arena)
+        transfer = EngineTransfer("e", files, kind, nbytes=NBYTES, extent_nbytes=MIB)
+        assert transfer.run().ok is False
+
+
+def test_an_error_of_the_drive_is_raised(site: Site) -> None:
+    with site.lab.engine() as engine:
+        faulty = FaultyEngine(engine)
+        files = FileSet(faulty, site.scratch, site.lab.arena)
+        faulty.close_file(0)
+        with pytest.raises(StorageError):
+            EngineTransfer("e", files, "read", nbytes=NBYTES, extent_nbytes=MIB).run()
+
+
+def test_latency_is_taken_per_request(files: FileSet) -> None:
+    for behind in (0, 1):
+        latency = EngineLatency("l", files, extent_nbytes=MIB, count=3, behind=behind)
+        sample = latency.run()
+        assert sample.ok and sample.nbytes == 3 * MIB
+        assert 0 < sample.latency_s[0.01] <= sample.latency_s[0.5] <= sample.latency_s[0.999]
+
+
+def test_write_backs_are_queued_while_a_demand_read_waits(site: Site) -> None:
+    submitted: list[tuple[str, Priority]] = []
+
+    class Watching:
+        def __init__(self, engine) -> None:
+            self._engine = engine
+
+        def submit(self, operation, segments, priority):
+            submitted.append((operation, priority))
+            return self._engine.submit(operation, segments, priority)
+
+        def __getattr__(self, name: str):
+            return getattr(self._engine, name)
+
+    with site.lab.engine() as engine:
+        files = FileSet(Watching(engine), site.scratch, site.lab.arena)
+        EngineLatency("l", files, extent_nbytes=MIB, count=2, behind=1).run()
+    assert submitted[0] == ("write", Priority.WRITE_BACK)
+    assert submitted[1] == ("read", Priority.FORWARD)
