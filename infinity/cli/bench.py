@@ -146,7 +146,8 @@ def open_lab(
             loaded.io,
             effort,
             has_fio,
-            weights=tuple(tier.weight for tier in tiers) or (1.0,) * len(directories),
+            weights=tuple(1.0 if tier.weight == "auto" else tier.weight for tier in tiers)
+            or (1.0,) * len(directories),
             huge_pages=loaded.tiers.host.huge_pages,
         )
         yield lab, status.update
