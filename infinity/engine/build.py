@@ -188,6 +188,7 @@ class _Budgets:
             working_nbytes - max(weights_nbytes, self.held_nbytes),
             config.schedule.update_chunk,
             unit_nbytes=max(unit.state_numel for unit in units) * STATE_ITEM_NBYTES,
+            num_pieces=self.placement.num_travelling(),
         )
         self.window_nbytes = 0 if self.is_tight else self._window_nbytes(config, working_nbytes)
 

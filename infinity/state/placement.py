@@ -39,6 +39,11 @@ class Placement:
     def tier(self, unit: Unit, piece: Piece) -> str:
         return self.tiers[unit.index, piece]
 
+    def num_travelling(self) -> int:
+        """How many pieces of state come to the optimizer through host memory, for some unit."""
+        away = {piece for (_, piece), tier in self.tiers.items() if tier != "host"}
+        return len(away & set(_STATE_PIECES))
+
 
 def place(
     units: Sequence[Unit],
@@ -103,6 +108,8 @@ def _no_room(
 # What the optimizer moves at a time at the very least; below this, requests get too small.
 _SMALLEST_CHUNK_NBYTES = 16 * PAGE_NBYTES
 _LEAST_BERTHS = 3  # One being read, one updated, one written, where there is room.
+_SMOOTH_BERTHS = 12
+_EFFICIENT_CHUNK_NBYTES = 2 << 20  # Smaller requests cost bandwidth and CPU.
 _STATE_PIECES = (Piece.GRADIENTS, Piece.EXP_AVG, Piece.EXP_AVG_SQ, Piece.MASTER)
 
 
@@ -143,27 +150,35 @@ def _most(units: Sequence[Unit], piece: Piece) -> int:
     return max((resting_nbytes(unit, piece) for unit in units), default=0)
 
 
-def plan_berths(free_nbytes: int, chunk_nbytes: int, *, unit_nbytes: int) -> tuple[int, int]:
+def plan_berths(
+    free_nbytes: int, chunk_nbytes: int, *, unit_nbytes: int, num_pieces: int
+) -> tuple[int, int]:
     """(bytes per piece and berth, berths) of the optimizer's pipeline in `free_nbytes`.
 
-    `unit_nbytes` is the largest piece of a unit. Wanted are berths of the configured chunk for two
-    units, one being written back while the next is read, in at most half of what is free. With
-    less, three smaller berths (one being read, one updated, one written), and fewer when chunks
-    would get too small. Worked example: chunks of 16 MiB and units of 48 MiB want 6 berths of 4 x
-    16 MiB; 512 MiB free allow 4 of them; 8 MiB free give 3 berths with chunks of 8 / 12 MiB, in
-    whole granules.
+    `unit_nbytes` is the largest piece of a unit, `num_pieces` how many of them travel. Wanted are
+    berths for two units, one being written back while the next is read, in at most half of what is
+    free. Chunks are at most `chunk_nbytes`, and smaller where that gives the ring enough berths to
+    turn smoothly. With little memory there are three small berths (one being read, one updated, one
+    written), and fewer when chunks would get too small. Worked example: four pieces, units of 48
+    MiB, chunks of 16 MiB: 2 GiB free give 6 berths of 4 x 16 MiB; 512 MiB free allow 256 MiB, which
+    are 12 berths of 4 x 5.3 MiB, in whole granules.
     """
     if free_nbytes >= HUGE_PAGE_NBYTES:
         free_nbytes = align_down(free_nbytes, HUGE_PAGE_NBYTES)
+    num_pieces = max(num_pieces, 1)
     granule_nbytes = STATE_GRANULE * STATE_ITEM_NBYTES
     chunk_nbytes = min(chunk_nbytes, align_up(max(unit_nbytes, 1), granule_nbytes))
     smallest_nbytes = min(chunk_nbytes, _SMALLEST_CHUNK_NBYTES)
-    pieces = len(_STATE_PIECES)
-    share_nbytes = align_down(free_nbytes // (_LEAST_BERTHS * pieces), granule_nbytes)
-    if share_nbytes < smallest_nbytes:
-        return smallest_nbytes, max(1, free_nbytes // (pieces * smallest_nbytes))
-    if share_nbytes < chunk_nbytes:
-        return share_nbytes, _LEAST_BERTHS
-    wanted = 2 * -(-unit_nbytes // chunk_nbytes)
-    affordable = free_nbytes // 2 // (pieces * chunk_nbytes)
-    return chunk_nbytes, max(_LEAST_BERTHS, min(wanted, affordable))
+
+    def share(ring_nbytes: int, berths: int) -> int:
+        return align_down(ring_nbytes // (berths * num_pieces), granule_nbytes)
+
+    if share(free_nbytes, _LEAST_BERTHS) < smallest_nbytes:
+        return smallest_nbytes, max(1, free_nbytes // (num_pieces * smallest_nbytes))
+    ring_nbytes = min(free_nbytes // 2, 2 * num_pieces * align_up(unit_nbytes, chunk_nbytes))
+    efficient_nbytes = min(chunk_nbytes, _EFFICIENT_CHUNK_NBYTES)
+    size_nbytes = min(chunk_nbytes, max(efficient_nbytes, share(ring_nbytes, _SMOOTH_BERTHS)))
+    berths = ring_nbytes // (num_pieces * size_nbytes)
+    if berths >= _LEAST_BERTHS:
+        return size_nbytes, berths
+    return min(chunk_nbytes, share(free_nbytes, _LEAST_BERTHS)), _LEAST_BERTHS
