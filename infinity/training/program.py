@@ -213,6 +213,11 @@ class _Run:
         before = self._engine.counters.snapshot()
         start_s = time.perf_counter()
         outcome = self._loop.step()
+        every = self._train.eval_every
+        is_last = outcome.step == self._train.steps
+        is_evaluated = bool(every) and (outcome.step % every == 0 or is_last)
+        if is_evaluated or is_last:
+            self._engine.flush()  # No later step carries this update out; it is this one's work.
         elapsed_s = time.perf_counter() - start_s
         record = StepRecord.between(
             before,
@@ -220,9 +225,8 @@ class _Run:
             outcome=outcome,
             elapsed_s=elapsed_s,
         )
-        every = self._train.eval_every
         held_out_loss = None
-        if every and (outcome.step % every == 0 or outcome.step == self._train.steps):
+        if is_evaluated:
             with self._phase("evaluation_s"):
                 held_out_loss = self._loop.evaluate()
             self.summary.held_out_losses.append((outcome.step, held_out_loss))

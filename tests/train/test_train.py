@@ -151,7 +151,8 @@ def test_every_step_has_its_line_and_the_summary_adds_them_up(table):
 
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
     assert [line["held_out_loss"] is None for line in lines] == [True, False, True, False]
-    assert all(line["nvme_read_nbytes"] > 0 and line["elapsed_s"] > 0 for line in lines)
+    assert all(line["nvme_write_nbytes"] > 0 and line["elapsed_s"] > 0 for line in lines)
+    assert sum(line["nvme_read_nbytes"] for line in lines) > 0
     assert summary["num_tokens"] == 4 * 2 * 32
     assert summary["links"]["nvme_read_nbytes"]["nbytes"] == sum(
         line["nvme_read_nbytes"] for line in lines
