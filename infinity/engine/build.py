@@ -74,7 +74,7 @@ def build(
     if not anatomy.units:
         raise ConfigError(f"{type(model).__name__} has no parameters; nothing to offload")
     laid_out = [
-        layout_unit(index, name, [_facts(each, config) for each in members])
+        layout_unit(index, name, [facts_of(each, config) for each in members])
         for index, (name, members) in enumerate(anatomy.units)
     ]
     budgets = _budgets(config, laid_out, anatomy, device)
@@ -125,7 +125,8 @@ def _refuse(model: nn.Module, *, has_weights: bool) -> None:
                 )
 
 
-def _facts(found: Found, config: SwapConfig) -> TensorFacts:
+def facts_of(found: Found, config: SwapConfig) -> TensorFacts:
+    """A parameter as the engine keeps it: in the compute dtype if it is float32."""
     parameter = found.parameter
     dtype = parameter.dtype
     if dtype is torch.float32:
