@@ -188,8 +188,9 @@ def _job(
     largest_gradients = max(
         (unit.gradient_nbytes for unit in units if unit.gradients == "nvme"), default=0
     )
-    # In a backward gradients are in memory where the ring is in a forward.
-    cache_nbytes = budgets.working_nbytes - max(ring_nbytes, 2 * largest_gradients)
+    # The ring stays in a backward, and gradients stay until somebody must have their room: reading
+    # ahead only ever takes that of other weights.
+    cache_nbytes = budgets.working_nbytes - ring_nbytes - 2 * largest_gradients
     device_cache_nbytes = None
     if not hardware.shares_host_memory:
         assert window_nbytes is not None

@@ -322,10 +322,10 @@ class _Draft:
         if not device.is_hit:
             room = [each for visit in device.evicts for each in self._device_free.get(visit, ())]
             ready = self._move(H2D, f"weights of {load.name}", load.weight_nbytes, [ready, *room])
-        if self.rates.gather is not None:
-            duration_s = load.weight_nbytes / self.rates.gather
-            ready = self._add(GATHER, f"weights of {load.name}", duration_s, after=[ready],
-                              nbytes=load.weight_nbytes, traffic=GATHER)  # fmt: skip
+            if self.rates.gather is not None:
+                duration_s = load.weight_nbytes / self.rates.gather
+                ready = self._add(GATHER, f"weights of {load.name}", duration_s, after=[ready],
+                                  nbytes=load.weight_nbytes, traffic=GATHER)  # fmt: skip
         return ready
 
     def _fetch(self, unit: int, visit: Visit) -> int | None:
