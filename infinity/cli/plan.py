@@ -67,7 +67,7 @@ def plan(
     one of a file. Nothing is trained and nothing is left on the drives.
     """
     from infinity.plan import advise, forecast, load_hardware, report
-    from infinity.plan.hardware import shipped_in
+    from infinity.plan.files import shipped_in
 
     if show:
         for folder in ("hardware", "models"):

@@ -6,14 +6,11 @@ program sees, not those of a data sheet; where they come from is said in the fil
 
 from __future__ import annotations
 
-import tomllib
-from importlib import resources
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BeforeValidator, Field
 
-from infinity.errors import ConfigError
+from infinity.plan.files import Table, read_table
 from infinity.schedule.step import Rates
 from infinity.sizes import parse_nbytes
 
@@ -21,11 +18,7 @@ Nbytes = Annotated[int, BeforeValidator(parse_nbytes)]
 Gbps = Annotated[float, Field(gt=0)]
 
 
-class _Table(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-
-class Host(_Table):
+class Host(Table):
     """`update_gbps` counts every byte the optimizer's pass reads or writes; `sum_gbps` those of
     adding up gradients."""
 
@@ -34,7 +27,7 @@ class Host(_Table):
     sum_gbps: Gbps
 
 
-class Device(_Table):
+class Device(Table):
     """`count` devices, each with `memory` and the links below to the host, each `tflops` fast.
     `gather_gbps` is what each receives of the others. A device without memory is the host."""
 
@@ -46,7 +39,7 @@ class Device(_Table):
     gather_gbps: Gbps | None = None
 
 
-class Nvme(_Table):
+class Nvme(Table):
     """All drives of the node together. `mixed_gbps` is the sum of both directions at once; without
     it reads and writes take turns. `endurance_nbytes` may be written over the life of the drives.
     """
@@ -59,7 +52,7 @@ class Nvme(_Table):
     endurance: Nbytes | None = None
 
 
-class Hardware(_Table):
+class Hardware(Table):
     """One node. `source` says where its figures come from."""
 
     name: str
@@ -103,42 +96,4 @@ def _nvme_rates(nvme: Nvme) -> dict[str, float]:
 
 def load_hardware(name: str) -> Hardware:
     """A shipped machine by name, or a file by path. Raises ConfigError with what is there."""
-    try:
-        return Hardware.model_validate(read_shipped("hardware", name))
-    except ValidationError as error:
-        raise ConfigError(f"hardware {name}: {_first(error)}") from None
-
-
-def read_shipped(folder: str, name: str) -> dict[str, Any]:
-    """The table of `infinity/plan/FOLDER/NAME.toml`, or of the file `name` if it ends in .toml."""
-    shipped = resources.files("infinity.plan") / folder
-    file = Path(name) if name.endswith(".toml") else shipped / f"{name}.toml"
-    try:
-        text = file.read_text(encoding="utf-8")
-    except OSError:
-        raise ConfigError(
-            f"{folder}: {name!r} is neither a .toml file nor one of {', '.join(shipped_in(folder))}"
-        ) from None
-    try:
-        return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{name}: {error}") from None
-
-
-def shipped_in(folder: str) -> list[str]:
-    """Names of the files that come with the package."""
-    entries = (resources.files("infinity.plan") / folder).iterdir()
-    return sorted(e.name.removesuffix(".toml") for e in entries if e.name.endswith(".toml"))
-
-
-def _first(error: ValidationError) -> str:
-    fault = error.errors()[0]
-    return f"{'.'.join(str(part) for part in fault['loc'])}: {fault['msg']}"
-
-
-def check_table(kind: type[_Table], folder: str, name: str) -> Any:
-    """The shipped table read as `kind`."""
-    try:
-        return kind.model_validate(read_shipped(folder, name))
-    except ValidationError as error:
-        raise ConfigError(f"{folder} {name}: {_first(error)}") from None
+    return read_table(Hardware, "hardware", name)

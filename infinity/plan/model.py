@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from pydantic import Field
 
-from infinity.plan.hardware import _Table, check_table
+from infinity.plan.files import Table, read_table
 from infinity.state.units import TensorFacts, Unit, layout_unit
 
 
-class LatentAttention(_Table):
+class LatentAttention(Table):
     """Multi-head latent attention. Source: DeepSeek-V2 (2024), section 2.1."""
 
     q_rank: int
@@ -27,7 +27,7 @@ class LatentAttention(_Table):
     v_head_dim: int
 
 
-class Moe(_Table):
+class Moe(Table):
     """Blocks after the first `dense_layers` have `experts` of width `expert_ffn`; each token goes
     through `experts_per_token` of them and all of the `shared_experts`."""
 
@@ -38,7 +38,7 @@ class Moe(_Table):
     dense_layers: int = 0
 
 
-class ModelShape(_Table):
+class ModelShape(Table):
     """A causal language model. `gated` feed-forwards have three matrices, others two."""
 
     name: str
@@ -89,7 +89,7 @@ class Model:
 
 def load_model(name: str, dtype: torch.dtype) -> Model:
     """A shipped model by name, or a file by path. Raises ConfigError with what is there."""
-    return model_of_shape(check_table(ModelShape, "models", name), dtype)
+    return model_of_shape(read_table(ModelShape, "models", name), dtype)
 
 
 def scaled_gpt(num_params: int) -> ModelShape:

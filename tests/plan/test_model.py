@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from infinity.errors import ConfigError
-from infinity.plan.hardware import load_hardware, shipped_in
+from infinity.plan.files import shipped_in
+from infinity.plan.hardware import load_hardware
 from infinity.plan.model import load_model, model_of_shape, scaled_gpt
 
 
