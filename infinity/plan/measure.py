@@ -1,7 +1,7 @@
-"""This machine as a `Hardware`: a few seconds of moving bytes and multiplying matrices.
+"""This machine as a `Hardware`: a few seconds of moving bytes and computing a block.
 
 Bandwidth of the drives is taken from the swap-tier file where `infinity tune` wrote it. Everything
-else is measured in the shape in which training does it: products of the model's widths with the
+else is measured in the shape in which training does it: a block of the model's width with the
 tokens of a micro-batch, the optimizer's own pass, sums of fp32 arrays.
 """
 
@@ -35,6 +35,8 @@ _EXTENT_NBYTES = 16 * MIB
 _NUM_ROUNDS = 3
 _LEAST_S = 0.3
 _MOST_TOKENS = 4096
+_MOST_FFN_RATIO = 16  # Stacked experts are far larger than what a token sees of them.
+_HEAD_DIM = 64
 
 
 def measure(config: SwapConfig, model: Model, batch: Batch) -> Hardware:
@@ -134,22 +136,28 @@ def _sum_gbps() -> float:
 
 
 def _tflops(model: Model, batch: Batch, dtype: torch.dtype) -> float:
-    """Of the products of a forward and a backward with the widest matrix of the model's blocks."""
-    num_tokens = min(batch.num_tokens, _MOST_TOKENS)
-    inner = model.checkpoint_width
+    """Of forward and backward of a transformer block as wide and as large as the model's largest
+    one: matrix products, and what goes with them, counted as products alone."""
+    hidden = model.checkpoint_width
     blocks = {unit for site in model.sites if site.attention_width for unit in site.units}
-    sizes = [tensor.numel for unit in blocks for tensor in model.units[unit].tensors]
-    outer = min(max(sizes, default=inner * inner) // inner, 8 * inner)
-    weight = torch.randn(outer, inner, dtype=dtype)
-    inputs, gradient = torch.randn(num_tokens, inner, dtype=dtype), None
+    params = max((sum(t.numel for t in model.units[unit].tensors) for unit in blocks), default=0)
+    ffn = min(max((params - 4 * hidden**2) // (2 * hidden), 1), _MOST_FFN_RATIO * hidden)
+    heads = hidden // _HEAD_DIM if hidden % _HEAD_DIM == 0 else 1
+    block = torch.nn.TransformerEncoderLayer(
+        hidden, heads, ffn, dropout=0.0, batch_first=True, norm_first=True, activation="gelu",
+        dtype=dtype,
+    )  # fmt: skip
+    length = min(batch.sequence_length, _MOST_TOKENS)
+    count = max(1, min(batch.num_tokens, _MOST_TOKENS) // length)
+    inputs = torch.randn(count, length, hidden, dtype=dtype, requires_grad=True)
+    mask = torch.nn.Transformer.generate_square_subsequent_mask(length, dtype=dtype)
 
-    def products() -> None:
-        nonlocal gradient
-        gradient = inputs @ weight.T
-        _ = gradient @ weight
-        _ = gradient.T @ inputs
+    def both_ways() -> None:
+        block(inputs, src_mask=mask, is_causal=True).sum().backward()
 
-    return 3 * 2.0 * num_tokens * inner * outer / _median_s(products) / 1e12
+    weights = sum(parameter.numel() for parameter in block.parameters())
+    flops = 3 * 2.0 * count * length * (weights + hidden * length)
+    return flops / _median_s(both_ways) / 1e12
 
 
 def _median_s(work: Callable[[], object]) -> float:

@@ -191,6 +191,8 @@ def _job(
     # The ring stays in a backward, and gradients stay until somebody must have their room: reading
     # ahead only ever takes that of other weights.
     cache_nbytes = budgets.working_nbytes - ring_nbytes - 2 * largest_gradients
+    if budgets.is_tight:
+        cache_nbytes = 0  # The pool keeps nothing.
     device_cache_nbytes = None
     if not hardware.shares_host_memory:
         assert window_nbytes is not None
@@ -203,7 +205,7 @@ def _job(
         ),
         num_micro_batches=batch.num_micro_batches,
         backward_ratio=3.0 if batch.recomputes else 2.0,
-        weights_cache_nbytes=max(cache_nbytes, model.held_nbytes),
+        weights_cache_nbytes=max(cache_nbytes, 0),
         device_cache_nbytes=device_cache_nbytes,
         ring_nbytes=ring_nbytes,
         reads_ahead=budgets.window_nbytes > 0,
