@@ -17,24 +17,17 @@ from infinity.config import SwapConfig
 from infinity.config.schema import NvmeTier
 from infinity.engine.discover import Anatomy, Found, UnitRule, dissect, storage_strides
 from infinity.engine.engine import _ENGINES, Engine, Machinery, Site, Slot
-from infinity.engine.gradients import STAGED_NBYTES, Gradients
+from infinity.engine.gradients import Gradients
 from infinity.engine.handles import Handle
 from infinity.engine.initialise import initialise
 from infinity.engine.master import Masters
 from infinity.engine.update import Updater
-from infinity.errors import CapacityError, ConfigError, UnsupportedError
+from infinity.errors import ConfigError, UnsupportedError
 from infinity.observe import Counters
 from infinity.schedule.executor import Executor
-from infinity.sizes import MIB, align_up, format_nbytes
-from infinity.state.placement import (
-    Placement,
-    place,
-    plan_berths,
-    resting_nbytes,
-    smallest_working_nbytes,
-)
+from infinity.state.budgets import Budgets
 from infinity.state.store import StateStore
-from infinity.state.units import STATE_ITEM_NBYTES, Piece, TensorFacts, Unit, layout_unit
+from infinity.state.units import TensorFacts, Unit, layout_unit
 from infinity.storage.arena import Arena, available_host_nbytes
 from infinity.storage.engine import StorageEngine, open_engine
 from infinity.storage.volume import Volume, VolumePath
@@ -81,10 +74,10 @@ def build(
     if not anatomy.units:
         raise ConfigError(f"{type(model).__name__} has no parameters; nothing to offload")
     laid_out = [
-        layout_unit(index, name, [_facts(each, config) for each in members])
+        layout_unit(index, name, [facts_of(each, config) for each in members])
         for index, (name, members) in enumerate(anatomy.units)
     ]
-    budgets = _Budgets(config, laid_out, anatomy, device)
+    budgets = _budgets(config, laid_out, anatomy, device)
     resources = ExitStack()
     try:
         parts = _assemble(config, laid_out, budgets, device, wrap_storage, resources)
@@ -132,7 +125,8 @@ def _refuse(model: nn.Module, *, has_weights: bool) -> None:
                 )
 
 
-def _facts(found: Found, config: SwapConfig) -> TensorFacts:
+def facts_of(found: Found, config: SwapConfig) -> TensorFacts:
+    """A parameter as the engine keeps it: in the compute dtype if it is float32."""
     parameter = found.parameter
     dtype = parameter.dtype
     if dtype is torch.float32:
@@ -149,141 +143,28 @@ def _facts(found: Found, config: SwapConfig) -> TensorFacts:
 # -- Budgets ---------------------------------------------------------------------------------------
 
 
-class _Budgets:
-    """What each tier may take, and where every piece goes. Pure but for asking the machine's
-    sizes."""
+def _budgets(
+    config: SwapConfig, units: Sequence[Unit], anatomy: Anatomy, device: OwnDevice | None
+) -> Budgets:
+    """Asks this machine for its sizes."""
+    is_cpu = device.shares_host_memory if device is not None else _kind(config) == "cpu"
+    return Budgets(
+        config,
+        units,
+        held_nbytes=anatomy.held_nbytes([rounded_nbytes(u.weight_nbytes) for u in units]),
+        shares_host_memory=is_cpu,
+        device_nbytes=_device_nbytes(config, is_given=is_cpu or device is not None),
+        available_host_nbytes=available_host_nbytes(),
+    )
 
-    def __init__(
-        self,
-        config: SwapConfig,
-        units: Sequence[Unit],
-        anatomy: Anatomy,
-        device: OwnDevice | None,
-    ) -> None:
-        self.preferences = {
-            kind: tuple(getattr(config.placement, kind))
-            for kind in ("parameters", "master", "moments", "gradients")
-        }
-        self._refuse_missing_tier(config)
-        self.is_cpu = device.shares_host_memory if device is not None else _kind(config) == "cpu"
-        self.device_nbytes = self._device_nbytes(config, device)
-        self.held_nbytes = anatomy.held_nbytes([rounded_nbytes(u.weight_nbytes) for u in units])
-        smallest = smallest_working_nbytes(
-            units,
-            self.preferences,
-            held_nbytes=self.held_nbytes,
-            chunk_nbytes=config.schedule.update_chunk,
-            staged_nbytes=self._staged_nbytes(units),
-        )
-        comfortable = self._comfortable(config, units, smallest)
-        self.host_nbytes = self._host_nbytes(config, units, comfortable)
-        self._refuse_small_host(units, smallest)
-        self.placement = self._place(units, smallest, comfortable)
-        working_nbytes = self.host_nbytes - self.placement.placed_nbytes["host"]
-        # Where less than this is free, what is kept for later gets in the way of what is needed
-        # now.
-        self.is_tight = working_nbytes < 3 * smallest
-        weights_nbytes = max(resting_nbytes(unit, Piece.PARAMETERS) for unit in units)
-        self.chunk_nbytes, self.num_berths = plan_berths(
-            working_nbytes - max(weights_nbytes, self.held_nbytes),
-            config.schedule.update_chunk,
-            unit_nbytes=max(unit.state_numel for unit in units) * STATE_ITEM_NBYTES,
-            num_pieces=self.placement.num_travelling(),
-        )
-        self.window_nbytes = 0 if self.is_tight else self._window_nbytes(config, working_nbytes)
 
-    def _refuse_missing_tier(self, config: SwapConfig) -> None:
-        if not config.tiers.nvme:
-            for kind, order in self.preferences.items():
-                if "nvme" in order:
-                    raise ConfigError(
-                        f"placement.{kind} names nvme but there is no [[tiers.nvme]] entry; add "
-                        "one with a path, or place it on host"
-                    )
-
-    def _device_nbytes(self, config: SwapConfig, device: OwnDevice | None) -> int | None:
-        capacity = config.tiers.device.capacity
-        if self.is_cpu or device is not None:
-            return capacity.nbytes  # A share of "device memory" means nothing here: unlimited.
-        free_nbytes, _ = torch.cuda.mem_get_info()
-        # Half of what is free: the rest is for activations, gradients and the user's own tensors.
-        return capacity.resolve(free_nbytes, auto_percent=50.0)
-
-    def _staged_nbytes(self, units: Sequence[Unit]) -> int:
-        """What sums of gradients on the host are added to through."""
-        if self.is_cpu or set(self.preferences["gradients"]) == {"device"}:
-            return 0
-        largest = max(spec.numel for unit in units for spec in unit.tensors) * STATE_ITEM_NBYTES
-        return rounded_nbytes(min(largest, STAGED_NBYTES))
-
-    def _comfortable(self, config: SwapConfig, units: Sequence[Unit], smallest: int) -> int:
-        """Working memory that lets fetches, gradients and updates run ahead of each other."""
-        weights_nbytes = max(
-            self.held_nbytes, *(resting_nbytes(u, Piece.PARAMETERS) for u in units)
-        )
-        gradients_nbytes = max(resting_nbytes(unit, Piece.GRADIENTS) for unit in units)
-        return max(
-            3 * smallest,
-            3 * weights_nbytes + 2 * gradients_nbytes,
-            weights_nbytes + 12 * config.schedule.update_chunk,
-        )
-
-    def _host_nbytes(self, config: SwapConfig, units: Sequence[Unit], comfortable: int) -> int:
-        capacity = config.tiers.host.capacity
-        asked_nbytes = capacity.resolve(available_host_nbytes(), auto_percent=50.0)
-        if not capacity.is_auto:
-            return asked_nbytes
-        # More than all state and comfortable working memory would never be touched.
-        all_nbytes = sum(resting_nbytes(unit, piece) for unit in units for piece in Piece)
-        return min(asked_nbytes, align_up(all_nbytes + comfortable, 2 * MIB))
-
-    def _refuse_small_host(self, units: Sequence[Unit], smallest: int) -> None:
-        only_host = [kind for kind, order in self.preferences.items() if set(order) == {"host"}]
-        resting = sum(
-            resting_nbytes(unit, piece)
-            for unit in units
-            for piece in Piece
-            if piece.kind in only_host
-        )
-        needed_nbytes = resting + smallest
-        if self.host_nbytes < needed_nbytes:
-            largest = max(units, key=lambda unit: unit.weight_nbytes)
-            raise CapacityError(
-                "host",
-                needed_nbytes=needed_nbytes,
-                available_nbytes=self.host_nbytes,
-                key=f"tiers.host.capacity to {align_up(needed_nbytes, MIB) // MIB}MiB or more",
-                detail=(
-                    f"the smallest host budget that works is {format_nbytes(needed_nbytes)}: "
-                    f"{format_nbytes(resting)} rest there by placement, "
-                    f"{format_nbytes(smallest)} are needed to work in (largest unit "
-                    f"{largest.name!r}, {format_nbytes(largest.weight_nbytes)})"
-                ),
-            )
-
-    def _place(self, units: Sequence[Unit], smallest: int, comfortable: int) -> Placement:
-        window_nbytes = 0 if self.is_cpu else self.held_nbytes
-        device_nbytes = self.device_nbytes
-        if device_nbytes is not None:
-            device_nbytes -= window_nbytes
-        error: CapacityError | None = None
-        for reserved_nbytes in (min(comfortable, max(smallest, self.host_nbytes // 2)), smallest):
-            try:
-                return place(
-                    units,
-                    self.preferences,
-                    host_nbytes=self.host_nbytes - reserved_nbytes,
-                    device_nbytes=device_nbytes,
-                )
-            except CapacityError as refused:
-                error = refused
-        assert error is not None
-        raise error
-
-    def _window_nbytes(self, config: SwapConfig, free_nbytes: int) -> int:
-        if not config.schedule.prefetch:
-            return 0
-        return free_nbytes if config.schedule.window == "auto" else int(config.schedule.window)
+def _device_nbytes(config: SwapConfig, *, is_given: bool) -> int | None:
+    capacity = config.tiers.device.capacity
+    if is_given:
+        return capacity.nbytes  # A share of "device memory" means nothing here: unlimited.
+    free_nbytes, _ = torch.cuda.mem_get_info()
+    # Half of what is free: the rest is for activations, gradients and the user's own tensors.
+    return capacity.resolve(free_nbytes, auto_percent=50.0)
 
 
 def _kind(config: SwapConfig) -> str:
@@ -299,7 +180,7 @@ def _kind(config: SwapConfig) -> str:
 def _assemble(
     config: SwapConfig,
     units: Sequence[Unit],
-    budgets: _Budgets,
+    budgets: Budgets,
     own_device: OwnDevice | None,
     wrap_storage: Callable[[StorageEngine], StorageEngine] | None,
     resources: ExitStack,
@@ -356,7 +237,7 @@ def _assemble(
 def _open_volume(
     config: SwapConfig,
     arena: Arena,
-    budgets: _Budgets,
+    budgets: Budgets,
     wrap_storage: Callable[[StorageEngine], StorageEngine] | None,
     resources: ExitStack,
 ) -> Volume | None:

@@ -17,15 +17,13 @@ import torch
 
 from infinity.errors import UnsupportedError
 from infinity.observe import Counters
+from infinity.state.budgets import STAGED_NBYTES
 from infinity.state.store import DeviceHome, NvmeHome, StateStore, Transfer
 from infinity.state.units import STATE_ITEM_NBYTES, Piece, TensorSpec, Unit
 from infinity.storage.engine import Priority
 from infinity.tiers.device import Copy, DeviceAdapter
 from infinity.tiers.host import Block
 from infinity.tiers.pool import HostPool
-
-# What gradients in device memory are added to sums on the host through, at most.
-STAGED_NBYTES = 16 << 20
 
 
 @dataclass(eq=False, slots=True)

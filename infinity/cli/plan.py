@@ -1,0 +1,176 @@
+"""`infinity plan`: the command around `infinity.plan`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from infinity.config import SwapConfig
+from infinity.errors import ConfigError
+
+_UNITS = {"k": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
+# Where a model by name is to be trained and no file says otherwise: what fits stays in host memory.
+_DEFAULTS: dict[str, Any] = {
+    "tiers": {"host": {"capacity": "85%"}},
+    "precision": {"compute": "bfloat16"},
+}
+_KINDS = ("parameters", "master", "moments", "gradients")
+
+
+def plan(
+    config: Annotated[
+        Path | None,
+        typer.Argument(metavar="[CONFIG]", help="A swap-tier file; optional with --model."),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option("--model", metavar="NAME", help="A shipped model, or a .toml of shapes."),
+    ] = None,
+    params: Annotated[
+        str | None,
+        typer.Option("--params", metavar="N", help="A GPT-like model of so many, such as 1T."),
+    ] = None,
+    hardware: Annotated[
+        str | None,
+        typer.Option(
+            "--hardware", metavar="NAME", help="A shipped machine, or a .toml. Else this one."
+        ),
+    ] = None,
+    tokens: Annotated[
+        int | None,
+        typer.Option("--tokens", min=1, help="Tokens of a micro-batch, on all devices together."),
+    ] = None,
+    sequence: Annotated[
+        int | None, typer.Option("--sequence", min=1, help="Tokens of a sequence.")
+    ] = None,
+    accumulation: Annotated[
+        int | None, typer.Option("--accumulation", min=1, help="Micro-batches a step.")
+    ] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Replace one value of the file."),
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", metavar="PNG", help="Draw the simulated step.")
+    ] = None,
+    show: Annotated[
+        bool, typer.Option("--list", help="List the machines and models that are shipped.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
+) -> None:
+    """Predict a training step without running it: what goes where, how long, what would help.
+
+    For the model of CONFIG, or one by its shapes; on this machine, measured in a few seconds, or on
+    one of a file. Nothing is trained and nothing is left on the drives.
+    """
+    from infinity.plan import advise, forecast, load_hardware, report
+    from infinity.plan.files import shipped_in
+
+    if show:
+        for folder in ("hardware", "models"):
+            typer.echo(f"{folder}: {', '.join(shipped_in(folder))}")
+        return
+    if model is not None and params is not None:
+        raise ConfigError("expected --model or --params, got both; leave one out")
+    by_name = model is not None or params is not None
+    if config is None and not by_name:
+        raise ConfigError("expected CONFIG, --model or --params; `infinity plan --list` has names")
+    loaded = _load(config, overrides or [], has_nvme=_has_nvme(hardware))
+    shape = _model(loaded, model, params)
+    batch = _batch(loaded, tokens, sequence, accumulation, by_name=by_name)
+    if hardware is not None:
+        machine = load_hardware(hardware)
+    else:
+        from infinity.plan.measure import measure
+
+        machine = measure(loaded, shape, batch)
+    found = forecast(loaded, shape, machine, batch)
+    advice = advise(loaded, shape, found)
+    if as_json:
+        typer.echo(json.dumps(report.to_dict(found, advice), indent=1))
+    else:
+        typer.echo(report.to_text(found, advice))
+    if plot is not None:
+        from infinity.plan import gantt
+
+        gantt.save(found, plot)
+
+
+def _has_nvme(hardware: str | None) -> bool:
+    from infinity.plan import load_hardware
+
+    return hardware is not None and load_hardware(hardware).nvme is not None
+
+
+def _load(config: Path | None, overrides: list[str], *, has_nvme: bool) -> SwapConfig:
+    from infinity.cli.train import override
+    from infinity.config.source import Source, read_file
+
+    if config is not None:
+        table, source = read_file(config)
+    else:
+        import copy
+
+        table, source = copy.deepcopy(_DEFAULTS), Source()
+        if has_nvme:
+            table["tiers"]["nvme"] = [{"path": "/mnt/nvme"}]
+            table["placement"] = {kind: ["host", "nvme"] for kind in _KINDS}
+    for text in overrides:
+        override(table, text)
+    return SwapConfig.from_table(table, source)
+
+
+def _model(config: SwapConfig, name: str | None, params: str | None) -> Any:
+    import torch
+
+    from infinity.plan import load_model, scaled_gpt
+    from infinity.plan.model import model_of_config, model_of_shape
+
+    dtype = getattr(torch, config.precision.compute)
+    if name is not None:
+        return load_model(name, dtype)
+    if params is not None:
+        return model_of_shape(scaled_gpt(parse_count(params)), dtype)
+    config.require("model", "data", "train")
+    return model_of_config(config)
+
+
+def _batch(
+    config: SwapConfig,
+    tokens: int | None,
+    sequence: int | None,
+    accumulation: int | None,
+    *,
+    by_name: bool,
+) -> Any:
+    """That of the file, where it trains the file's model; the options go first."""
+    from infinity.plan import Batch
+
+    train, data = config.train, config.data
+    if train is None or data is None or by_name:
+        sequence = sequence or 2048
+        return Batch(tokens or 16 * sequence, sequence, accumulation or 1)
+    sequence = sequence or data.sequence_length
+    return Batch(
+        tokens or train.batch_size * sequence,
+        sequence,
+        accumulation or train.accumulation,
+        recomputes=train.activation_checkpointing,
+    )
+
+
+def parse_count(text: str) -> int:
+    """A number of parameters: "7B", "1.5T", "124M", "350000". Raises ConfigError."""
+    number, unit = text[:-1], text[-1:]
+    if unit.isdigit():
+        number, unit = text, ""
+    try:
+        count = int(float(number) * _UNITS.get(unit, 1 if unit == "" else float("nan")))
+    except (ValueError, OverflowError):
+        count = 0
+    if count < 1:
+        raise ConfigError(f"--params {text!r}: expected a number such as 124M, 70B or 1T")
+    return count

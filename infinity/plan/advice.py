@@ -1,0 +1,93 @@
+"""What would help most: the same prediction with one thing changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from infinity.config import SwapConfig
+from infinity.config.values import Capacity
+from infinity.errors import InfinityError
+from infinity.plan.hardware import Hardware, Nvme
+from infinity.plan.model import Model
+from infinity.plan.predict import Batch, Forecast, forecast
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """A change and what it makes of tokens per second: 1.2 is a fifth more."""
+
+    change: str
+    ratio: float
+
+
+def advise(config: SwapConfig, model: Model, base: Forecast) -> list[Advice]:
+    """Every change that can be predicted, the most helpful first."""
+    found = []
+    for change, (changed, hardware, batch) in _changes(config, base.hardware, base.batch):
+        try:
+            other = forecast(changed, model, hardware, batch)
+        except InfinityError:
+            continue  # What cannot be done is no advice.
+        found.append(Advice(change, other.tokens_per_s / base.tokens_per_s))
+    return sorted(found, key=lambda advice: -advice.ratio)
+
+
+_Case = tuple[SwapConfig, Hardware, Batch]
+
+
+def _changes(config: SwapConfig, hardware: Hardware, batch: Batch) -> Iterator[tuple[str, _Case]]:
+    host = hardware.host
+    doubled = host.model_copy(update={"memory": 2 * host.memory})
+    yield (
+        "twice the host memory",
+        (_with_twice_the_host(config), hardware.model_copy(update={"host": doubled}), batch),
+    )
+    faster = host.model_copy(
+        update={"update_gbps": 2 * host.update_gbps, "sum_gbps": 2 * host.sum_gbps}
+    )
+    yield "memory twice as fast", (config, hardware.model_copy(update={"host": faster}), batch)
+    if hardware.nvme is not None:
+        nvme = _with_another_drive(hardware.nvme)
+        yield "another drive", (config, hardware.model_copy(update={"nvme": nvme}), batch)
+    device = hardware.device
+    faster_device = device.model_copy(update={"tflops": 2 * device.tflops})
+    yield (
+        "compute twice as fast",
+        (config, hardware.model_copy(update={"device": faster_device}), batch),
+    )
+    if device.h2d_gbps is not None and device.d2h_gbps is not None:
+        links = device.model_copy(
+            update={"h2d_gbps": 2 * device.h2d_gbps, "d2h_gbps": 2 * device.d2h_gbps}
+        )
+        yield (
+            "a link to the device twice as fast",
+            (config, hardware.model_copy(update={"device": links}), batch),
+        )
+    larger = replace(batch, num_tokens=2 * batch.num_tokens)
+    yield "micro-batches twice as large", (config, hardware, larger)
+    more = replace(batch, num_micro_batches=2 * batch.num_micro_batches)
+    yield "twice as many micro-batches a step", (config, hardware, more)
+
+
+def _with_twice_the_host(config: SwapConfig) -> SwapConfig:
+    """A share of the memory, or "auto", grows with it; bytes are doubled."""
+    host = config.tiers.host
+    if host.capacity.nbytes is None:
+        return config
+    host = host.model_copy(update={"capacity": Capacity(nbytes=2 * host.capacity.nbytes)})
+    return config.model_copy(update={"tiers": config.tiers.model_copy(update={"host": host})})
+
+
+def _with_another_drive(nvme: Nvme) -> Nvme:
+    grown = (nvme.drives + 1) / nvme.drives
+    return nvme.model_copy(
+        update={
+            "drives": nvme.drives + 1,
+            "capacity": int(nvme.capacity * grown),
+            "read_gbps": nvme.read_gbps * grown,
+            "write_gbps": nvme.write_gbps * grown,
+            "mixed_gbps": None if nvme.mixed_gbps is None else nvme.mixed_gbps * grown,
+            "endurance": None if nvme.endurance is None else int(nvme.endurance * grown),
+        }
+    )

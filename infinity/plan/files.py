@@ -1,0 +1,50 @@
+"""The TOML files of machines and models: those that are shipped, by name, and a user's, by path."""
+
+from __future__ import annotations
+
+import tomllib
+from importlib import resources
+from pathlib import Path
+from typing import TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from infinity.errors import ConfigError
+
+
+class Table(BaseModel):
+    """A table of such a file. An unknown key is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+_T = TypeVar("_T", bound=Table)
+
+
+def read_table(kind: type[_T], folder: str, name: str) -> _T:
+    """`infinity/plan/FOLDER/NAME.toml`, or the file `name` if that ends in .toml.
+
+    Raises ConfigError for a file that is not there, naming those that are, and for what is in it.
+    """
+    shipped = resources.files("infinity.plan") / folder
+    file = Path(name) if name.endswith(".toml") else shipped / f"{name}.toml"
+    try:
+        text = file.read_text(encoding="utf-8")
+    except OSError:
+        raise ConfigError(
+            f"{folder}: {name!r} is neither a .toml file nor one of {', '.join(shipped_in(folder))}"
+        ) from None
+    try:
+        return kind.model_validate(tomllib.loads(text))
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{name}: {error}") from None
+    except ValidationError as error:
+        fault = error.errors()[0]
+        key = ".".join(str(part) for part in fault["loc"])
+        raise ConfigError(f"{folder} {name}: {key}: {fault['msg']}") from None
+
+
+def shipped_in(folder: str) -> list[str]:
+    """Names of the files that come with the package."""
+    entries = (resources.files("infinity.plan") / folder).iterdir()
+    return sorted(e.name.removesuffix(".toml") for e in entries if e.name.endswith(".toml"))

@@ -1,0 +1,99 @@
+"""Machines: what their memories hold and what their links move, from files of figures.
+
+A hardware file is TOML: [host], [device], [nvme]; decimal GB/s and TFLOPS. The figures are those a
+program sees, not those of a data sheet; where they come from is said in the file.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import BeforeValidator, Field
+
+from infinity.plan.files import Table, read_table
+from infinity.schedule.step import Rates
+from infinity.sizes import parse_nbytes
+
+Nbytes = Annotated[int, BeforeValidator(parse_nbytes)]
+Gbps = Annotated[float, Field(gt=0)]
+
+
+class Host(Table):
+    """`update_gbps` counts every byte the optimizer's pass reads or writes; `sum_gbps` those of
+    adding up gradients."""
+
+    memory: Nbytes
+    update_gbps: Gbps
+    sum_gbps: Gbps
+
+
+class Device(Table):
+    """`count` devices, each with `memory` and the links below to the host, each `tflops` fast.
+    `gather_gbps` is what each receives of the others. A device without memory is the host."""
+
+    count: int = Field(1, ge=1)
+    tflops: float = Field(gt=0)
+    memory: Nbytes | None = None
+    h2d_gbps: Gbps | None = None
+    d2h_gbps: Gbps | None = None
+    gather_gbps: Gbps | None = None
+
+
+class Nvme(Table):
+    """All drives of the node together. `mixed_gbps` is the sum of both directions at once; without
+    it reads and writes take turns. `endurance_nbytes` may be written over the life of the drives.
+    """
+
+    drives: int = Field(1, ge=1)
+    capacity: Nbytes
+    read_gbps: Gbps
+    write_gbps: Gbps
+    mixed_gbps: Gbps | None = None
+    endurance: Nbytes | None = None
+
+
+class Hardware(Table):
+    """One node. `source` says where its figures come from."""
+
+    name: str
+    source: str
+    host: Host
+    device: Device
+    nvme: Nvme | None = None
+
+    @property
+    def shares_host_memory(self) -> bool:
+        return self.device.memory is None
+
+    def rates(self) -> Rates:
+        """Everything together: with N devices a unit is cut in N parts, which move at once."""
+        giga, inf = 1e9, float("inf")
+        count, device, nvme = self.device.count, self.device, self.nvme
+        links = {} if nvme is None else _nvme_rates(nvme)
+        gather = None
+        if count > 1 and device.gather_gbps is not None:
+            # Each device receives the other devices' parts of a unit.
+            gather = device.gather_gbps * giga * count / (count - 1)
+        return Rates(
+            flops=count * device.tflops * 1e12,
+            update=self.host.update_gbps * giga,
+            host=self.host.sum_gbps * giga,
+            h2d=inf if device.h2d_gbps is None else count * device.h2d_gbps * giga,
+            d2h=inf if device.d2h_gbps is None else count * device.d2h_gbps * giga,
+            gather=gather,
+            **links,
+        )
+
+
+def _nvme_rates(nvme: Nvme) -> dict[str, float]:
+    taking_turns = 2 / (1 / nvme.read_gbps + 1 / nvme.write_gbps)
+    return {
+        "nvme_read": nvme.read_gbps * 1e9,
+        "nvme_write": nvme.write_gbps * 1e9,
+        "nvme_mixed": (nvme.mixed_gbps or taking_turns) * 1e9,
+    }
+
+
+def load_hardware(name: str) -> Hardware:
+    """A shipped machine by name, or a file by path. Raises ConfigError with what is there."""
+    return read_table(Hardware, "hardware", name)

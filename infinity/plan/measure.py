@@ -1,0 +1,171 @@
+"""This machine as a `Hardware`: a few seconds of moving bytes and computing a block.
+
+Bandwidth of the drives is taken from the swap-tier file where `infinity tune` wrote it. Everything
+else is measured in the shape in which training does it: a block of the model's width with the
+tokens of a micro-batch, the optimizer's own pass, sums of fp32 arrays.
+"""
+
+from __future__ import annotations
+
+import shutil
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import get_args
+
+import torch
+
+from infinity.bench.host import OptimizerPass
+from infinity.bench.scratch import Scratch
+from infinity.bench.transfer import EngineTransfer, FileSet, TransferKind
+from infinity.config import SwapConfig
+from infinity.config.schema import NvmeTier
+from infinity.errors import ConfigError, UnsupportedError
+from infinity.plan.hardware import Device, Hardware, Host, Nvme
+from infinity.plan.model import Model
+from infinity.plan.predict import Batch
+from infinity.sizes import MIB
+from infinity.storage.arena import Arena, available_host_nbytes
+from infinity.storage.engine import open_engine
+
+_ARENA_NBYTES = 256 * MIB
+_EXTENT_NBYTES = 16 * MIB
+_NUM_ROUNDS = 3
+_LEAST_S = 0.3
+_MOST_TOKENS = 4096
+_MOST_FFN_RATIO = 16  # Stacked experts are far larger than what a token sees of them.
+_HEAD_DIM = 64
+
+
+def measure(config: SwapConfig, model: Model, batch: Batch) -> Hardware:
+    """Needs 256 MiB of memory, and twice that on each drive for the moment.
+
+    Raises UnsupportedError for a CUDA device, which has no measurement yet: name a hardware file.
+    """
+    kind = config.tiers.device.kind
+    if kind == "cuda" or (kind == "auto" and torch.cuda.is_available()):
+        raise UnsupportedError(
+            "only a machine that computes on the CPU is measured here; describe the one with the "
+            "CUDA device in a file and give it with --hardware (docs/PLAN.md)"
+        )
+    if config.train is not None and config.train.threads != "auto":
+        torch.set_num_threads(config.train.threads)
+    with Arena(_ARENA_NBYTES, huge_pages=config.tiers.host.huge_pages) as arena:
+        update_gbps = statistics.median(OptimizerPass(arena).run().gbps for _ in range(_NUM_ROUNDS))
+        nvme = _nvme(config, arena) if config.tiers.nvme else None
+    dtype = getattr(torch, config.precision.compute)
+    return Hardware(
+        name=f"this machine, {torch.get_num_threads()} threads",
+        source="measured now",
+        host=Host(memory=available_host_nbytes(), update_gbps=update_gbps, sum_gbps=_sum_gbps()),
+        device=Device(tflops=_tflops(model, batch, dtype)),
+        nvme=nvme,
+    )
+
+
+def _nvme(config: SwapConfig, arena: Arena) -> Nvme:
+    tiers = config.tiers.nvme
+    if all(tier.read_gbps and tier.write_gbps for tier in tiers):
+        read, write = (_sum_of(tiers, key) for key in ("read_gbps", "write_gbps"))
+        mixed = _sum_of(tiers, "mixed_gbps") if all(tier.mixed_gbps for tier in tiers) else None
+    else:
+        read, write, mixed = _measured(config, arena)
+    capacity = sum(_free_nbytes(tier) for tier in tiers)
+    return Nvme(
+        drives=len(tiers), capacity=capacity, read_gbps=read, write_gbps=write, mixed_gbps=mixed
+    )
+
+
+def _sum_of(tiers: Sequence[NvmeTier], key: str) -> float:
+    return float(sum(getattr(tier, key) for tier in tiers))
+
+
+def _free_nbytes(tier: NvmeTier) -> int:
+    return tier.capacity.resolve(shutil.disk_usage(_existing(tier.path)).free)
+
+
+def _existing(path: Path) -> Path:
+    """The directory itself, or the one that it will be made in."""
+    if path.is_dir():
+        return path
+    if not path.parent.is_dir():
+        raise ConfigError(f"tiers.nvme.path: {path.parent} is no directory; make it first")
+    return path.parent
+
+
+def _measured(config: SwapConfig, arena: Arena) -> tuple[float, float, float]:
+    """GB/s of reading, writing and both at once, over all paths together."""
+    directories = [_existing(tier.path) for tier in config.tiers.nvme]
+    with (
+        Scratch(arena, directories, _ARENA_NBYTES) as scratch,
+        _files(config, scratch, arena) as files,
+    ):
+        rates = [
+            statistics.median(
+                EngineTransfer(
+                    kind, files, kind, nbytes=_ARENA_NBYTES, extent_nbytes=_EXTENT_NBYTES
+                ).run().gbps
+                for _ in range(_NUM_ROUNDS)
+            )
+            for kind in get_args(TransferKind)
+        ]  # fmt: skip
+    return rates[0], rates[1], rates[2]
+
+
+@contextmanager
+def _files(config: SwapConfig, scratch: Scratch, arena: Arena) -> Iterator[FileSet]:
+    engine = open_engine(
+        config.io.engine,
+        arena=arena,
+        block_nbytes=config.io.block_size,
+        queue_depth=config.io.queue_depth,
+        num_threads=config.io.threads,
+    )
+    try:
+        yield FileSet(engine, scratch, arena)
+    finally:
+        engine.close()
+
+
+def _sum_gbps() -> float:
+    """Of adding one fp32 array to another: two are read, one is written."""
+    total, part = torch.zeros(16 * MIB), torch.ones(16 * MIB)
+    return 3 * part.nbytes / _median_s(lambda: total.add_(part)) / 1e9
+
+
+def _tflops(model: Model, batch: Batch, dtype: torch.dtype) -> float:
+    """Of forward and backward of a transformer block as wide and as large as the model's largest
+    one: matrix products, and what goes with them, counted as products alone."""
+    hidden = model.checkpoint_width
+    blocks = {unit for site in model.sites if site.attention_width for unit in site.units}
+    params = max((sum(t.numel for t in model.units[unit].tensors) for unit in blocks), default=0)
+    ffn = min(max((params - 4 * hidden**2) // (2 * hidden), 1), _MOST_FFN_RATIO * hidden)
+    heads = hidden // _HEAD_DIM if hidden % _HEAD_DIM == 0 else 1
+    block = torch.nn.TransformerEncoderLayer(
+        hidden, heads, ffn, dropout=0.0, batch_first=True, norm_first=True, activation="gelu",
+        dtype=dtype,
+    )  # fmt: skip
+    length = min(batch.sequence_length, _MOST_TOKENS)
+    count = max(1, min(batch.num_tokens, _MOST_TOKENS) // length)
+    inputs = torch.randn(count, length, hidden, dtype=dtype, requires_grad=True)
+    mask = torch.nn.Transformer.generate_square_subsequent_mask(length, dtype=dtype)
+
+    def both_ways() -> None:
+        block(inputs, src_mask=mask, is_causal=True).sum().backward()
+
+    weights = sum(parameter.numel() for parameter in block.parameters())
+    flops = 3 * 2.0 * count * length * (weights + hidden * length)
+    return flops / _median_s(both_ways) / 1e12
+
+
+def _median_s(work: Callable[[], object]) -> float:
+    """Of one call, after a first that is not counted; at least three and 0.3 s in all."""
+    work()
+    spent: list[float] = []
+    while len(spent) < _NUM_ROUNDS or sum(spent) < _LEAST_S:
+        start_s = time.perf_counter()
+        work()
+        spent.append(time.perf_counter() - start_s)
+    return statistics.median(spent)

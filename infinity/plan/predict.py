@@ -1,0 +1,239 @@
+"""From a configuration, a model and a machine to one predicted step. Pure.
+
+Budgets and placement are the engine's own functions, asked with the machine's sizes.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from infinity.config import SwapConfig
+from infinity.errors import CapacityError
+from infinity.plan.hardware import Hardware
+from infinity.plan.model import Model
+from infinity.schedule.step import WRITE, Job, Prediction, UnitLoad, Use, predict
+from infinity.sizes import format_nbytes
+from infinity.state.budgets import Budgets
+from infinity.state.placement import Placement, resting_nbytes
+from infinity.state.units import STATE_ITEM_NBYTES, Piece, Unit
+
+_STATE = (Piece.GRADIENTS, Piece.EXP_AVG, Piece.EXP_AVG_SQ, Piece.MASTER)
+_CHECKPOINT_ITEM_NBYTES = 2
+# Of a device's memory, what the engine takes when the file leaves it to it.
+_DEVICE_PERCENT = 50.0
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Tokens of one micro-batch on all devices together, and how many make a step."""
+
+    num_tokens: int
+    sequence_length: int
+    num_micro_batches: int = 1
+    recomputes: bool = True  # Activations, in the backward.
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.num_tokens * self.num_micro_batches
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """What a run would do. `placed_nbytes` is by kind and tier."""
+
+    model: Model
+    hardware: Hardware
+    batch: Batch
+    placed_nbytes: Mapping[str, Mapping[str, int]]
+    host_nbytes: int
+    working_nbytes: int
+    is_tight: bool
+    job: Job
+    step: Prediction
+    warnings: tuple[str, ...]
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.batch.tokens_per_step / self.step.step_s
+
+    @property
+    def flops_per_s(self) -> float:
+        """Of the model's own arithmetic, recomputation not counted: 3 times the forward."""
+        forward = sum(use.forward_flops for use in self.job.uses)
+        return 3 * forward * self.batch.num_micro_batches / self.step.step_s
+
+    @property
+    def endurance_steps(self) -> float | None:
+        """Steps until the drives have been written as often as they are made for."""
+        nvme = self.hardware.nvme
+        written = self.step.moved_nbytes.get(WRITE, 0)
+        if nvme is None or nvme.endurance is None or not written:
+            return None
+        return nvme.endurance / written
+
+
+def forecast(config: SwapConfig, model: Model, hardware: Hardware, batch: Batch) -> Forecast:
+    """Raises CapacityError, with the key to change, for what the machine cannot hold."""
+    window_nbytes = _device_nbytes(config, hardware)
+    budgets = Budgets(
+        config,
+        model.units,
+        held_nbytes=model.held_nbytes,
+        shares_host_memory=hardware.shares_host_memory,
+        device_nbytes=window_nbytes,
+        available_host_nbytes=hardware.host.memory,
+    )
+    placement = budgets.placement
+    _refuse_full_tiers(model, hardware, budgets, window_nbytes)
+    job = _job(config, model, hardware, batch, budgets, window_nbytes)
+    return Forecast(
+        model=model,
+        hardware=hardware,
+        batch=batch,
+        placed_nbytes=_by_kind(model, placement),
+        host_nbytes=budgets.host_nbytes,
+        working_nbytes=budgets.working_nbytes,
+        is_tight=budgets.is_tight,
+        job=job,
+        step=predict(job, hardware.rates()),
+        warnings=tuple(_warnings(model, hardware, batch, window_nbytes)),
+    )
+
+
+def _device_nbytes(config: SwapConfig, hardware: Hardware) -> int | None:
+    """What one device may hold of the model; None where it computes on host memory."""
+    capacity = config.tiers.device.capacity
+    if hardware.device.memory is None:
+        return capacity.nbytes
+    return capacity.resolve(hardware.device.memory, auto_percent=_DEVICE_PERCENT)
+
+
+def _refuse_full_tiers(
+    model: Model, hardware: Hardware, budgets: Budgets, window_nbytes: int | None
+) -> None:
+    """What the engine finds out later: host memory that is not there, full drives, a unit that the
+    device cannot hold."""
+    if budgets.host_nbytes > hardware.host.memory:
+        raise CapacityError(
+            "host", needed_nbytes=budgets.host_nbytes, available_nbytes=hardware.host.memory,
+            key="tiers.host.capacity", detail="the arena is larger than the memory",
+        )  # fmt: skip
+    placed = budgets.placement.placed_nbytes
+    drives_nbytes = 0 if hardware.nvme is None else hardware.nvme.capacity
+    if placed["nvme"] > drives_nbytes:
+        raise CapacityError(
+            "nvme", needed_nbytes=placed["nvme"], available_nbytes=drives_nbytes,
+            key="tiers.nvme", detail=f"{model.name} does not fit the drives",
+        )  # fmt: skip
+    if hardware.shares_host_memory or window_nbytes is None:
+        return
+    free_nbytes = window_nbytes - placed["device"]
+    if model.held_nbytes > free_nbytes:
+        largest = max(model.units, key=lambda unit: unit.weight_nbytes)
+        raise CapacityError(
+            "device", needed_nbytes=model.held_nbytes, available_nbytes=free_nbytes,
+            key="tiers.device.capacity",
+            detail=f"the largest unit, {largest.name!r}, does not fit one device",
+        )  # fmt: skip
+
+
+def _by_kind(model: Model, placement: Placement) -> dict[str, dict[str, int]]:
+    placed: defaultdict[str, defaultdict[str, int]] = defaultdict(lambda: defaultdict(int))
+    for (index, piece), tier in placement.tiers.items():
+        placed[piece.kind][tier] += resting_nbytes(model.units[index], piece)
+    return {kind: dict(tiers) for kind, tiers in placed.items()}
+
+
+def _warnings(
+    model: Model, hardware: Hardware, batch: Batch, window_nbytes: int | None
+) -> list[str]:
+    said = []
+    device = hardware.device
+    if device.count > 1:
+        said.append(
+            f"units are taken to be cut over {device.count} devices; the engine of this version "
+            "uses one"
+        )
+    if device.memory is not None and batch.recomputes:
+        blocks = sum(site.attention_width > 0 for site in model.sites)
+        values = batch.num_tokens / device.count * model.checkpoint_width * blocks
+        kept_nbytes = values * _CHECKPOINT_ITEM_NBYTES
+        free_nbytes = device.memory - (window_nbytes or 0)
+        if kept_nbytes > free_nbytes:
+            said.append(
+                f"the inputs of the blocks that the backward starts from take "
+                f"{format_nbytes(kept_nbytes)} a device, and {format_nbytes(free_nbytes)} are "
+                "free: this batch does not fit; make the micro-batch smaller and accumulate"
+            )
+    return said
+
+
+# -- The schedule's input --------------------------------------------------------------------------
+
+
+def _job(
+    config: SwapConfig,
+    model: Model,
+    hardware: Hardware,
+    batch: Batch,
+    budgets: Budgets,
+    window_nbytes: int | None,
+) -> Job:
+    units = tuple(_load(unit, budgets.placement) for unit in model.units)
+    ring_nbytes = (
+        budgets.chunk_nbytes * budgets.num_berths * max(budgets.placement.num_travelling(), 1)
+    )
+    largest_gradients = max(
+        (unit.gradient_nbytes for unit in units if unit.gradients == "nvme"), default=0
+    )
+    # The ring stays in a backward, and gradients stay until somebody must have their room: reading
+    # ahead only ever takes that of other weights.
+    cache_nbytes = budgets.working_nbytes - ring_nbytes - 2 * largest_gradients
+    if budgets.is_tight:
+        cache_nbytes = 0  # The pool keeps nothing.
+    device_cache_nbytes = None
+    if not hardware.shares_host_memory:
+        assert window_nbytes is not None
+        device_cache_nbytes = window_nbytes - budgets.placement.placed_nbytes["device"]
+    return Job(
+        units=units,
+        uses=tuple(
+            Use(site.units, site.forward_flops(batch.num_tokens, batch.sequence_length))
+            for site in model.sites
+        ),
+        num_micro_batches=batch.num_micro_batches,
+        backward_ratio=3.0 if batch.recomputes else 2.0,
+        weights_cache_nbytes=max(cache_nbytes, 0),
+        device_cache_nbytes=device_cache_nbytes,
+        ring_nbytes=ring_nbytes,
+        reads_ahead=budgets.window_nbytes > 0,
+        is_deferred=config.schedule.updates == "deferred",
+    )
+
+
+def _load(unit: Unit, placement: Placement) -> UnitLoad:
+    read: defaultdict[str, int] = defaultdict(int)
+    written: defaultdict[str, int] = defaultdict(int)
+    for piece in _STATE:
+        nbytes = unit.nbytes(piece)
+        if nbytes:
+            tier = placement.tier(unit, piece)
+            read[tier] += nbytes
+            if piece is not Piece.GRADIENTS:
+                written[tier] += nbytes
+    gradient_nbytes = unit.nbytes(Piece.GRADIENTS)
+    moments_nbytes = 2 * unit.state_numel * STATE_ITEM_NBYTES
+    changed_nbytes = unit.trainable_nbytes + moments_nbytes + unit.nbytes(Piece.MASTER)
+    return UnitLoad(
+        name=unit.name,
+        weights=placement.tier(unit, Piece.PARAMETERS),
+        weight_nbytes=unit.weight_nbytes,
+        written_nbytes=unit.trainable_nbytes,
+        state_read_nbytes={tier: n for tier, n in read.items() if tier != "host"},
+        state_write_nbytes={tier: n for tier, n in written.items() if tier != "host"},
+        update_nbytes=2 * changed_nbytes + gradient_nbytes if unit.state_numel else 0,
+        gradients=placement.tier(unit, Piece.GRADIENTS) if gradient_nbytes else "host",
+        gradient_nbytes=gradient_nbytes,
+    )

@@ -1,0 +1,178 @@
+"""A forecast in words and in JSON. GB/s are 10^9 bytes a second; sizes are in binary units."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from infinity.plan.advice import Advice
+from infinity.plan.predict import Forecast
+from infinity.sizes import format_nbytes
+
+_LANES = {
+    "compute": "compute",
+    "update": "the optimizer's pass on the host",
+    "nvme": "NVMe",
+    "h2d": "host to device",
+    "d2h": "device to host",
+    "gather": "between devices",
+}
+_TRAFFIC = {
+    "nvme_read": "NVMe read",
+    "nvme_write": "NVMe write",
+    "h2d": "host to device",
+    "d2h": "device to host",
+    "gather": "between devices",
+}
+# Below this share of the step no lane alone explains it: things wait for each other.
+_BINDING_SHARE = 0.85
+_LEAST_GAIN = 1.02
+
+
+def to_dict(forecast: Forecast, advice: Sequence[Advice]) -> dict[str, Any]:
+    """Everything `to_text` says, in plain bytes and seconds."""
+    step, batch = forecast.step, forecast.batch
+    return {
+        "model": {
+            "name": forecast.model.name,
+            "num_params": forecast.model.num_params,
+            "active_params": forecast.model.active_params,
+            "units": len(forecast.model.units),
+        },
+        "hardware": forecast.hardware.model_dump(),
+        "batch": asdict(batch) | {"tokens_per_step": batch.tokens_per_step},
+        "placed_nbytes": forecast.placed_nbytes,
+        "host_nbytes": forecast.host_nbytes,
+        "working_nbytes": forecast.working_nbytes,
+        "is_tight": forecast.is_tight,
+        "moved_nbytes": step.moved_nbytes,
+        "busy_s": step.busy_s,
+        "step_s": step.step_s,
+        "tokens_per_s": forecast.tokens_per_s,
+        "flops_per_s": forecast.flops_per_s,
+        "binding": step.binding,
+        "binding_share": step.busy_s[step.binding] / step.step_s,
+        "advice": [asdict(each) for each in advice],
+        "endurance_steps": forecast.endurance_steps,
+        "warnings": list(forecast.warnings),
+    }
+
+
+def to_text(forecast: Forecast, advice: Sequence[Advice]) -> str:
+    """What a person reads, a dozen or two lines."""
+    model, batch, step = forecast.model, forecast.batch, forecast.step
+    lines = [
+        f"{model.name}: {_count(model.num_params)} parameters"
+        + (
+            f", {_count(model.active_params)} of them at work on a token"
+            if model.active_params < 0.9 * model.num_params
+            else ""
+        ),
+        f"on {forecast.hardware.name}",
+        f"{batch.tokens_per_step:,} tokens a step: {batch.num_micro_batches} x "
+        f"{batch.num_tokens:,} in sequences of {batch.sequence_length:,}"
+        + (", activations recomputed" if batch.recomputes else ""),
+        "",
+        "where state rests",
+        *_places(forecast),
+        "",
+        "bytes a step" + " " * 18 + "busy, of the step",
+        *_links(forecast),
+        "",
+        f"step      {_duration(step.step_s)}, {_rate(forecast.tokens_per_s)} tokens/s, "
+        f"{forecast.flops_per_s / 1e12:.3g} TFLOPS of the model",
+        f"binding   {_binding(forecast)}",
+        *_helps(advice),
+        *_endurance(forecast),
+        *(f"warning   {text}" for text in forecast.warnings),
+    ]
+    return "\n".join(lines)
+
+
+def _places(forecast: Forecast) -> list[str]:
+    lines = []
+    for kind, tiers in forecast.placed_nbytes.items():
+        parts = ", ".join(f"{tier} {format_nbytes(nbytes)}" for tier, nbytes in tiers.items())
+        lines.append(f"  {kind:<12}{parts}")
+    tight = ", tight: nothing is kept or read ahead" if forecast.is_tight else ""
+    lines.append(
+        f"  {'host':<12}{format_nbytes(forecast.host_nbytes)} in all, "
+        f"{format_nbytes(forecast.working_nbytes)} to work in{tight}"
+    )
+    return lines
+
+
+def _links(forecast: Forecast) -> list[str]:
+    step = forecast.step
+    lines = []
+    for lane, title in _LANES.items():
+        busy_s = step.busy_s.get(lane, 0.0)
+        if not busy_s:
+            continue
+        moved = [
+            f"{_TRAFFIC[name].removeprefix('NVMe ')} {format_nbytes(nbytes)}"
+            if lane == "nvme"
+            else format_nbytes(nbytes)
+            for name, nbytes in step.moved_nbytes.items()
+            if name == lane or (lane == "nvme" and name.startswith("nvme"))
+        ]
+        share = f"{_duration(busy_s)}, {busy_s / step.step_s:.0%}"
+        lines.append(f"  {title:<34}{share:<16}{', '.join(moved)}".rstrip())
+    return lines
+
+
+def _binding(forecast: Forecast) -> str:
+    step = forecast.step
+    share = step.busy_s[step.binding] / step.step_s
+    if share >= _BINDING_SHARE:
+        return f"{_LANES[step.binding]}, busy {share:.0%} of the step"
+    return (
+        f"nothing alone; {_LANES[step.binding]} most, busy {share:.0%} of the step. The rest is "
+        "waiting for one another"
+    )
+
+
+def _helps(advice: Sequence[Advice]) -> list[str]:
+    useful = [each for each in advice if each.ratio >= _LEAST_GAIN]
+    if not useful:
+        return ["helps     none of what was tried: more memory, drives, links, compute, tokens"]
+    return [
+        f"{'helps' if number == 0 else '':<10}{each.change}: {each.ratio - 1:+.0%} tokens/s"
+        for number, each in enumerate(useful[:5])
+    ]
+
+
+def _endurance(forecast: Forecast) -> list[str]:
+    written = forecast.step.moved_nbytes.get("nvme_write", 0)
+    if not written:
+        return ["drives    nothing is written"]
+    steps = forecast.endurance_steps
+    per_step = f"{written / 1e12:.3g} TB written a step"
+    if steps is None:
+        return [f"drives    {per_step}: {1e15 / written:,.0f} steps for each PB of endurance"]
+    days = steps * forecast.step.step_s / 86400
+    return [
+        f"drives    {per_step}; worn out after {_steps(steps)} steps, {days:,.0f} days of this run"
+    ]
+
+
+def _steps(steps: float) -> str:
+    return f"{steps:,.0f}" if steps < 1e7 else f"{steps:.1e}"
+
+
+def _count(number: float) -> str:
+    for size, word in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:.3g} {word}"
+    return str(int(number))
+
+
+def _rate(rate: float) -> str:
+    return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
+
+
+def _duration(seconds: float) -> str:
+    if seconds >= 600:
+        return f"{seconds / 60:,.0f} min"
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"

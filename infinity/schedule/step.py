@@ -1,0 +1,469 @@
+"""The operations of training steps, as the engine would issue them, for `simulate`.
+
+Forward: each unit's weights come in, its pending update is made on the way, then it computes.
+Backward: weights come in again, in reverse; gradients leave. The optimizer decides when the last
+gradient is where it rests. Pure: no torch, no I/O, no clock.
+
+Lanes: compute, update (the host's thread), nvme, h2d, d2h, gather (between devices). Where the
+device is the host itself, compute and update are one thread, hence one lane.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from infinity.schedule.residency import Visit, visits
+from infinity.schedule.simulate import Operation, Timeline, simulate
+
+COMPUTE, UPDATE, NVME, H2D, D2H, GATHER = "compute", "update", "nvme", "h2d", "d2h", "gather"
+READ, WRITE = "nvme_read", "nvme_write"
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What the links and processors of a node do, all devices together: bytes and FLOPs a second.
+
+    `nvme_mixed` is the sum of both directions when as much is read as written. `update` counts
+    every byte the optimizer's pass reads or writes, `host` those of summing gradients. `gather` is
+    None with one device.
+    """
+
+    flops: float
+    update: float
+    host: float
+    nvme_read: float = float("inf")
+    nvme_write: float = float("inf")
+    nvme_mixed: float = float("inf")
+    h2d: float = float("inf")
+    d2h: float = float("inf")
+    gather: float | None = None
+
+    def nvme_s(self, read_nbytes: float, write_nbytes: float) -> float:
+        """Least time to read and write so much, in any interleaving that helps."""
+        alone_s = read_nbytes / self.nvme_read + write_nbytes / self.nvme_write
+        both_nbytes = min(read_nbytes, write_nbytes)
+        mixed_s = (
+            2 * both_nbytes / self.nvme_mixed
+            + (read_nbytes - both_nbytes) / self.nvme_read
+            + (write_nbytes - both_nbytes) / self.nvme_write
+        )
+        least_s = max(read_nbytes / self.nvme_read, write_nbytes / self.nvme_write)
+        return max(min(alone_s, mixed_s), least_s)
+
+
+@dataclass(frozen=True, slots=True)
+class UnitLoad:
+    """One unit as the schedule sees it. `weights` is the tier they rest on; bytes by tier name."""
+
+    name: str
+    weights: str
+    weight_nbytes: int
+    written_nbytes: int  # Of the weights, by an update.
+    state_read_nbytes: Mapping[str, int]
+    state_write_nbytes: Mapping[str, int]
+    update_nbytes: int  # That the optimizer's pass touches in memory; 0 for a frozen unit.
+    gradients: str
+    gradient_nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """A site's forward of one micro-batch: the units it holds, and its FLOPs."""
+
+    units: tuple[int, ...]
+    forward_flops: float
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """Everything the prediction depends on but the machine's speed.
+
+    `weights_cache_nbytes` is host memory for weights that travel, `device_cache_nbytes` the same on
+    the device (None where it computes on host memory). `ring_nbytes` of state are in memory at
+    once. `backward_ratio` is the backward's FLOPs over the forward's: 2, or 3 with recomputation.
+    """
+
+    units: tuple[UnitLoad, ...]
+    uses: tuple[Use, ...]
+    num_micro_batches: int
+    backward_ratio: float
+    weights_cache_nbytes: float
+    device_cache_nbytes: float | None
+    ring_nbytes: float
+    num_gradient_buffers: int = 2
+    reads_ahead: bool = True
+    is_deferred: bool = True
+
+    @property
+    def shares_host_memory(self) -> bool:
+        return self.device_cache_nbytes is None
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """One step in the steady state. 0 in `timeline` is the step's start; what is fetched for it
+    during the step before starts earlier."""
+
+    step_s: float
+    busy_s: Mapping[str, float]
+    moved_nbytes: Mapping[str, int]
+    timeline: Timeline
+
+    @property
+    def binding(self) -> str:
+        """The lane that is busy longest: the step cannot be faster than it."""
+        return max(self.busy_s, key=lambda lane: self.busy_s[lane])
+
+
+# The caches and queues are in their rhythm by the last but one, and the last is there to compete
+# with it for the links.
+_NUM_STEPS = 5
+_SHOWN = _NUM_STEPS - 2
+
+
+def predict(job: Job, rates: Rates) -> Prediction:
+    """A step among others like it, from the decision of the optimizer before it to its own."""
+    draft = _Draft(job, rates)
+    for step in range(_NUM_STEPS):
+        draft.add_step(step)
+    operations = _with_nvme_times(draft.operations, rates)
+    timeline = simulate(operations)
+    begin_s, end_s = (
+        timeline.finish_s[decided] for decided in draft.decided[_SHOWN - 1 : _SHOWN + 1]
+    )
+    shown = [i for i, each in enumerate(operations) if each.step == _SHOWN]
+    busy_s: defaultdict[str, float] = defaultdict(float)
+    moved_nbytes: defaultdict[str, int] = defaultdict(int)
+    for index in shown:
+        busy_s[operations[index].lane] += operations[index].duration_s
+        if operations[index].traffic:
+            moved_nbytes[operations[index].traffic] += operations[index].nbytes
+    return Prediction(
+        step_s=end_s - begin_s,
+        busy_s=dict(busy_s),
+        moved_nbytes=dict(moved_nbytes),
+        timeline=Timeline(
+            tuple(operations[i] for i in shown),
+            tuple(timeline.start_s[i] - begin_s for i in shown),
+            tuple(timeline.finish_s[i] - begin_s for i in shown),
+        ),
+    )
+
+
+def _with_nvme_times(drafted: Sequence[Operation], rates: Rates) -> list[Operation]:
+    """Gives transfers of the drives their time. Where a pass both reads and writes, the drives do
+    both at once, so each byte of the pass takes an equal share of the time of all."""
+    totals: defaultdict[tuple[int, str], dict[str, int]] = defaultdict(lambda: {READ: 0, WRITE: 0})
+    for each in drafted:
+        if each.lane == NVME:
+            totals[each.step, _pass(each)][each.traffic] += each.nbytes
+    s_per_byte = {
+        key: rates.nvme_s(moved[READ], moved[WRITE]) / max(sum(moved.values()), 1)
+        for key, moved in totals.items()
+    }
+    return [
+        replace(each, duration_s=each.nbytes * s_per_byte[each.step, _pass(each)])
+        if each.lane == NVME
+        else each
+        for each in drafted
+    ]
+
+
+def _pass(operation: Operation) -> str:
+    return operation.name.partition(":")[0]
+
+
+# -- Drafting --------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _LastWrites:
+    """What a later read of the same bytes has to wait for: operations by unit."""
+
+    weights: dict[int, int] = field(default_factory=dict)
+    state: dict[tuple[int, int], int] = field(default_factory=dict)
+    gradients: dict[int, int] = field(default_factory=dict)
+
+
+class _Draft:
+    """Appends the operations of steps in the order in which they are needed."""
+
+    def __init__(self, job: Job, rates: Rates) -> None:
+        self.job = job
+        self.rates = rates
+        self.operations: list[Operation] = []
+        self.decided: list[int] = []  # Per step, the operation at which the optimizer decides.
+        self._step = 0
+        self._pass = ""
+        self._update_lane = COMPUTE if job.shares_host_memory else UPDATE
+        self._last_on: dict[str, int] = {}  # Compute and update keep the order of the program.
+        self._written = _LastWrites()
+        self._ring: list[tuple[int, ...]] = []  # What frees the ring's segments, oldest first.
+        self._gradients_out: list[int] = []
+        self._host, self._device = self._visits()
+        self._host_free: dict[int, tuple[int, ...]] = {}  # Visit -> what its room waits for.
+        self._device_free: dict[int, tuple[int, ...]] = {}
+        self._visit = 0
+        self._unwritten: dict[int, int] = {}  # Updated weights by unit, and the update.
+
+    def _visits(self) -> tuple[list[Visit], list[Visit]]:
+        job = self.job
+        forward = [unit for use in job.uses for unit in use.units]
+        order = forward + forward[::-1]
+        passes = _NUM_STEPS * job.num_micro_batches
+        first_passes = range(0, passes, job.num_micro_batches)
+        travelling = [u.weight_nbytes if u.weights == "nvme" else 0 for u in job.units]
+        if job.device_cache_nbytes is None:
+            device = [Visit(unit, True) for unit in order] * passes
+            skipped: frozenset[int] = frozenset()
+        else:
+            away = [u.weight_nbytes if u.weights != "device" else 0 for u in job.units]
+            changing = {index for index, unit in enumerate(job.units) if unit.update_nbytes}
+            device = visits(
+                order, away, job.device_cache_nbytes,
+                num_passes=passes, stale=first_passes, changing=changing,
+            )  # fmt: skip
+            skipped = frozenset(i for i, visit in enumerate(device) if visit.is_hit)
+        host = visits(
+            order, travelling, job.weights_cache_nbytes, num_passes=passes, skipped=skipped
+        )
+        return host, device
+
+    def _add(
+        self, lane: str, name: str, duration_s: float = 0.0, *, after: Sequence[int | None] = (),
+        nbytes: int = 0, traffic: str = "",
+    ) -> int:  # fmt: skip
+        before = [each for each in after if each is not None]
+        if lane in (COMPUTE, UPDATE) and lane in self._last_on:
+            before.append(self._last_on[lane])
+        index = len(self.operations)
+        self._last_on[lane] = index
+        label = f"{self._pass}: {name}"
+        waits = tuple(dict.fromkeys(before))
+        self.operations.append(
+            Operation(lane, label, duration_s, waits, nbytes, traffic, self._step)
+        )
+        return index
+
+    def _move(self, lane: str, name: str, nbytes: int, after: Sequence[int | None]) -> int:
+        """A transfer between device and host."""
+        rate = {H2D: self.rates.h2d, D2H: self.rates.d2h}[lane]
+        return self._add(lane, name, nbytes / rate, after=after, nbytes=nbytes, traffic=lane)
+
+    def _nvme(self, traffic: str, name: str, nbytes: int, after: Sequence[int | None]) -> int:
+        return self._add(NVME, name, after=after, nbytes=nbytes, traffic=traffic)
+
+    def add_step(self, step: int) -> None:
+        job = self.job
+        self._step = step
+        is_updating = step > 0
+        if is_updating and not job.is_deferred:
+            self._pass = "update"
+            for unit in dict.fromkeys(unit for use in job.uses for unit in use.units):
+                self._update_at_step(unit)
+        for micro_batch in range(job.num_micro_batches):
+            is_first = micro_batch == 0
+            self._pass = "forward with update" if is_first and job.is_deferred else "forward"
+            pending = set(range(len(job.units))) if is_first and is_updating else set()
+            if not job.is_deferred:
+                pending.clear()
+            for use in job.uses:
+                self._forward(use, pending)
+            self._pass = "backward"
+            uses_left = Counter(unit for use in job.uses for unit in use.units)
+            for use in reversed(job.uses):
+                uses_left.subtract(use.units)
+                self._backward(use)
+                for unit in use.units:
+                    if uses_left[unit] == 0:  # The gradient is complete.
+                        self._gradient_out(unit, is_first=is_first)
+        # The optimizer looks at all gradients and waits until they are where they rest.
+        after = [*self._gradients_out, self._last_on.get(self._update_lane)]
+        self._gradients_out.clear()
+        self.decided.append(self._add(COMPUTE, "optimizer decides", after=after))
+
+    # -- Forward and backward --------------------------------------------------------------------
+
+    def _forward(self, use: Use, pending: set[int]) -> None:
+        ready = []
+        for unit in use.units:
+            is_pending = unit in pending
+            pending.discard(unit)
+            ready.append(self._bring_in(unit, is_pending=is_pending))
+        duration_s = use.forward_flops / self.rates.flops
+        computed = self._add(COMPUTE, self._name(use), duration_s, after=ready)
+        for unit in use.units:
+            if unit in self._unwritten:
+                self._write_weights(unit, [self._unwritten.pop(unit), computed])
+        self._let_go(use, computed)
+
+    def _backward(self, use: Use) -> None:
+        ready = [self._bring_in(unit) for unit in reversed(use.units)]
+        duration_s = use.forward_flops * self.job.backward_ratio / self.rates.flops
+        computed = self._add(COMPUTE, self._name(use), duration_s, after=ready)
+        self._let_go(use, computed)
+
+    def _name(self, use: Use) -> str:
+        return "+".join(self.job.units[unit].name for unit in use.units)
+
+    def _bring_in(self, unit: int, *, is_pending: bool = False) -> int | None:
+        """Weights to where they are used; returns what the use waits for."""
+        load = self.job.units[unit]
+        host, device = self._host[self._visit], self._device[self._visit]
+        self._visit += 1
+        ready: int | None = None
+        if is_pending and load.update_nbytes:
+            ready = self._fetch(unit, host)
+            ready = self._update(unit, ready)
+        elif self.job.shares_host_memory or not device.is_hit:
+            ready = self._fetch(unit, host)
+        if not device.is_hit:
+            room = [each for visit in device.evicts for each in self._device_free.get(visit, ())]
+            ready = self._move(H2D, f"weights of {load.name}", load.weight_nbytes, [ready, *room])
+            if self.rates.gather is not None:
+                duration_s = load.weight_nbytes / self.rates.gather
+                ready = self._add(GATHER, f"weights of {load.name}", duration_s, after=[ready],
+                                  nbytes=load.weight_nbytes, traffic=GATHER)  # fmt: skip
+        return ready
+
+    def _fetch(self, unit: int, visit: Visit) -> int | None:
+        if visit.is_hit:
+            return None
+        load = self.job.units[unit]
+        after = [each for seen in visit.evicts for each in self._host_free.get(seen, ())]
+        after += [self._written.weights.get(unit)]
+        if not self.job.reads_ahead:
+            after.append(self._last_on.get(COMPUTE))
+        return self._nvme(READ, f"weights of {load.name}", load.weight_nbytes, after)
+
+    def _let_go(self, use: Use, computed: int) -> None:
+        """The room of these visits is free when they are over, and what was changed is written."""
+        first = self._visit - len(use.units)
+        for visit in range(first, self._visit):
+            written = self._written.weights.get(self._host[visit].unit)
+            free = (computed,) if written is None else (computed, written)
+            self._host_free[visit] = self._device_free[visit] = free
+
+    def _gradient_out(self, unit: int, *, is_first: bool) -> None:
+        load = self.job.units[unit]
+        if not load.gradient_nbytes:
+            return
+        name = f"gradients of {load.name}"
+        out = self._last_on[COMPUTE]
+        if self.rates.gather is not None:
+            out = self._add(GATHER, name, load.weight_nbytes / self.rates.gather, after=[out],
+                            nbytes=load.weight_nbytes, traffic=GATHER)  # fmt: skip
+        if load.gradients == "device":
+            self._gradients_out.append(out)
+            return
+        room: list[int | None] = [None]
+        if load.gradients == "nvme" and len(self._gradients_out) >= self.job.num_gradient_buffers:
+            room = [self._gradients_out[-self.job.num_gradient_buffers]]
+        if not self.job.shares_host_memory:
+            out = self._move(D2H, name, load.gradient_nbytes, [out, *room])
+        before: list[int | None] = [out, *room]
+        if load.gradients == "nvme" and not is_first:
+            last = self._written.gradients.get(unit)
+            before.append(self._nvme(READ, name, load.gradient_nbytes, [last, *room]))
+        # Copied or added (autograd's is read, the sum read and written), then read for the norm.
+        touched_nbytes = (2 if is_first else 3) * load.gradient_nbytes + load.gradient_nbytes
+        if not self.job.shares_host_memory and is_first:
+            touched_nbytes = load.gradient_nbytes  # The copy engine put them there.
+        summed = self._add(self._update_lane, name, touched_nbytes / self.rates.host, after=before)
+        if load.gradients == "nvme":
+            summed = self._nvme(WRITE, name, load.gradient_nbytes, [summed])
+            self._written.gradients[unit] = summed
+        self._gradients_out.append(summed)
+
+    # -- Updates ---------------------------------------------------------------------------------
+
+    def _update_at_step(self, unit: int) -> None:
+        load = self.job.units[unit]
+        if not load.update_nbytes:
+            return
+        ready = None
+        if load.weights == "nvme":
+            last = self._written.weights.get(unit)
+            name = f"weights of {load.name}"
+            ready = self._nvme(READ, name, load.weight_nbytes, [last, self.decided[-1]])
+        done = self._update(unit, ready)
+        self._last_on[COMPUTE] = self._add(COMPUTE, f"updated {load.name}", after=[done])
+
+    def _update(self, unit: int, weights_ready: int | None) -> int:
+        """Reads state a segment at a time, updates it, writes it back; then writes the weights."""
+        job, load = self.job, self.job.units[unit]
+        decided = self.decided[-1]
+        if load.weights == "device" and not job.shares_host_memory:
+            weights_ready = self._move(
+                D2H, f"weights of {load.name}", load.weight_nbytes, [decided]
+            )
+        resident_nbytes = max(sum(load.state_read_nbytes.values()), 1)
+        count, capacity = _segments(resident_nbytes, job.ring_nbytes)
+        done = weights_ready
+        for segment in range(count):
+            done = self._update_segment(unit, segment, count, capacity, weights_ready)
+        assert done is not None
+        if load.weights == "nvme":
+            if job.shares_host_memory and job.is_deferred:
+                self._unwritten[unit] = done  # The pages are under the model until it has run.
+            else:
+                self._write_weights(unit, [done])
+        elif load.weights == "device" and not job.shares_host_memory:
+            done = self._move(H2D, f"weights of {load.name}", load.written_nbytes, [done])
+        return done
+
+    def _write_weights(self, unit: int, after: Sequence[int]) -> None:
+        load = self.job.units[unit]
+        name = f"weights of {load.name}"
+        self._written.weights[unit] = self._nvme(WRITE, name, load.written_nbytes, after)
+
+    def _update_segment(
+        self, unit: int, segment: int, count: int, capacity: int, weights_ready: int | None
+    ) -> int:
+        load, name = self.job.units[unit], f"state of {self.job.units[unit].name}"
+
+        def share(nbytes: int) -> int:
+            return nbytes * (segment + 1) // count - nbytes * segment // count
+
+        before: list[int | None] = [self.decided[-1], self._written.state.get((unit, segment))]
+        before.append(self._written.gradients.get(unit))
+        if any(load.state_read_nbytes.values()):
+            if len(self._ring) >= capacity:
+                before += self._ring[-capacity]
+            if not self.job.reads_ahead:
+                before.append(self._last_on.get(COMPUTE))
+        reads = []
+        if load.state_read_nbytes.get("nvme"):
+            nbytes = share(load.state_read_nbytes["nvme"])
+            reads.append(self._nvme(READ, name, nbytes, before))
+        if load.state_read_nbytes.get("device"):
+            reads.append(self._move(D2H, name, share(load.state_read_nbytes["device"]), before))
+        duration_s = share(load.update_nbytes) / self.rates.update
+        updated = self._add(
+            self._update_lane, name, duration_s, after=[*reads, weights_ready, self.decided[-1]]
+        )
+        free = [updated]
+        if load.state_write_nbytes.get("nvme"):
+            nbytes = share(load.state_write_nbytes["nvme"])
+            written = self._nvme(WRITE, name, nbytes, [updated])
+            self._written.state[unit, segment] = written
+            free.append(written)
+        if load.state_write_nbytes.get("device"):
+            free.append(self._move(H2D, name, share(load.state_write_nbytes["device"]), [updated]))
+        if reads:
+            self._ring.append(tuple(free))
+        return updated
+
+
+# More segments than these make the prediction slower, not better.
+_MOST_SEGMENTS = 8
+_WANTED_IN_RING = 3
+
+
+def _segments(state_nbytes: int, ring_nbytes: float) -> tuple[int, int]:
+    """(segments of one unit's state, segments in the ring): three in the ring if it can be."""
+    wanted = -(-state_nbytes * _WANTED_IN_RING // max(int(ring_nbytes), 1))
+    count = min(max(wanted, 1), _MOST_SEGMENTS)
+    return count, max(1, int(ring_nbytes * count // state_nbytes))

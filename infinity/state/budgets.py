@@ -1,0 +1,169 @@
+"""What each tier may take: from a configuration and a machine's sizes to budgets and a placement.
+
+Pure: the machine's sizes are given, so that a machine that is not here can be asked about as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from infinity.config import SwapConfig
+from infinity.errors import CapacityError, ConfigError
+from infinity.sizes import MIB, align_up, format_nbytes
+from infinity.state.placement import (
+    Placement,
+    place,
+    plan_berths,
+    resting_nbytes,
+    smallest_working_nbytes,
+)
+from infinity.state.units import STATE_ITEM_NBYTES, Piece, Unit
+from infinity.tiers.ranges import rounded_nbytes
+
+# What gradients in device memory are added to sums on the host through, at most.
+STAGED_NBYTES = 16 << 20
+
+
+class Budgets:
+    """What each tier may take, and where every piece goes.
+
+    `held_nbytes`: the most weight bytes that nested modules hold at once. `device_nbytes`: what the
+    device may be filled with (None: unlimited). `available_host_nbytes`: what a share or "auto" of
+    `tiers.host.capacity` is taken of. `shares_host_memory`: the device computes on host memory.
+    Raises ConfigError for a tier that is not there, CapacityError for a budget that is too small.
+    """
+
+    def __init__(
+        self,
+        config: SwapConfig,
+        units: Sequence[Unit],
+        *,
+        held_nbytes: int,
+        shares_host_memory: bool,
+        device_nbytes: int | None,
+        available_host_nbytes: int,
+    ) -> None:
+        self.preferences = {
+            kind: tuple(getattr(config.placement, kind))
+            for kind in ("parameters", "master", "moments", "gradients")
+        }
+        self._refuse_missing_tier(config)
+        self.is_cpu = shares_host_memory
+        self.device_nbytes = device_nbytes
+        self.held_nbytes = held_nbytes
+        smallest = smallest_working_nbytes(
+            units,
+            self.preferences,
+            held_nbytes=self.held_nbytes,
+            chunk_nbytes=config.schedule.update_chunk,
+            staged_nbytes=self._staged_nbytes(units),
+        )
+        comfortable = self._comfortable(config, units, smallest)
+        self.host_nbytes = self._host_nbytes(config, units, comfortable, available_host_nbytes)
+        self._refuse_small_host(units, smallest)
+        self.placement = self._place(units, smallest, comfortable)
+        self.working_nbytes = working_nbytes = (
+            self.host_nbytes - self.placement.placed_nbytes["host"]
+        )
+        # Where less than this is free, what is kept for later gets in the way of what is needed
+        # now.
+        self.is_tight = working_nbytes < 3 * smallest
+        weights_nbytes = max(resting_nbytes(unit, Piece.PARAMETERS) for unit in units)
+        self.chunk_nbytes, self.num_berths = plan_berths(
+            working_nbytes - max(weights_nbytes, self.held_nbytes),
+            config.schedule.update_chunk,
+            unit_nbytes=max(unit.state_numel for unit in units) * STATE_ITEM_NBYTES,
+            num_pieces=self.placement.num_travelling(),
+        )
+        self.window_nbytes = 0 if self.is_tight else self._window_nbytes(config, working_nbytes)
+
+    def _refuse_missing_tier(self, config: SwapConfig) -> None:
+        if not config.tiers.nvme:
+            for kind, order in self.preferences.items():
+                if "nvme" in order:
+                    raise ConfigError(
+                        f"placement.{kind} names nvme but there is no [[tiers.nvme]] entry; add "
+                        "one with a path, or place it on host"
+                    )
+
+    def _staged_nbytes(self, units: Sequence[Unit]) -> int:
+        """What sums of gradients on the host are added to through."""
+        if self.is_cpu or set(self.preferences["gradients"]) == {"device"}:
+            return 0
+        largest = max(spec.numel for unit in units for spec in unit.tensors) * STATE_ITEM_NBYTES
+        return rounded_nbytes(min(largest, STAGED_NBYTES))
+
+    def _comfortable(self, config: SwapConfig, units: Sequence[Unit], smallest: int) -> int:
+        """Working memory that lets fetches, gradients and updates run ahead of each other."""
+        weights_nbytes = max(
+            self.held_nbytes, *(resting_nbytes(u, Piece.PARAMETERS) for u in units)
+        )
+        gradients_nbytes = max(resting_nbytes(unit, Piece.GRADIENTS) for unit in units)
+        return max(
+            3 * smallest,
+            3 * weights_nbytes + 2 * gradients_nbytes,
+            weights_nbytes + 12 * config.schedule.update_chunk,
+        )
+
+    def _host_nbytes(
+        self,
+        config: SwapConfig,
+        units: Sequence[Unit],
+        comfortable: int,
+        available_host_nbytes: int,
+    ) -> int:
+        capacity = config.tiers.host.capacity
+        asked_nbytes = capacity.resolve(available_host_nbytes, auto_percent=50.0)
+        if not capacity.is_auto:
+            return asked_nbytes
+        # More than all state and comfortable working memory would never be touched.
+        all_nbytes = sum(resting_nbytes(unit, piece) for unit in units for piece in Piece)
+        return min(asked_nbytes, align_up(all_nbytes + comfortable, 2 * MIB))
+
+    def _refuse_small_host(self, units: Sequence[Unit], smallest: int) -> None:
+        only_host = [kind for kind, order in self.preferences.items() if set(order) == {"host"}]
+        resting = sum(
+            resting_nbytes(unit, piece)
+            for unit in units
+            for piece in Piece
+            if piece.kind in only_host
+        )
+        needed_nbytes = resting + smallest
+        if self.host_nbytes < needed_nbytes:
+            largest = max(units, key=lambda unit: unit.weight_nbytes)
+            raise CapacityError(
+                "host",
+                needed_nbytes=needed_nbytes,
+                available_nbytes=self.host_nbytes,
+                key=f"tiers.host.capacity to {align_up(needed_nbytes, MIB) // MIB}MiB or more",
+                detail=(
+                    f"the smallest host budget that works is {format_nbytes(needed_nbytes)}: "
+                    f"{format_nbytes(resting)} rest there by placement, "
+                    f"{format_nbytes(smallest)} are needed to work in (largest unit "
+                    f"{largest.name!r}, {format_nbytes(largest.weight_nbytes)})"
+                ),
+            )
+
+    def _place(self, units: Sequence[Unit], smallest: int, comfortable: int) -> Placement:
+        window_nbytes = 0 if self.is_cpu else self.held_nbytes
+        device_nbytes = self.device_nbytes
+        if device_nbytes is not None:
+            device_nbytes -= window_nbytes
+        error: CapacityError | None = None
+        for reserved_nbytes in (min(comfortable, max(smallest, self.host_nbytes // 2)), smallest):
+            try:
+                return place(
+                    units,
+                    self.preferences,
+                    host_nbytes=self.host_nbytes - reserved_nbytes,
+                    device_nbytes=device_nbytes,
+                )
+            except CapacityError as refused:
+                error = refused
+        assert error is not None
+        raise error
+
+    def _window_nbytes(self, config: SwapConfig, free_nbytes: int) -> int:
+        if not config.schedule.prefetch:
+            return 0
+        return free_nbytes if config.schedule.window == "auto" else int(config.schedule.window)

@@ -1,0 +1,107 @@
+"""`infinity plan` as a user calls it, and its prediction beside a run of the engine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from infinity.cli import app
+
+RUNNER = CliRunner()
+
+CONFIG = """
+schema = 1
+tiers.host.capacity = "16MiB"
+tiers.nvme = [{{path = "{swap}", read_gbps = 2.0, write_gbps = 2.0}}]
+placement = {{parameters = "nvme", master = "nvme", moments = "nvme", gradients = "nvme"}}
+precision.compute = "{dtype}"
+data = {{paths = ["python-stdlib"], sequence_length = 32, max_bytes = "200kB"}}
+train = {{steps = 4, batch_size = 2, accumulation = {accumulation}, threads = 1}}
+output = {{directory = "{output}", export = false}}
+[model.config]
+model_type = "gpt2"
+vocab_size = 256
+n_embd = 256
+n_layer = 6
+n_head = 4
+n_positions = 64
+"""
+
+
+def plan(*arguments: str) -> str:
+    result = RUNNER.invoke(app, ["plan", *arguments])
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_a_shipped_model_on_a_shipped_machine() -> None:
+    said = plan("--model", "llama-3-70b", "--hardware", "8xh200-4nvme")
+    for word in ("where state rests", "tokens/s", "binding", "helps", "drives", "warning"):
+        assert word in said
+
+
+def test_json_says_the_same_in_numbers() -> None:
+    found = json.loads(plan("--params", "1T", "--hardware", "dgx-2", "--json"))
+    assert found["model"]["num_params"] == pytest.approx(1e12, rel=0.05)
+    assert found["step_s"] >= max(found["busy_s"].values()) * 0.97
+    assert found["tokens_per_s"] == pytest.approx(
+        found["batch"]["tokens_per_step"] / found["step_s"]
+    )
+    assert found["endurance_steps"] == pytest.approx(56000e12 / found["moved_nbytes"]["nvme_write"])
+    assert [each["ratio"] for each in found["advice"]] == sorted(
+        (each["ratio"] for each in found["advice"]), reverse=True
+    )
+
+
+def test_the_list_names_what_is_shipped() -> None:
+    said = plan("--list")
+    assert "dgx-2" in said and "kimi-k2" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "expected CONFIG, --model or --params"),
+        (["--params", "many", "--hardware", "dgx-2"], "such as 124M"),
+        (["--model", "gpt-1t", "--params", "1T"], "leave one out"),
+        (["--model", "gpt-1t", "--hardware", "laptop"], "rtx4090-desktop"),
+        (["--model", "llama-3-405b", "--hardware", "rtx4090-desktop"], "nvme tier"),
+        (["--model", "kimi-k2", "--hardware", "rtx4090-desktop"], "change tiers.host.capacity"),
+        (["--model", "gpt-1t", "--hardware", "dgx-2", "--set", "tiers.device.capacity=1GB"],
+         "does not fit one device"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_refused(arguments: list[str], words: str) -> None:
+    result = RUNNER.invoke(app, ["plan", *arguments])
+    assert result.exit_code == 2
+    assert words in " ".join(result.output.split())
+
+
+def test_a_plot(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "step.png"
+    plan("--model", "gpt-10b", "--hardware", "rtx4090-desktop", "--plot", str(path))
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_bytes_are_those_of_a_run(tmp_path: Path, dtype: str, accumulation: int) -> None:
+    """Written bytes are exact; read ones depend on what the caches happen to keep."""
+    pytest.importorskip("transformers")
+    file = tmp_path / "swap.toml"
+    file.write_text(
+        CONFIG.format(
+            swap=tmp_path / "swap", output=tmp_path / "out", dtype=dtype, accumulation=accumulation
+        )
+    )
+    found = json.loads(plan(str(file), "--json"))["moved_nbytes"]
+    result = RUNNER.invoke(app, ["train", str(file)])
+    assert result.exit_code == 0, result.output
+    lines = (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
+    ran = json.loads(lines[-1])
+    assert found["nvme_write"] == ran["nvme_write_nbytes"]
+    assert found["nvme_read"] == pytest.approx(ran["nvme_read_nbytes"], rel=0.1)
