@@ -173,7 +173,8 @@ class Executor:
         try:
             if not weights.reading.done():
                 self._counters.add("fetches_late", 1)
-                with self._counters.timed("read_wait_s"):
+                what = f"{weights.unit.name} needs its parameters"
+                with self._counters.timed("read_wait_s", what, (weights.reading,)):
                     weights.reading.wait()
             else:
                 weights.reading.wait()  # Over, but it may have failed.
@@ -419,7 +420,8 @@ class Executor:
     def _finish_write(self, weights: Weights) -> None:
         if weights.writing is None:
             return
-        with self._counters.timed("write_wait_s"):
+        what = f"parameters of {weights.unit.name} must be written"
+        with self._counters.timed("write_wait_s", what, (weights.writing,)):
             weights.writing.wait()
         weights.writing = None
 
