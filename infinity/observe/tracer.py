@@ -200,11 +200,13 @@ class Tracer:
 
 def _spans_of(transfer: _Transfer) -> Iterator[Span]:
     for file, nbytes, issued_ns, completed_ns in transfer.watched.passages():
+        # A device's clock is known to a microsecond only; nothing begins before it is asked for.
+        issued_ns = max(issued_ns, transfer.start_ns)
         yield Span(
             transfer.lanes(file),
             transfer.name,
             transfer.start_ns,
-            completed_ns,
+            max(completed_ns, issued_ns),
             {"nbytes": nbytes, "issued_ns": issued_ns},
             transfer.number,
         )
