@@ -106,8 +106,8 @@ struct Part {
 struct Passage {
   std::int32_t file = -1;
   std::uint64_t nbytes = 0;
-  std::chrono::steady_clock::time_point issued_at;     // the first block
-  std::chrono::steady_clock::time_point completed_at;  // the last block
+  std::chrono::steady_clock::time_point issued_at{};     // the first block
+  std::chrono::steady_clock::time_point completed_at{};  // the last block
 
   [[nodiscard]] bool has_moved() const noexcept { return completed_at.time_since_epoch().count() != 0; }
 };
