@@ -218,4 +218,5 @@ def _verb(lane: str) -> str:
     if lane in _COPIES:
         return "copy"
     first = lane.partition(" ")[0]
-    return {Lane.READS: "read", Lane.WRITES: "write", Lane.UPDATES: "update"}.get(first, first)
+    words = {str(Lane.READS): "read", str(Lane.WRITES): "write", str(Lane.UPDATES): "update"}
+    return words.get(first, first)

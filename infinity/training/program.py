@@ -153,7 +153,9 @@ class _Run:
         stream_weights(self._model, self._job.plan, self._config)
         self._engine = infinity.engine_of(self._model)
         if self._trace_plan is not None:
-            self._tracing = Tracing(self._trace_plan, self._engine.counters.tracer)
+            self._tracing = Tracing(
+                self._trace_plan, self._engine.counters.tracer, self._reporter.note
+            )
         give_back()
         options = self._config.optimizer
         optimizer = infinity.AdamW(

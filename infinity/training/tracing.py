@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,12 +43,14 @@ class Tracing:
     """Turns the tracer on and off around the planned steps and writes the file once.
 
     The file is written after the planned steps, as soon as the transfers they began are over, so
-    that it can be looked at while the run goes on.
+    that it can be looked at while the run goes on. `say` is told where it is, or why it is not: a
+    run does not end for want of a picture.
     """
 
-    def __init__(self, plan: TracePlan, tracer: Tracer) -> None:
+    def __init__(self, plan: TracePlan, tracer: Tracer, say: Callable[[str], None]) -> None:
         self._plan = plan
         self._tracer = tracer
+        self._say = say
         self._is_written = False
 
     @contextmanager
@@ -69,7 +71,12 @@ class Tracing:
         self._write()
 
     def _write(self) -> None:
-        if not self._is_written:
-            self._is_written = True
+        if self._is_written:
+            return
+        self._is_written = True
+        try:
             chrome.write(self._plan.path, self._tracer.spans(), self._tracer.counts())
-            self._tracer.forget()
+            self._say(f"wrote the trace to {self._plan.path}")
+        except OSError as error:
+            self._say(f"the trace was not written: {error}")
+        self._tracer.forget()

@@ -18,12 +18,12 @@ import infinity
 from infinity.cli.train import parse_steps
 from infinity.config import SwapConfig
 from infinity.errors import ConfigError
-from infinity.observe import Lane, chrome
+from infinity.observe import Counters, Lane, chrome
 from infinity.testing.models import Mlp
 from infinity.testing.simulated_device import SimulatedDevice
 from infinity.trace.summary import summarize
 from infinity.training import program
-from infinity.training.tracing import TracePlan
+from infinity.training.tracing import TracePlan, Tracing
 
 THREAD = ("compute", "engine", "updates", "stalls")
 
@@ -174,6 +174,17 @@ def test_a_run_that_ends_early_leaves_what_was_traced(table, tmp_path):
     short = {**table, "train": {**table["train"], "steps": 2}}
     train(short, TracePlan(tmp_path / "out.json", 2, 9))
     assert [step.step for step in summarize(chrome.read(tmp_path / "out.json"))] == ["step 2"]
+
+
+def test_a_trace_that_cannot_be_written_does_not_end_the_run(tmp_path):
+    directory = tmp_path / "gone"
+    said: list[str] = []
+    tracing = Tracing(TracePlan(directory / "out.json", 1, 1), Counters().tracer, said.append)
+    with tracing.step(1):
+        pass
+    tracing.finish()
+    assert len(said) == 1 and said[0].startswith("the trace was not written: ")
+    assert str(directory) in said[0]
 
 
 @pytest.mark.parametrize(
