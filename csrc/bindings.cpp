@@ -116,7 +116,24 @@ class PyTicket {
     if (ticket_->failed()) raise_storage_error(ticket_->error(), ticket_->error_path());
   }
 
+  // (file, nbytes, issued_ns, completed_ns) per file that was reached, on CLOCK_MONOTONIC.
+  [[nodiscard]] py::list passages() const {
+    if (getpid() != pid_) raise_in_child();
+    py::list found;
+    if (!ticket_->done()) return found;
+    for (const io::Passage& passage : ticket_->passages()) {
+      if (!passage.has_moved()) continue;
+      found.append(py::make_tuple(passage.file, passage.nbytes, nanoseconds(passage.issued_at),
+                                  nanoseconds(passage.completed_at)));
+    }
+    return found;
+  }
+
  private:
+  static std::int64_t nanoseconds(Clock::time_point at) {
+    return std::chrono::duration_cast<std::chrono::nanoseconds>(at.time_since_epoch()).count();
+  }
+
   io::Ticket ticket_;
   pid_t pid_;
 };
@@ -418,6 +435,7 @@ PYBIND11_MODULE(_core, module) {
   py::class_<PyTicket>(module, "Ticket")
       .def("done", &PyTicket::done)
       .def("cancel", &PyTicket::cancel)
+      .def("passages", &PyTicket::passages)
       .def("wait", &PyTicket::wait, py::arg("timeout_s") = py::none());
 
   py::class_<PyEngine>(module, "Engine")

@@ -67,6 +67,9 @@ class Window:
 class Ticket:
     def done(self) -> bool: ...
     def cancel(self) -> bool: ...
+    def passages(self) -> list[tuple[int, int, int, int]]:
+        """(file, nbytes, issued_ns, completed_ns) of each file reached; empty until done()."""
+
     def wait(self, timeout_s: float | None = None) -> None: ...
 
 @final

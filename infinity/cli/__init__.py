@@ -21,6 +21,7 @@ _COMMANDS = {
         "Say what this machine lacks, at what cost.",
     ),
     "plan": ("infinity.cli.plan", "plan", "Predict a step: places, bytes, seconds, what binds."),
+    "trace": ("infinity.cli.trace", "app", "Say what bounds the steps of a traced run."),
     "train": ("infinity.cli.train", "train", "Fine-tune a model as a swap-tier file says."),
     "tune": ("infinity.cli.tune", "tune", "Find the io settings that suit these drives."),
 }

@@ -11,6 +11,7 @@ import typer
 
 from infinity.config import SwapConfig
 from infinity.errors import ConfigError
+from infinity.training.tracing import TracePlan
 
 
 def train(
@@ -26,6 +27,16 @@ def train(
             '\'placement.moments=["host", "nvme"]\'. Values as in TOML; a bare word is text.',
         ),
     ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            "--trace", metavar="FILE", help="Write a timeline of some steps, for Perfetto."
+        ),
+    ] = None,
+    trace_steps: Annotated[
+        str,
+        typer.Option("--trace-steps", metavar="FIRST:LAST", help="The steps that are traced."),
+    ] = "2:5",
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the summary as JSON; progress goes to stderr.")
     ] = False,
@@ -43,17 +54,31 @@ def train(
         override(table, text)
     loaded = SwapConfig.from_table(table, source)
     loaded.require("model", "data", "train")
+    plan = None
+    if trace is not None:
+        first, last = parse_steps(trace_steps)
+        plan = TracePlan(trace, first, last)
+        plan.check(num_steps=loaded.train.steps)
 
     from infinity.training import program
 
+    console = Console(stderr=as_json)
     try:
-        summary, exit_code = program.train(loaded, console=Console(stderr=as_json))
+        summary, exit_code = program.train(loaded, console=console, trace=plan)
     except KeyboardInterrupt:
         typer.echo("stopped; nothing was exported", err=True)
         raise typer.Exit(130) from None
     if as_json:
         typer.echo(json.dumps(summary.to_dict(), indent=2))
     raise typer.Exit(exit_code)
+
+
+def parse_steps(text: str) -> tuple[int, int]:
+    """(first, last) of "2:5"; "3" is one step. Raises ConfigError."""
+    first, colon, last = text.partition(":")
+    if not first.isdigit() or not (last if colon else first).isdigit():
+        raise ConfigError(f"--trace-steps {text!r}: expected FIRST:LAST, such as 2:5")
+    return int(first), int(last if colon else first)
 
 
 def override(table: dict[str, Any], text: str) -> None:

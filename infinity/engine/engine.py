@@ -37,7 +37,7 @@ from infinity.engine.hooks import (
 from infinity.engine.master import Masters
 from infinity.engine.update import StepRecord, Updater
 from infinity.errors import InfinityError, ParameterNotResident, UnsupportedError
-from infinity.observe import Counters
+from infinity.observe import Counters, Lane
 from infinity.schedule.executor import Executor
 from infinity.state.store import StateStore
 from infinity.state.units import Piece, TensorSpec, Unit, weight_of
@@ -141,6 +141,7 @@ class Engine:
 
     def __post_init__(self) -> None:
         self.counters = self.parts.counters
+        self._tracer = self.counters.tracer
         self._executor = self.parts.executor
         self._gradients = self.parts.gradients
         self._lock = threading.RLock()
@@ -222,7 +223,7 @@ class Engine:
 
     def enter(self, units: list[int]) -> None:
         """Makes units usable. All or none: a failure lets go of those already held."""
-        with self._lock:
+        with self._lock, self._tracer.during(Lane.ENGINE, "enter"):
             done: list[int] = []
             priority = (
                 Priority.FORWARD if current_backward() == OUTSIDE_BACKWARD else Priority.BACKWARD
@@ -237,6 +238,9 @@ class Engine:
                 self.leave(done)
                 raise
             self.parts.updater.read_ahead()
+        if self._tracer.is_on and units:
+            names = [self.parts.store.units[unit].name for unit in units]
+            self._tracer.begin(tuple(units), Lane.SITES, ", ".join(names))
 
     def _write_out_finished(self, entering: list[int]) -> None:
         """Gradients of units that the backward has left go to where they rest.
@@ -260,7 +264,8 @@ class Engine:
 
     def leave(self, units: list[int]) -> None:
         """Ends one use of each unit."""
-        with self._lock:
+        self._tracer.end(tuple(units))
+        with self._lock, self._tracer.during(Lane.ENGINE, "leave"):
             for unit in units:
                 if self._executor.release(unit):
                     self._let_go(unit)
@@ -298,19 +303,25 @@ class Engine:
         with self._lock:
             self.reset()
             self._is_in_pass = True
-            self._executor.begin_pass("train" if torch.is_grad_enabled() else "eval")
+            kind = "train" if torch.is_grad_enabled() else "eval"
+            self._executor.begin_pass(kind)
+            self._tracer.begin("forward", Lane.PHASES, f"forward ({kind})")
 
     @torch._dynamo.disable  # type: ignore[untyped-decorator]
     def _pass_ends(self, module: nn.Module, args: Any, output: Any) -> None:
         self._is_in_pass = False
+        if current_backward() == OUTSIDE_BACKWARD:
+            self._tracer.end("forward")
 
     def backward_started(self) -> None:
         """A backward has reached the first site."""
+        self._tracer.begin("backward", Lane.PHASES, "backward")
 
     def backward_ended(self) -> None:
-        with self._lock:
+        with self._lock, self._tracer.during(Lane.ENGINE, "end of backward"):
             self._finished.clear()
             self._gradients.write_out_all()
+        self._tracer.end("backward")
 
     def reset(self) -> None:
         """Lets go of what a forward or backward left behind when it was broken off.
@@ -339,7 +350,7 @@ class Engine:
         gradient = parameter.grad
         assert gradient is not None
         parameter.grad = None  # First: what follows may raise, and the next backward must not add.
-        with self._lock:
+        with self._lock, self._tracer.during(Lane.ENGINE, "take gradient"):
             self._backwards.ensure_armed()
             self._gradients.add(slot.unit, slot.spec, gradient)
 
@@ -651,7 +662,7 @@ class Engine:
 
     def step(self, record: StepRecord) -> None:
         """Decides an optimizer step; each unit is updated before anybody sees it again."""
-        with self._lock:
+        with self._lock, self._tracer.during(Lane.PHASES, "optimizer step"):
             self.reset()
             held = self._executor.held()
             if held:
@@ -671,7 +682,7 @@ class Engine:
 
     def gradient_norms(self, slots: Iterable[Slot]) -> dict[str, torch.Tensor]:
         """2-norm of each gradient that is there, fp32 scalars on the host, in the given order."""
-        with self._lock:
+        with self._lock, self._tracer.during(Lane.PHASES, "gradient norms"):
             self.reset()
             self._quiesce()  # What no forward has touched since the last step.
             return {

@@ -125,7 +125,8 @@ class Gradients:
             if any(spec in self._present for spec in unit.trainable()):
                 try:
                     self._wait_read(
-                        self._store.read(unit, Piece.GRADIENTS, block, priority=Priority.STATE)
+                        unit,
+                        self._store.read(unit, Piece.GRADIENTS, block, priority=Priority.STATE),
                     )
                 except BaseException:
                     self._pool.free(block)
@@ -133,7 +134,7 @@ class Gradients:
                 self._rescale_resting(unit, buffer.array.view(torch.uint8))
             self._buffers[unit] = buffer
         elif buffer.writing is not None:
-            self._wait_write(buffer)
+            self._wait_write(unit, buffer)
         return buffer.array
 
     def _rescale_resting(self, unit: Unit, memory: torch.Tensor) -> None:
@@ -143,13 +144,15 @@ class Gradients:
             if scale is not None:
                 _slice(memory.view(torch.float32), spec).mul_(scale.to(memory.device))
 
-    def _wait_read(self, transfer: Transfer) -> None:
-        with self._counters.timed("read_wait_s"):
+    def _wait_read(self, unit: Unit, transfer: Transfer) -> None:
+        what = f"gradients of {unit.name} are added to"
+        with self._counters.timed("read_wait_s", what, (transfer,)):
             transfer.wait()
 
-    def _wait_write(self, buffer: _Buffer) -> None:
+    def _wait_write(self, unit: Unit, buffer: _Buffer) -> None:
         if buffer.writing is not None:
-            with self._counters.timed("write_wait_s"):
+            what = f"gradients of {unit.name} must be written"
+            with self._counters.timed("write_wait_s", what, (buffer.writing,)):
                 buffer.writing.wait()
             buffer.writing = None
 
@@ -158,7 +161,8 @@ class Gradients:
     def finish_copies(self) -> None:
         """Waits for gradients that are on their way from the device."""
         if self._copies:
-            with self._counters.timed("copy_wait_s"):
+            what = "gradients leave the device"
+            with self._counters.timed("copy_wait_s", what, self._copies):
                 for copy in self._copies:
                     copy.wait()
             self._copies.clear()
@@ -186,7 +190,7 @@ class Gradients:
             if unit is not self._in_use:
                 self.write_out(unit)
                 del self._buffers[unit]
-                self._wait_write(buffer)
+                self._wait_write(unit, buffer)
                 self._pool.free(buffer.block)
                 return True
         return False

@@ -176,7 +176,8 @@ class Updater:
 
     def finish_writes(self) -> None:
         """Waits until what was updated so far is where it rests."""
-        self._wait([t for berth in self._berths for t in berth.transfers], "write_wait_s")
+        transfers = [t for berth in self._berths for t in berth.transfers]
+        self._wait(transfers, "write_wait_s", "updated state must be written")
         for berth in self._berths:
             berth.transfers.clear()
 
@@ -289,7 +290,7 @@ class Updater:
             _, stage = self._started.popitem()
             if stage.berth is not None:
                 with contextlib.suppress(StorageError):  # Nobody asked for these bytes yet.
-                    self._wait(stage.berth.transfers, "read_wait_s")
+                    self._wait(stage.berth.transfers, "read_wait_s", "a read ahead is given up")
             self._moor(stage)
             count = None if count is None else count - 1
 
@@ -298,11 +299,11 @@ class Updater:
         if stage.berth is not None:
             self._berths.append(stage.berth)
 
-    def _wait(self, transfers: list[Transfer], counter: str) -> None:
+    def _wait(self, transfers: list[Transfer], counter: str, what: str) -> None:
         """All of them, even if one failed: the memory is not ours before. Raises the first
         error."""
         first: Exception | None = None
-        with self._counters.timed(counter):
+        with self._counters.timed(counter, what, transfers):
             for transfer in transfers:
                 try:
                     transfer.wait()
@@ -350,7 +351,8 @@ class Updater:
         if self._travelling:
             berth = self._berths.popleft()
             try:
-                self._wait(berth.transfers, "write_wait_s")
+                what = f"update of {chunk.unit.name} needs a berth that is being written"
+                self._wait(berth.transfers, "write_wait_s", what)
             except BaseException:
                 self._berths.append(berth)
                 raise
@@ -388,10 +390,12 @@ class Updater:
 
     def _await_reads(self, stage: _Stage) -> None:
         if stage.berth is not None:
-            self._wait(stage.berth.transfers, "read_wait_s")
+            what = f"update of {stage.chunk.unit.name} needs its state"
+            self._wait(stage.berth.transfers, "read_wait_s", what)
 
     def _compute(self, stage: _Stage, weights: torch.Tensor, record: StepRecord) -> None:
-        with self._counters.timed("update_s"), torch.no_grad():
+        what = f"update of {stage.chunk.unit.name}"
+        with self._counters.timed("update_s", what), torch.no_grad():
             # The native update takes spans of one rule, setting and format at a time.
             groups: dict[tuple[Settings, torch.dtype], list[Slice]] = {}
             for part in stage.chunk.slices:

@@ -173,7 +173,8 @@ class Executor:
         try:
             if not weights.reading.done():
                 self._counters.add("fetches_late", 1)
-                with self._counters.timed("read_wait_s"):
+                what = f"{weights.unit.name} needs its parameters"
+                with self._counters.timed("read_wait_s", what, (weights.reading,)):
                     weights.reading.wait()
             else:
                 weights.reading.wait()  # Over, but it may have failed.
@@ -196,11 +197,18 @@ class Executor:
 
     def _detach(self, weights: Weights) -> None:
         assert weights.state is State.ATTACHED and not weights.holds and not weights.rests_on_device
-        weights.copying.wait()
+        self._finish_copy(weights)
         weights.copying = FINISHED
         self._device.detach(weights.region)
         self._attached_nbytes -= weights.unit.weight_nbytes
         weights.state = State.ABSENT if weights.block is None else State.READY
+
+    def _finish_copy(self, weights: Weights) -> None:
+        if not weights.copying.done():
+            what = f"parameters of {weights.unit.name} are being copied to the device"
+            with self._counters.timed("copy_wait_s", what, (weights.copying,)):
+                weights.copying.wait()
+        weights.copying.wait()  # Over; lets go of what the copy keeps.
 
     def _make_device_room(self, unit: Unit) -> None:
         """Detaches what is used last until the unit fits the device window."""
@@ -288,7 +296,7 @@ class Executor:
             if self._device.shares_host_memory:
                 self._detach(weights)
             else:
-                weights.copying.wait()
+                self._finish_copy(weights)
         self._start_write(weights)
         self._finish_write(weights)
         self._drop_block(weights)
@@ -383,7 +391,7 @@ class Executor:
         assert not weights.holds and weights.state is State.ATTACHED
         if weights.rests_on_device:
             return
-        weights.copying.wait()
+        self._finish_copy(weights)
         self._finish_write(weights)
         if weights.block is None:
             weights.block = self._require(weights)
@@ -419,7 +427,8 @@ class Executor:
     def _finish_write(self, weights: Weights) -> None:
         if weights.writing is None:
             return
-        with self._counters.timed("write_wait_s"):
+        what = f"parameters of {weights.unit.name} must be written"
+        with self._counters.timed("write_wait_s", what, (weights.writing,)):
             weights.writing.wait()
         weights.writing = None
 

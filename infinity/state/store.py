@@ -7,16 +7,17 @@ whose home the host can address itself is reached by `resting`, without a copy.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
-from infinity.observe import Counters
+from infinity.observe import Counters, Lane
 from infinity.state.placement import Placement
 from infinity.state.units import Piece, Unit
-from infinity.storage.engine import Priority
+from infinity.storage.engine import Priority, Ticket
 from infinity.storage.volume import Extent, Volume
 from infinity.tiers.device import FINISHED, DeviceAdapter
 from infinity.tiers.host import Block, HostTier
@@ -124,13 +125,16 @@ class StateStore:
         if isinstance(home, NvmeHome):
             assert self._volume is not None
             self._counters.add("nvme_read_nbytes", length)
-            return self._volume.read(
+            asked_ns = time.monotonic_ns()
+            ticket = self._volume.read(
                 home.extents,
                 offset_nbytes=offset_nbytes,
                 nbytes=length,
                 address=block.address,
                 priority=priority,
             )
+            self._show(ticket, Lane.READS, unit, piece, asked_ns)
+            return ticket
         return self._copy(
             home, offset_nbytes, self._host.tensor(block, nbytes=length), inward=False
         )
@@ -154,14 +158,29 @@ class StateStore:
             assert self._volume is not None
             assert not block.is_mapped_away
             self._counters.add("nvme_write_nbytes", length)
-            return self._volume.write(
+            asked_ns = time.monotonic_ns()
+            ticket = self._volume.write(
                 home.extents,
                 offset_nbytes=offset_nbytes,
                 nbytes=length,
                 address=block.address,
                 priority=Priority.WRITE_BACK,
             )
+            self._show(ticket, Lane.WRITES, unit, piece, asked_ns)
+            return ticket
         return self._copy(home, offset_nbytes, self._host.tensor(block, nbytes=length), inward=True)
+
+    def _show(self, ticket: Ticket, lane: Lane, unit: Unit, piece: Piece, asked_ns: int) -> None:
+        """Lets a trace know of a transfer, if there is one."""
+        if self._counters.tracer.is_on:
+            volume = self._volume
+            assert volume is not None
+            self._counters.tracer.watch(
+                ticket,
+                lambda file: f"{lane} {volume.path_of(file)}",
+                f"{piece.value} of {unit.name}",
+                asked_ns,
+            )
 
     def _copy(
         self, home: Home, offset_nbytes: int, host: torch.Tensor, *, inward: bool

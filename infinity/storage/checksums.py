@@ -100,6 +100,9 @@ class CheckedRead:
     def cancel(self) -> bool:
         return self._inner.cancel()
 
+    def passages(self) -> Sequence[tuple[int, int, int, int]]:
+        return self._inner.passages()
+
     def wait(self, timeout_s: float | None = None) -> None:
         """As Ticket.wait; also raises CorruptionError, with the first bad page."""
         self._inner.wait(timeout_s)

@@ -78,6 +78,14 @@ class Ticket(Protocol):
         """
         ...
 
+    def passages(self) -> Sequence[tuple[int, int, int, int]]:
+        """(file, nbytes, issued_ns, completed_ns) of each file; empty until done().
+
+        From the first block given to the kernel to the last completion seen, both stamped by the
+        storage thread on CLOCK_MONOTONIC. A file that no block of the request reached is absent.
+        """
+        ...
+
     def wait(self, timeout_s: float | None = None) -> None:
         """Waits for done(). Raises StorageError with the first failure, every time it is called.
 

@@ -100,6 +100,10 @@ class Volume:
         """The swap file of each path."""
         return tuple(directory.swap_path for directory in self._directories)
 
+    def path_of(self, file: int) -> str:
+        """The swap directory, as configured, behind a file id of `Ticket.passages`."""
+        return self._paths[self._files.index(file)].path
+
     def reserve(self, sizes_nbytes: Sequence[int]) -> list[tuple[Extent, ...]]:
         """Reserves one piece per size, rounded up to 4096 bytes, and preallocates the files.
 

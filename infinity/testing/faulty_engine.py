@@ -188,6 +188,9 @@ class _FaultyTicket:
     def cancel(self) -> bool:
         return self._inner.cancel()
 
+    def passages(self) -> Sequence[tuple[int, int, int, int]]:
+        return self._inner.passages()
+
     def wait(self, timeout_s: float | None = None) -> None:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         left_s = self._ready_at - time.monotonic()

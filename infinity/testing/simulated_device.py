@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
-from infinity.observe import Counters
+from infinity.observe import Counters, Lane
 from infinity.tiers.device import Copy, Region, ResidentRegion, all_of
 from infinity.tiers.host import Block, HostTier
 
@@ -23,8 +24,9 @@ _POISON_BYTE = 0xFF  # All ones is a NaN in every IEEE format.
 class SimulatedCopy:
     """A copy on the worker thread. `order` has no stream to wait on, so it blocks."""
 
-    def __init__(self, future: Future[None]) -> None:
-        self._future = future
+    def __init__(self, future: Future[tuple[int, int]], nbytes: int) -> None:
+        self._future = future  # Gives when the copy began and was over, in nanoseconds.
+        self._nbytes = nbytes
 
     def done(self) -> bool:
         return self._future.done()
@@ -34,6 +36,9 @@ class SimulatedCopy:
 
     def wait(self) -> None:
         self._future.result()
+
+    def passages(self) -> Sequence[tuple[int, int, int, int]]:
+        return [(0, self._nbytes, *self._future.result())] if self._future.done() else []
 
 
 class SimulatedRegion(ResidentRegion):
@@ -97,14 +102,20 @@ class SimulatedDevice:
         nbytes = target.numel() * target.element_size()
         source, target = source.detach(), target.detach()
 
-        def run() -> None:
+        def run() -> tuple[int, int]:
             time.sleep(delay_s)
+            begun_ns = time.monotonic_ns()
             with torch.no_grad():
                 target.copy_(source)
+            return begun_ns, time.monotonic_ns()
 
         outward = self.host.owns(target)
         self.counters.add("device_out_nbytes" if outward else "device_in_nbytes", nbytes)
-        return SimulatedCopy(self._worker.submit(run))
+        asked_ns = time.monotonic_ns()
+        copy = SimulatedCopy(self._worker.submit(run), nbytes)
+        lane = Lane.COPIES_OUT if outward else Lane.COPIES_IN
+        self.counters.tracer.watch(copy, lambda _: lane, "copy", asked_ns)
+        return copy
 
     def synchronize(self) -> None:
         self._worker.submit(lambda: None).result()

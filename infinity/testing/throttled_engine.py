@@ -95,6 +95,9 @@ class _ThrottledTicket:
     def cancel(self) -> bool:
         return self._inner.cancel()
 
+    def passages(self) -> Sequence[tuple[int, int, int, int]]:
+        return self._inner.passages()
+
     def wait(self, timeout_s: float | None = None) -> None:
         start_s = time.monotonic()
         self._inner.wait(timeout_s)

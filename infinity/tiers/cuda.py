@@ -11,10 +11,14 @@ Note [Streams]
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
 
 from infinity.errors import UnsupportedError
-from infinity.observe import Counters
+from infinity.observe import Counters, Lane
 from infinity.tiers.device import Copy, Region, ResidentRegion, ResizedRegion, all_of
 from infinity.tiers.host import Block, HostTier
 
@@ -25,9 +29,12 @@ _HOST_REGISTER_PORTABLE = 1
 class CudaCopy:
     """A copy on one of the transfer streams, known by the event behind it."""
 
-    def __init__(self, event: torch.cuda.Event, keep: object) -> None:
+    def __init__(
+        self, event: torch.cuda.Event, keep: object, traced: _TracedCopy | None = None
+    ) -> None:
         self._event = event
         self._keep = keep  # Source and target live at least as long as the copy.
+        self._traced = traced
 
     def done(self) -> bool:
         return self._event.query()
@@ -38,6 +45,35 @@ class CudaCopy:
     def wait(self) -> None:
         self._event.synchronize()
         self._keep = None
+
+    def passages(self) -> Sequence[tuple[int, int, int, int]]:
+        if self._traced is None or not self.done():
+            return []
+        traced = self._traced
+        times_ns = (traced.clock.ns_of(event) for event in (traced.begun, self._event))
+        return [(0, traced.nbytes, *times_ns)]
+
+
+class _DeviceClock:
+    """Times of events on the host's clock. Resolution about 0.5 us, and the delay of one launch."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._origin = torch.cuda.Event(enable_timing=True)
+        self._origin.record(torch.cuda.current_stream(device))
+        self._origin.synchronize()
+        self._origin_ns = time.monotonic_ns()
+
+    def ns_of(self, event: torch.cuda.Event) -> int:
+        return self._origin_ns + round(self._origin.elapsed_time(event) * 1e6)
+
+
+@dataclass(frozen=True, slots=True)
+class _TracedCopy:
+    """What a trace wants to know of a copy."""
+
+    clock: _DeviceClock
+    begun: torch.cuda.Event
+    nbytes: int
 
 
 class CudaDevice:
@@ -60,6 +96,7 @@ class CudaDevice:
         )
         self._in = torch.cuda.Stream(self.torch_device)
         self._out = torch.cuda.Stream(self.torch_device)
+        self._clock: _DeviceClock | None = None  # Made when a trace needs it: it waits once.
         self._register_arena()
 
     def _register_arena(self) -> None:
@@ -103,17 +140,29 @@ class CudaDevice:
         stream = self._in if inward else self._out
         if source.dtype != target.dtype and not inward:
             source = source.to(target.dtype)  # Convert where it is fast, on the compute stream.
+        nbytes = target.numel() * target.element_size()
+        asked_ns = time.monotonic_ns()
+        traced = self._trace(nbytes)
         stream.wait_stream(torch.cuda.current_stream(self.torch_device))
         with torch.cuda.stream(stream):
+            if traced is not None:
+                traced.begun.record(stream)
             target.copy_(source, non_blocking=True)
-            event = torch.cuda.Event()
+            event = torch.cuda.Event(enable_timing=traced is not None)
             event.record(stream)
         (target if inward else source).record_stream(stream)
-        self.counters.add(
-            "device_in_nbytes" if inward else "device_out_nbytes",
-            target.numel() * target.element_size(),
-        )
-        return CudaCopy(event, (source, target))
+        self.counters.add("device_in_nbytes" if inward else "device_out_nbytes", nbytes)
+        copy = CudaCopy(event, (source, target), traced)
+        lane = Lane.COPIES_IN if inward else Lane.COPIES_OUT
+        self.counters.tracer.watch(copy, lambda _: lane, "copy", asked_ns)
+        return copy
+
+    def _trace(self, nbytes: int) -> _TracedCopy | None:
+        """Events with times for a copy, while somebody traces."""
+        if not self.counters.tracer.is_on:
+            return None
+        self._clock = self._clock or _DeviceClock(self.torch_device)
+        return _TracedCopy(self._clock, torch.cuda.Event(enable_timing=True), nbytes)
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.torch_device)

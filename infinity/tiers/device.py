@@ -31,6 +31,9 @@ class Copy(Protocol):
     def wait(self) -> None:
         """Blocks until the transfer is over: the source may be overwritten, the target read."""
 
+    def passages(self) -> Sequence[tuple[int, int, int, int]]:
+        """(0, nbytes, begun_ns, over_ns) of a copy that is over and was traced, else nothing."""
+
 
 class Region(Protocol):
     """Device bytes of one unit. `is_attached` tells whether memory stands behind the tensors."""
@@ -93,6 +96,9 @@ class Finished:
 
     def wait(self) -> None:
         return None
+
+    def passages(self) -> Sequence[tuple[int, int, int, int]]:
+        return ()
 
 
 FINISHED = Finished()

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,18 +37,24 @@ from infinity.training.model import ModelPlan, build_model, plan_model, stream_w
 from infinity.training.output import SUMMARY_NAME, claim_output, mark_output
 from infinity.training.report import Reporter, StepRecord, Summary, write_summary
 from infinity.training.sample import encode_prompt, generate
+from infinity.training.tracing import TracePlan, Tracing
 
 _STOP_NOTICE = "\nstopping after this step, then writing the export; once more to stop at once\n"
 
 
-def train(config: SwapConfig, *, console: Console | None = None) -> tuple[Summary, int]:
-    """Runs the main job; (what happened, exit code). Raises errors of the package's tree."""
+def train(
+    config: SwapConfig, *, console: Console | None = None, trace: TracePlan | None = None
+) -> tuple[Summary, int]:
+    """Runs the main job; (what happened, exit code). Raises errors of the package's tree.
+
+    With `trace` a timeline of some steps is written as well, also when the run ends early.
+    """
     config.require("model", "data", "train")
     keep_freed_memory()
     console = console or Console()
     with ExitStack() as stack:
         job = _prepare(config, stack)
-        run = _Run(config, job, console)
+        run = _Run(config, job, console, trace)
         stack.callback(run.close)
         run.set_up()
         with Interrupt(_STOP_NOTICE) as interrupt:
@@ -119,7 +125,9 @@ def _prepare(config: SwapConfig, stack: ExitStack) -> _Job:
 class _Run:
     """One run from the first byte in a tier to the summary. `close` releases the tiers."""
 
-    def __init__(self, config: SwapConfig, job: _Job, console: Console) -> None:
+    def __init__(
+        self, config: SwapConfig, job: _Job, console: Console, trace: TracePlan | None
+    ) -> None:
         assert config.train is not None
         self._config = config
         self._job = job
@@ -131,6 +139,8 @@ class _Run:
         )
         self._reporter = Reporter(console, steps=self._train.steps, log_every=self._train.log_every)
         self._engine: Any = None
+        self._trace_plan = trace
+        self._tracing: Tracing | None = None
 
     def set_up(self) -> None:
         """Makes the tiers, streams the weights into them and builds the optimizer."""
@@ -142,6 +152,10 @@ class _Run:
         )
         stream_weights(self._model, self._job.plan, self._config)
         self._engine = infinity.engine_of(self._model)
+        if self._trace_plan is not None:
+            self._tracing = Tracing(
+                self._trace_plan, self._engine.counters.tracer, self._reporter.note
+            )
         give_back()
         options = self._config.optimizer
         optimizer = infinity.AdamW(
@@ -208,16 +222,19 @@ class _Run:
         if self._engine is not None:
             self._engine.close()
             self._engine = None
+        if self._tracing is not None:
+            self._tracing.finish()
 
     def _step(self) -> None:
         before = self._engine.counters.snapshot()
         start_s = time.perf_counter()
-        outcome = self._loop.step()
-        every = self._train.eval_every
-        is_last = outcome.step == self._train.steps
-        is_evaluated = bool(every) and (outcome.step % every == 0 or is_last)
-        if is_evaluated or is_last:
-            self._engine.flush()  # No later step carries this update out; it is this one's work.
+        with self._tracing.step(self._loop.num_steps + 1) if self._tracing else nullcontext():
+            outcome = self._loop.step()
+            every = self._train.eval_every
+            is_last = outcome.step == self._train.steps
+            is_evaluated = bool(every) and (outcome.step % every == 0 or is_last)
+            if is_evaluated or is_last:
+                self._engine.flush()  # No later step carries this update out; it is this one's work.
         elapsed_s = time.perf_counter() - start_s
         record = StepRecord.between(
             before,

@@ -187,9 +187,15 @@ Result<Ticket> Engine::build(Operation operation, std::span<const Segment> segme
       request->files_.push_back(file);
     }
   }
+  for (const auto& file : request->files_) request->passages_.push_back({file->id});
   for (Part& part : request->parts_) {
     part.owner = request;
     part.ranges = covered_ranges(part.segments);
+    for (const Segment& segment : part.segments) {
+      const auto passage = std::find_if(request->passages_.begin(), request->passages_.end(),
+                                        [&](const Passage& each) { return each.file == segment.file; });
+      passage->nbytes += segment.nbytes;
+    }
   }
   request->num_parts_left_ = request->parts_.size();
   if (request->parts_.empty()) request->done_ = true;

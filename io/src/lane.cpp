@@ -174,6 +174,7 @@ void Lane::retire(Block& block, std::uint64_t nbytes) noexcept {
   file.stats.in_flight += latency;
   const bool is_read = block.operation == Operation::kRead;
   (is_read ? file.stats.read_latency : file.stats.write_latency).add(latency);
+  block.part->owner->note_block(file.id, block.issued_at, now);
   --num_in_flight_;
   num_in_flight_nbytes_ -= nbytes;
   if (--file.num_in_flight == 0) file.stats.busy += now - file.busy_since;

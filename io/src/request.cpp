@@ -56,6 +56,16 @@ void Request::fail(const Error& error) noexcept {
   failed_.store(true, std::memory_order_release);
 }
 
+void Request::note_block(std::int32_t file, std::chrono::steady_clock::time_point issued_at,
+                         std::chrono::steady_clock::time_point completed_at) noexcept {
+  for (Passage& passage : passages_) {
+    if (passage.file != file) continue;
+    if (!passage.has_moved() || issued_at < passage.issued_at) passage.issued_at = issued_at;
+    passage.completed_at = std::max(passage.completed_at, completed_at);
+    return;
+  }
+}
+
 void Request::finish_part() noexcept {
   if (num_parts_left_.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
   std::lock_guard lock(mutex_);

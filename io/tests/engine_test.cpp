@@ -169,6 +169,31 @@ TEST(ManyThreadsShareOneEngine) {
   });
 }
 
+TEST(ARequestKnowsWhenItsBytesWereMovedInEachFile) {
+  on_each_backend([](Backend backend) {
+    TempFile first_file(512 * kKiB), second_file(512 * kKiB);
+    Memory target(512 * kKiB);
+    auto engine = open_engine(options_for(backend));
+    const std::int32_t first = open_file(*engine, first_file);
+    const std::int32_t second = open_file(*engine, second_file);
+    const auto before = std::chrono::steady_clock::now();
+    const Ticket ticket =
+        submit(*engine, Operation::kRead,
+               {{first, 0, target.address(), 256 * kKiB},
+                {second, 0, target.address() + 256 * kKiB, 128 * kKiB},
+                {first, 384 * kKiB, target.address() + 384 * kKiB, 64 * kKiB}});
+    wait(ticket);
+    const auto after = std::chrono::steady_clock::now();
+    CHECK(ticket->passages().size() == 2);
+    for (const Passage& passage : ticket->passages()) {
+      CHECK(passage.file == first || passage.file == second);
+      CHECK(passage.nbytes == (passage.file == first ? 320 : 128) * kKiB);
+      CHECK(before <= passage.issued_at && passage.issued_at < passage.completed_at);
+      CHECK(passage.completed_at <= after);
+    }
+  });
+}
+
 TEST(AnEmptyRequestIsDoneAtOnce) {
   on_each_backend([](Backend backend) {
     auto engine = open_engine(options_for(backend));

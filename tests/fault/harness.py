@@ -113,6 +113,9 @@ class _Failed:
         was_asked, self._asked = self._asked, True
         return was_asked
 
+    def passages(self) -> Sequence[tuple[int, int, int, int]]:
+        return []
+
     def wait(self, timeout_s: float | None = None) -> None:
         self._asked = True
         raise self._error

@@ -726,3 +726,34 @@ def test_requests_cross_the_boundary_of_two_registered_buffers(open_any, make_fi
 def test_impossible_options_are_refused(arena: Arena, options: dict[str, int]) -> None:
     with pytest.raises(ConfigError, match=next(iter(options))):
         open_engine("threads", arena=arena, **options)
+
+
+def test_ticket_knows_when_its_bytes_were_moved_in_each_file(
+    engine: StorageEngine, arena: Arena, make_file: Make
+) -> None:
+    """Stamped on CLOCK_MONOTONIC as blocks complete, not when somebody looks."""
+    files = [engine.open(make_file(MIB, name), direct=True) for name in ("a", "b")]
+    segments = [Segment(file, 0, arena.address + file * MIB, MIB) for file in files]
+    segments.append(Segment(files[0], 0, arena.address + 32 * MIB, 64 * KIB))
+    before_ns = time.monotonic_ns()
+    ticket = engine.submit("read", segments, Priority.FORWARD)
+    ticket.wait()
+    after_ns = time.monotonic_ns()
+    time.sleep(0.01)
+    passages = {file: times for file, *times in ticket.passages()}
+    assert {file: nbytes for file, (nbytes, *_) in passages.items()} == {
+        files[0]: MIB + 64 * KIB,
+        files[1]: MIB,
+    }
+    for _, issued_ns, completed_ns in passages.values():
+        assert before_ns <= issued_ns < completed_ns <= after_ns
+
+
+def test_file_that_no_block_reached_has_no_passage(open_any, engine_name, arena, make_file) -> None:
+    engine = open_any(engine_name)
+    file = engine.open(make_file(MIB), direct=True)
+    assert list(engine.submit("read", [], Priority.FORWARD).passages()) == []
+    failed = engine.submit("read", [Segment(file, 2 * MIB, arena.address, MIB)], Priority.FORWARD)
+    with pytest.raises(StorageError):
+        failed.wait()
+    assert all(completed > issued for _, _, issued, completed in failed.passages())

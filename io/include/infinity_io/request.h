@@ -100,6 +100,18 @@ struct Part {
   [[nodiscard]] bool is_cut() const noexcept { return segment_index == segments.size(); }
 };
 
+// When the bytes that one request has in one file were on their way. Both times are read from the
+// monotonic clock by the thread of the lane, at the moment it gives a block to the kernel and at the
+// moment it sees its completion. A file without a completed block has neither.
+struct Passage {
+  std::int32_t file = -1;
+  std::uint64_t nbytes = 0;
+  std::chrono::steady_clock::time_point issued_at{};     // the first block
+  std::chrono::steady_clock::time_point completed_at{};  // the last block
+
+  [[nodiscard]] bool has_moved() const noexcept { return completed_at.time_since_epoch().count() != 0; }
+};
+
 class Request {
  public:
   // True once every block has been settled: the buffers are the caller's again.
@@ -117,15 +129,21 @@ class Request {
   [[nodiscard]] Error error() const noexcept;
   [[nodiscard]] std::string error_path() const;
 
+  // One per file; stable once done(), not to be looked at before.
+  [[nodiscard]] const std::vector<Passage>& passages() const noexcept { return passages_; }
+
   // Lane threads only, from here on.
   [[nodiscard]] bool failed() const noexcept { return failed_.load(std::memory_order_acquire); }
   void fail(const Error& error) noexcept;  // The first one wins.
+  void note_block(std::int32_t file, std::chrono::steady_clock::time_point issued_at,
+                  std::chrono::steady_clock::time_point completed_at) noexcept;
   void finish_part() noexcept;
 
  private:
   friend class Engine;
 
   std::vector<std::shared_ptr<File>> files_;
+  std::vector<Passage> passages_;  // of each file; an entry is guarded by its lane's mutex
   std::vector<Part> parts_;
   std::atomic<std::size_t> num_parts_left_{0};
   std::atomic<bool> failed_{false};

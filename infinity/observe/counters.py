@@ -9,6 +9,9 @@ Names end in their unit. `*_in_use_nbytes` are gauges, everything else only grow
   fetches, fetches_late, fetches_unplanned   unit fetches; those waited for; those not foreseen
   faults                                     parameters touched outside their module
   host_in_use_nbytes                         arena bytes lent out at this moment
+
+While `tracer` is on, what is timed becomes a span and a gauge a point as well, by the same readings
+of the clock: a trace and the counters never disagree.
 """
 
 from __future__ import annotations
@@ -16,14 +19,25 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+
+from infinity.observe.tracer import Lane, Tracer
+
+# Where in a trace the time behind a counter is shown. Others are sums over what is shown already.
+_LANES = {
+    "read_wait_s": Lane.STALLS,
+    "write_wait_s": Lane.STALLS,
+    "copy_wait_s": Lane.STALLS,
+    "update_s": Lane.UPDATES,
+}
 
 
 class Counters:
     """Named sums, safe to add to from any thread."""
 
     def __init__(self) -> None:
+        self.tracer = Tracer()
         self._lock = threading.Lock()
         self._values: defaultdict[str, float] = defaultdict(float)
 
@@ -34,6 +48,8 @@ class Counters:
     def set(self, name: str, value: float) -> None:
         with self._lock:
             self._values[name] = value
+        if self.tracer.is_on:
+            self.tracer.count(name, value)
 
     def snapshot(self) -> dict[str, float]:
         """A copy of every counter; a name that was never added to is absent."""
@@ -41,10 +57,18 @@ class Counters:
             return dict(self._values)
 
     @contextmanager
-    def timed(self, name: str) -> Iterator[None]:
-        """Adds the seconds the block took to `name`, also when it raises."""
-        start_s = time.perf_counter()
+    def timed(self, name: str, what: str = "", waits_for: Iterable[object] = ()) -> Iterator[None]:
+        """Adds the seconds the block took to `name`, also when it raises.
+
+        In a trace the span is called `what`; `waits_for` are the transfers it stands still for.
+        """
+        tracer = self.tracer
+        details = tracer.details_of(waits_for) if tracer.is_on else {}
+        start_ns = time.monotonic_ns()
         try:
             yield
         finally:
-            self.add(name, time.perf_counter() - start_s)
+            end_ns = time.monotonic_ns()
+            self.add(name, (end_ns - start_ns) / 1e9)
+            if tracer.is_on and name in _LANES:
+                tracer.span(_LANES[name], what or name, start_ns, end_ns, counter=name, **details)

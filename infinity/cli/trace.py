@@ -1,0 +1,94 @@
+"""`infinity trace`: what a trace of `infinity train --trace` says."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from infinity.observe import chrome
+from infinity.sizes import format_nbytes
+from infinity.trace import gantt
+from infinity.trace.summary import Stall, StepSummary, summarize
+
+_LEAST_SHARE = 0.001  # Of the step; a stall below it is not worth a line.
+
+app = typer.Typer(no_args_is_help=True, add_completion=False)
+
+
+@app.callback()
+def trace() -> None:
+    """Look into a trace that `infinity train --trace out.json` wrote."""
+
+
+@app.command()
+def summary(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A trace, as JSON.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
+    stalls: Annotated[
+        int, typer.Option("--stalls", metavar="N", min=0, help="Largest stalls shown per step.")
+    ] = 5,
+    plot: Annotated[
+        Path | None,
+        typer.Option("--plot", metavar="FILE", help="Draw one step as a Gantt picture (PNG, SVG)."),
+    ] = None,
+    step: Annotated[
+        int | None, typer.Option("--step", metavar="N", help="The step drawn; the last one.")
+    ] = None,
+) -> None:
+    """Name the largest stalls of each step, how busy every lane was, and what bounds the step."""
+    spans = chrome.read(file)
+    steps = summarize(spans, num_stalls=stalls)
+    if plot is not None:
+        gantt.draw(spans, gantt.choose(steps, step), plot)
+    if as_json:
+        typer.echo(json.dumps([dataclasses.asdict(each) for each in steps], indent=2))
+        return
+    for each in steps:
+        typer.echo("\n".join(lines_of(each)) + "\n")
+
+
+def lines_of(step: StepSummary) -> list[str]:
+    """What a person reads of one step."""
+    lines = [f"{step.step}  {_time(step.length_s)}, stalled {step.stall_s / step.length_s:.0%}"]
+    if step.bound is not None:
+        resource = step.bound.resource
+        lines[0] += f", {step.bound.name}: {resource} busy {step.bound.share:.0%}"
+    width = max(len(lane) for lane in ["other", *(use.lane for use in step.lanes)])
+    for use in step.lanes:
+        moved = f"  {format_nbytes(use.nbytes)}" if use.nbytes else ""
+        lines.append(f"  {use.lane:<{width}}  {use.share:>4.0%}  {_time(use.busy_s):>9}{moved}")
+    other_share = step.other_s / step.length_s
+    lines.append(f"  {'other':<{width}}  {other_share:>4.0%}  {_time(step.other_s):>9}")
+    largest = [stall for stall in step.largest if stall.share >= _LEAST_SHARE]
+    if largest:
+        lines.append("  stalls by cause")
+    lines += [
+        f"    {_time(cause.stall_s):>9}  {cause.count:>4} x  {cause.cause}"
+        for cause in step.causes[: len(largest)]
+    ]
+    if largest:
+        lines.append("  largest stalls")
+    for stall in largest:
+        lines.append(f"    {_time(stall.stall_s):>9}  at {_time(stall.start_s)}: {stall.cause}")
+        if stall.waits_for:
+            lines.append(f"{'':15}waiting for {_transfers(stall)}")
+    return lines
+
+
+def _transfers(stall: Stall) -> str:
+    text = ", ".join(dict.fromkeys(stall.waits_for))
+    if stall.asked_before_s is not None:
+        text += f"; asked for {_time(stall.asked_before_s)} before"
+    if stall.queued_s:
+        text += f", then {_time(stall.queued_s)} in the drive's queue"
+    return text
+
+
+def _time(seconds: float) -> str:
+    if seconds >= 1:
+        return f"{seconds:.2f} s"
+    return f"{seconds * 1e3:.1f} ms"

@@ -1,0 +1,53 @@
+"""From what was recorded to what a picture shows: every moment of the training thread once. Pure.
+
+The training thread is, at any moment, stalled, updating, busy in the engine, or running the model's
+own code at a site. Records overlap: entering a site covers the stall in it, and in a backward a
+site may still be open when the next begins. Here they are laid out so that the lanes `stalls`,
+`updates`, `engine` and `compute` are disjoint, of themselves and of each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+from infinity.observe.intervals import Interval, union, without
+from infinity.observe.tracer import Lane, Span
+
+# Earlier takes precedence where two cover one moment.
+THREAD_LANES = (Lane.STALLS, Lane.UPDATES, Lane.ENGINE, Lane.COMPUTE)
+
+
+def laid_out(spans: Sequence[Span]) -> list[Span]:
+    """The spans a trace shows, by start, longest first."""
+    raw = (Lane.STALLS, Lane.UPDATES, Lane.ENGINE, Lane.SITES)
+    shown = [span for span in spans if span.lane not in raw]
+    taken: list[Interval] = []
+    for lane in raw:
+        mine = [span for span in spans if span.lane == lane]
+        pieces = list(_latest_first(mine, taken))
+        shown += pieces
+        taken = union([*taken, *((span.start_ns, span.end_ns) for span in pieces)])
+    return sorted(shown, key=lambda span: (span.start_ns, -span.end_ns))
+
+
+def _latest_first(spans: Sequence[Span], taken: Iterable[Interval]) -> Iterator[Span]:
+    """Each moment not in `taken` goes to the span that began last among those that cover it."""
+    edges = sorted({edge for span in spans for edge in (span.start_ns, span.end_ns)})
+    starting = sorted(spans, key=lambda span: (span.start_ns, -span.end_ns), reverse=True)
+    active: list[Span] = []
+    owned: dict[int, list[Interval]] = {}  # By the span's id().
+    for start_ns, end_ns in pairwise(edges):
+        active = [span for span in active if span.end_ns > start_ns]
+        while starting and starting[-1].start_ns <= start_ns:
+            span = starting.pop()
+            if span.end_ns > start_ns:
+                active.append(span)
+        if active:
+            owned.setdefault(id(active[-1]), []).append((start_ns, end_ns))
+    holes = list(taken)
+    for span in spans:
+        lane = Lane.COMPUTE if span.lane == Lane.SITES else span.lane
+        for start_ns, end_ns in without(owned.get(id(span), ()), holes):
+            yield replace(span, lane=lane, start_ns=start_ns, end_ns=end_ns)

@@ -1,0 +1,212 @@
+"""The timeline of a run: spans in lanes, recorded while somebody asks for it.
+
+Facts are recorded as they happen, raw: a stay at a site, a stall, a transfer. What can be derived
+from them (the compute lane, shares, the bound) is derived by whoever reads them
+(`infinity.observe.timeline`). Off, a tracer costs one look at `is_on` per event.
+
+All times are nanoseconds of CLOCK_MONOTONIC, the clock of the storage engine's own stamps.
+
+Note [Transfers]
+  Nobody looks at a transfer at the moment it completes. What is recorded is the transfer itself,
+  with the time it was asked for; when it was issued and completed is asked of it afterwards
+  (`Ticket.passages`), so the times are the storage thread's, not those of a later look.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Protocol
+
+_NOTHING = nullcontext()
+
+
+class Lane(StrEnum):
+    """Where a span is shown. Lanes of drives are named after these and their path."""
+
+    STEPS = "steps"
+    PHASES = "phases"  # forward, backward, optimizer
+    COMPUTE = "compute"  # the model's own code: at a site, and not in one of the three below
+    SITES = "sites"  # raw: from a site's units being there to its end
+    ENGINE = "engine"  # bringing in, letting go, deciding what to read next
+    UPDATES = "updates"
+    STALLS = "stalls"
+    COPIES_IN = "copies in"  # host -> device
+    COPIES_OUT = "copies out"
+    READS = "reads"
+    WRITES = "writes"
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One stretch of time in a lane. `transfer` marks those that may overlap others of their lane.
+
+    A transfer's `start_ns` is when it was asked for; `args["issued_ns"]` when its first block was
+    given to the drive.
+    """
+
+    lane: str
+    name: str
+    start_ns: int
+    end_ns: int
+    args: Mapping[str, Any] = field(default_factory=dict)
+    transfer: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Count:
+    """A gauge, from this moment to its next value."""
+
+    name: str
+    at_ns: int
+    value: float
+
+
+class Watched(Protocol):
+    """A transfer that knows, once it is done, when it took place."""
+
+    def done(self) -> bool: ...
+    def passages(self) -> Iterable[tuple[int, int, int, int]]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Open:
+    """A span that has not ended."""
+
+    lane: str
+    name: str
+    start_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Transfer:
+    """A transfer that was asked for, and how it is to be shown."""
+
+    number: int
+    watched: Watched
+    lanes: Callable[[int], str]  # of a file
+    name: str
+    start_ns: int
+
+
+class Tracer:
+    """Records spans between `start` and `stop`. Any thread may add to it."""
+
+    def __init__(self) -> None:
+        self.is_on = False
+        self._spans: list[Span] = []  # Appending is atomic.
+        self._counts: list[Count] = []
+        self._transfers: dict[int, _Transfer] = {}  # By id(); holding it keeps the id unique.
+        self._open: dict[Hashable, list[_Open]] = {}
+        self._lock = threading.Lock()  # Guards the two above.
+
+    def start(self) -> None:
+        """Begins a recording; an earlier one is forgotten."""
+        self.forget()
+        self.is_on = True
+
+    def forget(self) -> None:
+        """Lets go of everything recorded."""
+        with self._lock:
+            self._spans, self._counts, self._transfers, self._open = [], [], {}, {}
+
+    def stop(self) -> None:
+        """Ends the recording. Transfers that are in flight are recorded when they complete."""
+        self.is_on = False
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether every transfer that was recorded is over."""
+        with self._lock:
+            return all(each.watched.done() for each in self._transfers.values())
+
+    # -- Recording -------------------------------------------------------------------------------
+
+    def span(self, lane: str, name: str, start_ns: int, end_ns: int, **args: Any) -> None:
+        if self.is_on:
+            self._spans.append(Span(lane, name, start_ns, end_ns, args))
+
+    def count(self, name: str, value: float) -> None:
+        if self.is_on:
+            self._counts.append(Count(name, time.monotonic_ns(), value))
+
+    def during(self, lane: str, name: str, **args: Any) -> AbstractContextManager[None]:
+        """Records the block as a span, also when it raises."""
+        return self._during(lane, name, args) if self.is_on else _NOTHING
+
+    @contextmanager
+    def _during(self, lane: str, name: str, args: dict[str, Any]) -> Iterator[None]:
+        start_ns = time.monotonic_ns()
+        try:
+            yield
+        finally:
+            self.span(lane, name, start_ns, time.monotonic_ns(), **args)
+
+    def step(self, number: int) -> AbstractContextManager[None]:
+        """The block is one optimizer step, by which a trace is summed up."""
+        return self.during(Lane.STEPS, f"step {number}", step=number)
+
+    def begin(self, key: Hashable, lane: str, name: str) -> None:
+        """Starts a span that somebody else ends, by `key`; equal keys end last in, first out."""
+        if self.is_on:
+            with self._lock:
+                self._open.setdefault(key, []).append(_Open(lane, name, time.monotonic_ns()))
+
+    def end(self, key: Hashable) -> None:
+        """Ends a span. One that began before the recording is not known, and not recorded."""
+        if self.is_on:
+            with self._lock:
+                begun = self._open.get(key)
+                last = begun.pop() if begun else None
+            if last is not None:
+                self.span(last.lane, last.name, last.start_ns, time.monotonic_ns())
+
+    def watch(
+        self, watched: Watched, lanes: Callable[[int], str], name: str, start_ns: int
+    ) -> None:
+        """A transfer was asked for at `start_ns`; `lanes` gives the lane of each of its files."""
+        if self.is_on:
+            with self._lock:
+                number = len(self._transfers) + 1
+                self._transfers[id(watched)] = _Transfer(number, watched, lanes, name, start_ns)
+
+    def details_of(self, transfers: Iterable[object]) -> dict[str, Any]:
+        """What a stall says of the transfers it waits for: those that are not done yet."""
+        with self._lock:
+            found = [self._transfers.get(id(each)) for each in transfers]
+        waited = [each for each in found if each is not None and not each.watched.done()]
+        return {
+            "waits_for": [each.name for each in waited],
+            "transfers": [each.number for each in waited],
+        }
+
+    # -- Looking ---------------------------------------------------------------------------------
+
+    def spans(self) -> list[Span]:
+        """Everything recorded, by start. A transfer that is over yields a span per file it touched;
+        one that is not is left out."""
+        with self._lock:
+            transfers = list(self._transfers.values())
+        shown = [span for each in transfers for span in _spans_of(each)]
+        return sorted([*self._spans, *shown], key=lambda span: (span.start_ns, -span.end_ns))
+
+    def counts(self) -> list[Count]:
+        return list(self._counts)
+
+
+def _spans_of(transfer: _Transfer) -> Iterator[Span]:
+    for file, nbytes, issued_ns, completed_ns in transfer.watched.passages():
+        # A device's clock is known to a microsecond only; nothing begins before it is asked for.
+        issued_ns = max(issued_ns, transfer.start_ns)
+        yield Span(
+            transfer.lanes(file),
+            transfer.name,
+            transfer.start_ns,
+            max(completed_ns, issued_ns),
+            {"nbytes": nbytes, "issued_ns": issued_ns},
+            transfer.number,
+        )

@@ -1,0 +1,265 @@
+"""A tiny run, traced: the file is what Perfetto reads, and it agrees with the counters."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+import infinity
+from infinity.cli.train import parse_steps
+from infinity.config import SwapConfig
+from infinity.errors import ConfigError
+from infinity.observe import Counters, Lane, chrome
+from infinity.testing.models import Mlp
+from infinity.testing.simulated_device import SimulatedDevice
+from infinity.trace.summary import summarize
+from infinity.training import program
+from infinity.training.tracing import TracePlan, Tracing
+
+THREAD = ("compute", "engine", "updates", "stalls")
+
+
+@pytest.fixture(scope="module")
+def table(tmp_path_factory) -> dict[str, Any]:
+    """A small configuration, everything on two swap paths."""
+    tmp_path = tmp_path_factory.mktemp("traced")
+    (tmp_path / "text.txt").write_text("".join(f"{i} squared is {i * i}\n" for i in range(500)))
+    return {
+        "tiers": {
+            "host": {"capacity": "64MiB"},
+            "nvme": [{"path": str(tmp_path / name), "weight": 1} for name in ("a", "b")],
+        },
+        "io": {"stripe": "64KiB"},
+        "placement": {"gradients": "nvme"},
+        "model": {
+            "config": {
+                "model_type": "gpt2", "n_layer": 3, "n_embd": 64, "n_head": 2, "n_positions": 64,
+                "vocab_size": 256, "bos_token_id": 0, "eos_token_id": 0,
+            }
+        },
+        "data": {"paths": [str(tmp_path / "text.txt")], "sequence_length": 32},
+        "train": {"steps": 5, "batch_size": 2},
+        "output": {"directory": str(tmp_path / "output"), "export": False},
+    }  # fmt: skip
+
+
+def train(table: dict[str, Any], trace: TracePlan | None) -> list[dict[str, Any]]:
+    """Lines of metrics.jsonl."""
+    console = Console(file=io.StringIO())
+    _, exit_code = program.train(SwapConfig.load(table), console=console, trace=trace)
+    assert exit_code == 0
+    metrics = Path(table["output"]["directory"]) / "metrics.jsonl"
+    return [json.loads(line) for line in metrics.read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def traced(table, tmp_path_factory) -> tuple[Path, list[dict[str, Any]]]:
+    path = tmp_path_factory.mktemp("trace") / "out.json"
+    return path, train(table, TracePlan(path, 2, 4))
+
+
+def test_the_file_keeps_the_trace_event_format(traced):
+    """Catapult's "Trace Event Format": the fields of each phase, and pairs that nest."""
+    document = json.loads(traced[0].read_text())
+    threads, open_pairs, phases = set(), defaultdict(list), set()
+    last_us = 0.0
+    for event in document["traceEvents"]:
+        assert isinstance(event["name"], str) and event["name"]
+        assert isinstance(event["pid"], int) and isinstance(event["tid"], int)
+        assert isinstance(event["ts"], (int, float)) and event["ts"] >= 0
+        phases.add(event["ph"])
+        if event["ph"] == "M":
+            threads.add(event["tid"])
+            continue
+        assert event["ts"] >= last_us, "sorted"
+        last_us = event["ts"]
+        if event["ph"] == "X":
+            assert event["dur"] >= 0 and event["tid"] in threads
+        elif event["ph"] == "b":
+            open_pairs[event["cat"], event["id"]].append(event["name"])
+        elif event["ph"] == "e":
+            assert open_pairs[event["cat"], event["id"]].pop() == event["name"]
+        else:
+            assert event["ph"] == "C"
+            assert isinstance(event["args"]["value"], (int, float))
+    assert phases == {"M", "X", "b", "e", "C"}
+    assert not any(open_pairs.values())
+
+
+def test_spans_of_a_lane_nest_or_do_not_overlap(traced):
+    by_lane = defaultdict(list)
+    for span in chrome.read(traced[0]):
+        if span.transfer is None:
+            by_lane["thread" if span.lane in THREAD else span.lane].append(span)
+    for lane, spans in by_lane.items():
+        for index, outer in enumerate(spans):
+            for inner in spans[index + 1 :]:
+                if inner.start_ns >= outer.end_ns:
+                    break
+                assert lane != "thread", f"{outer} and {inner}"
+                assert inner.end_ns <= outer.end_ns, f"{outer} and {inner}"
+
+
+def test_stalls_and_updates_are_the_seconds_of_the_counters(traced):
+    path, metrics = traced
+    steps = summarize(chrome.read(path))
+    assert [step.step for step in steps] == ["step 2", "step 3", "step 4"]
+    for step, line in zip(steps, metrics[1:4], strict=True):
+        waited_s = line["read_wait_s"] + line["write_wait_s"] + line["copy_wait_s"]
+        assert step.stall_s == pytest.approx(waited_s, abs=1e-6)
+        updates_s = {use.lane: use.busy_s for use in step.lanes}.get("updates", 0.0)
+        assert updates_s == pytest.approx(line["update_s"], abs=1e-6) and line["update_s"] > 0
+        assert step.length_s == pytest.approx(line["elapsed_s"], abs=0.05)
+
+
+def test_transfers_carry_the_bytes_of_the_counters_to_the_lane_of_their_drive(table, traced):
+    path, metrics = traced
+    moved = defaultdict(int)
+    for step in summarize(chrome.read(path)):
+        for use in step.lanes:
+            moved[use.lane] += use.nbytes
+    first, second = (tier["path"] for tier in table["tiers"]["nvme"])
+    for lane, counter in (("reads", "nvme_read_nbytes"), ("writes", "nvme_write_nbytes")):
+        on_drives = [moved[f"{lane} {first}"], moved[f"{lane} {second}"]]
+        assert all(on_drives)
+        assert sum(on_drives) == sum(line[counter] for line in metrics[1:4])
+
+
+def test_a_transfer_is_asked_for_then_issued_then_over(traced):
+    transfers = [span for span in chrome.read(traced[0]) if span.transfer is not None]
+    assert len(transfers) > 20
+    for span in transfers:
+        assert span.start_ns <= span.args["issued_ns"] < span.end_ns
+        assert " of " in span.name
+
+
+def test_stalls_name_their_unit_and_the_transfers_in_the_trace(traced):
+    spans = chrome.read(traced[0])
+    known = defaultdict(list)  # A transfer has a span in the lane of each drive it touches.
+    for span in spans:
+        if span.transfer is not None:
+            known[span.transfer].append(span)
+    stalls = [span for span in spans if span.lane == Lane.STALLS]
+    assert stalls and all(" " in span.name for span in stalls), "causes, not names of counters"
+    waited = [number for span in stalls for number in span.args["transfers"]]
+    for span in stalls:
+        for number, name in zip(span.args["transfers"], span.args["waits_for"], strict=True):
+            assert {each.name for each in known[number]} == {name}
+            # A ticket is done a moment after its last block was stamped.
+            over_ns = max(each.end_ns for each in known[number])
+            assert over_ns > span.start_ns - 2_000_000, "was not done when the stall began"
+    assert waited, "at least one stall waited for something"
+
+
+def test_compute_is_at_the_sites(traced):
+    names = {span.name for span in chrome.read(traced[0]) if span.lane == Lane.COMPUTE}
+    assert {f"transformer.h.{layer}" for layer in range(3)} <= names
+
+
+def test_tracing_changes_no_loss(table, traced):
+    plain = train(table, None)
+    assert [line["loss"] for line in plain] == [line["loss"] for line in traced[1]]
+
+
+def test_a_run_that_ends_early_leaves_what_was_traced(table, tmp_path):
+    short = {**table, "train": {**table["train"], "steps": 2}}
+    train(short, TracePlan(tmp_path / "out.json", 2, 9))
+    assert [step.step for step in summarize(chrome.read(tmp_path / "out.json"))] == ["step 2"]
+
+
+def test_a_trace_that_cannot_be_written_does_not_end_the_run(tmp_path):
+    directory = tmp_path / "gone"
+    said: list[str] = []
+    tracing = Tracing(TracePlan(directory / "out.json", 1, 1), Counters().tracer, said.append)
+    with tracing.step(1):
+        pass
+    tracing.finish()
+    assert len(said) == 1 and said[0].startswith("the trace was not written: ")
+    assert str(directory) in said[0]
+
+
+@pytest.mark.parametrize(
+    ("plan", "says"),
+    [
+        (("out.json", 0, 3), "expected 1 <= FIRST <= LAST"),
+        (("out.json", 4, 3), "expected 1 <= FIRST <= LAST"),
+        (("out.json", 6, 9), "never reached: train.steps is 5"),
+        (("nowhere/out.json", 1, 2), "cannot be written"),
+        ((".", 1, 2), "cannot be written"),
+    ],
+)
+def test_a_plan_that_cannot_work_is_refused_before_the_run(tmp_path, plan, says):
+    name, first, last = plan
+    with pytest.raises(ConfigError, match=says):
+        TracePlan(tmp_path / name, first, last).check(num_steps=5)
+
+
+def test_steps_are_a_range_or_one():
+    assert parse_steps("2:5") == (2, 5) and parse_steps("3") == (3, 3)
+    for text in ("", ":", "2:", ":5", "a:b", "1:2:3", "-1:2"):
+        with pytest.raises(ConfigError, match="--trace-steps"):
+            parse_steps(text)
+
+
+def test_the_commands_do_it_all(table, tmp_path):
+    config, trace, picture = tmp_path / "job.json", tmp_path / "out.json", tmp_path / "out.png"
+    config.write_text(json.dumps(table))
+
+    def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+        code = "from infinity.cli import main; main()"
+        line = [sys.executable, "-c", code, *arguments]
+        return subprocess.run(line, capture_output=True, text=True, timeout=120, check=False)
+
+    done = command("train", str(config), "--trace", str(trace), "--trace-steps", "2:3")
+    assert done.returncode == 0, done.stderr
+    done = command("trace", "summary", str(trace), "--plot", str(picture), "--step", "2")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("step 2  ") and "-bound: " in done.stdout
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    done = command("trace", "summary", str(trace), "--json")
+    assert [step["step"] for step in json.loads(done.stdout)] == ["step 2", "step 3"]
+
+    done = command("train", str(config), "--trace", str(trace), "--trace-steps", "9")
+    assert done.returncode == 2 and "never reached" in done.stderr
+    done = command("trace", "summary", str(config))
+    assert done.returncode == 2 and "is not a trace" in done.stderr
+
+
+def test_copies_of_a_device_with_its_own_memory_have_their_lanes(tmp_path):
+    torch.manual_seed(0)
+    model = Mlp(width=32, layers=3).train()
+    config = {"tiers": {"host": {"capacity": "8MiB"}, "nvme": [{"path": str(tmp_path / "swap")}]}}
+    infinity.offload(model, config, device=SimulatedDevice())
+    engine = infinity.engine_of(model)
+    tracer = engine.counters.tracer
+    optimizer = infinity.AdamW(model, lr=1e-3)
+    before = engine.counters.snapshot()
+    tracer.start()
+    for number in (1, 2):
+        with tracer.step(number):
+            model(torch.ones(2, 32)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    tracer.stop()
+    after = engine.counters.snapshot()
+    engine.close()
+
+    for lane, counter in (
+        (Lane.COPIES_IN, "device_in_nbytes"),
+        (Lane.COPIES_OUT, "device_out_nbytes"),
+    ):
+        spans = [span for span in tracer.spans() if span.lane == lane]
+        moved_nbytes = after[counter] - before.get(counter, 0)
+        assert spans and sum(s.args["nbytes"] for s in spans) == moved_nbytes
+    assert {span.name for span in tracer.spans() if span.lane == Lane.PHASES} == {
+        "forward (train)", "backward", "optimizer step"
+    }  # fmt: skip
