@@ -20,6 +20,11 @@ _COMMANDS = {
         "doctor",
         "Say what this machine lacks, at what cost.",
     ),
+    "inspect": (
+        "infinity.cli.inspect",
+        "inspect",
+        "Say what is in a checkpoint, and whether it is whole.",
+    ),
     "train": ("infinity.cli.train", "train", "Fine-tune a model as a swap-tier file says."),
     "tune": ("infinity.cli.tune", "tune", "Find the io settings that suit these drives."),
 }
