@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import hashlib
 import os
 import re
 import shutil
@@ -22,14 +23,17 @@ from pathlib import Path
 from infinity.checkpoint.state_manifest import (
     DIGEST_NAME,
     MANIFEST_NAME,
+    Extent,
     Manifest,
     corrupt,
     digest_line,
     parse,
     to_bytes,
 )
-from infinity.errors import ConfigError, StorageError
+from infinity.errors import ConfigError, CorruptionError, StorageError
+from infinity.sizes import MIB
 
+_TRANSFER_NBYTES = 16 * MIB
 _NAME = re.compile(r"step-(\d{8,})")
 _PARTIAL = re.compile(r"\.step-\d{8,}\.partial")
 
@@ -82,6 +86,41 @@ def read_manifest(path: Path) -> Manifest:
             detail = f"it has {nbytes} bytes, the manifest says {file.nbytes}"
             raise corrupt(str(path / file.name), detail)
     return manifest
+
+
+def check_extent(path: Path, extent: Extent) -> None:
+    """Reads an extent and compares its SHA-256. Raises CorruptionError, or what reading raises."""
+    digest = hashlib.sha256()
+    try:
+        with path.open("rb", buffering=0) as file:
+            end = extent.offset_nbytes + extent.nbytes
+            position = extent.offset_nbytes
+            while position < end:
+                block = os.pread(file.fileno(), min(_TRANSFER_NBYTES, end - position), position)
+                if not block:
+                    raise damaged(path, extent, f"the file ends at byte {position}, inside it")
+                digest.update(block)
+                position += len(block)
+            # What was read is no use to the page cache.
+            os.posix_fadvise(
+                file.fileno(), extent.offset_nbytes, extent.nbytes, os.POSIX_FADV_DONTNEED
+            )
+    except CorruptionError:
+        raise
+    except OSError as error:
+        raise corrupt(str(path), f"{extent.name!r} cannot be read: {error.strerror}") from None
+    if digest.hexdigest() != extent.sha256:
+        raise damaged(path, extent, "its SHA-256 is not the manifest's")
+
+
+def damaged(path: Path, extent: Extent, detail: str) -> CorruptionError:
+    """The error that names an extent and its place in the file."""
+    return corrupt(
+        str(path),
+        f"{extent.name!r} is damaged: {detail}",
+        offset_nbytes=extent.offset_nbytes,
+        nbytes=extent.nbytes,
+    )
 
 
 @contextmanager

@@ -30,7 +30,9 @@ def optimizer_state_dict(model: nn.Module, optimizer: AdamW) -> dict[str, Any]:
                     empty = torch.empty_strided(facts.shape, facts.stride)
                     moments.setdefault(spec.name, {})[piece.value] = empty
                 for part in state.parts(unit, piece):
-                    whole = moments[part.spec.name][piece.value].as_strided((part.spec.numel,), (1,))
+                    whole = moments[part.spec.name][piece.value].as_strided(
+                        (part.spec.numel,), (1,)
+                    )
                     whole[part.start : part.start + part.values.numel()] = part.values
         answer = optimizer.state_dict()
         names = [name for group in optimizer.named_state()["groups"] for name in group["params"]]

@@ -6,8 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from infinity.checkpoint.state_directory import find_checkpoint, list_checkpoints, read_manifest
-from infinity.checkpoint.state_load import check_extent
+from infinity.checkpoint.state_directory import (
+    check_extent,
+    find_checkpoint,
+    list_checkpoints,
+    read_manifest,
+)
 from infinity.checkpoint.state_manifest import Manifest
 from infinity.errors import ConfigError, InfinityError
 

@@ -21,7 +21,12 @@ import torch
 from torch import nn
 
 from infinity.checkpoint.safetensors_format import SafetensorsReader, TensorInfo, tensor_bytes
-from infinity.checkpoint.state_directory import find_checkpoint, read_manifest
+from infinity.checkpoint.state_directory import (
+    check_extent,
+    damaged,
+    find_checkpoint,
+    read_manifest,
+)
 from infinity.checkpoint.state_layout import STREAMED, StateTensor, is_row_major
 from infinity.checkpoint.state_manifest import Extent, FileEntry, Manifest, corrupt
 from infinity.checkpoint.state_random import restore_random_state
@@ -36,14 +41,12 @@ from infinity.engine.engine import Engine, engine_of
 from infinity.engine.gradients import in_memory_order
 from infinity.engine.optimizer import AdamW
 from infinity.engine.state_access import Part, StateAccess
-from infinity.errors import ConfigError, CorruptionError
-from infinity.sizes import MIB
+from infinity.errors import ConfigError
 from infinity.state.units import Piece, TensorSpec, Unit
 
 if TYPE_CHECKING:
     from _hashlib import HASH
 
-_TRANSFER_NBYTES = 16 * MIB
 _MIXTURE = "the model is a mixture of two states now: do not train on, load another checkpoint"
 
 
@@ -179,40 +182,6 @@ def _places(path: Path, file: FileEntry) -> dict[str, tuple[TensorInfo, Extent]]
     return {name: (info, extents[name]) for name, info in infos.items()}
 
 
-def check_extent(path: Path, extent: Extent) -> None:
-    """Reads an extent and compares its SHA-256. Raises CorruptionError, or what reading raises."""
-    digest = hashlib.sha256()
-    try:
-        with path.open("rb", buffering=0) as file:
-            end = extent.offset_nbytes + extent.nbytes
-            position = extent.offset_nbytes
-            while position < end:
-                block = os.pread(file.fileno(), min(_TRANSFER_NBYTES, end - position), position)
-                if not block:
-                    raise _wrong(path, extent, f"the file ends at byte {position}, inside it")
-                digest.update(block)
-                position += len(block)
-            # What was read is no use to the page cache.
-            os.posix_fadvise(
-                file.fileno(), extent.offset_nbytes, extent.nbytes, os.POSIX_FADV_DONTNEED
-            )
-    except CorruptionError:
-        raise
-    except OSError as error:
-        raise corrupt(str(path), f"{extent.name!r} cannot be read: {error.strerror}") from None
-    if digest.hexdigest() != extent.sha256:
-        raise _wrong(path, extent, "its SHA-256 is not the manifest's")
-
-
-def _wrong(path: Path, extent: Extent, detail: str) -> CorruptionError:
-    return corrupt(
-        str(path),
-        f"{extent.name!r} is damaged: {detail}",
-        offset_nbytes=extent.offset_nbytes,
-        nbytes=extent.nbytes,
-    )
-
-
 def _compare_names(expected: set[str], there: set[str], path: Path) -> None:
     missing, surplus = sorted(expected - there), sorted(there - expected)
     if missing or surplus:
@@ -230,9 +199,9 @@ def _check_program(
     scheduler: Stateful | None,
     path: Path,
 ) -> None:
-    for what, given in (("optimizer", optimizer), ("scheduler", scheduler)):
-        if given is not None and program[what] is None:
-            raise ConfigError(f"{path} was saved without a {what}, so there is none to bring back")
+    for what, given in (("an optimizer", optimizer), ("a scheduler", scheduler)):
+        if given is not None and program[what.split()[1]] is None:
+            raise ConfigError(f"{path} was saved without {what}, so there is none to bring back")
     if optimizer is not None:
         optimizer.check_named_state(program["optimizer"])
 
@@ -257,7 +226,7 @@ class _HashedReader:
             extent = self._checkpoint.extent_of(name)
             if digest.hexdigest() != extent.sha256:
                 path = self._checkpoint.path / self._file
-                raise _wrong(path, extent, f"its SHA-256 is not the manifest's; {_MIXTURE}")
+                raise damaged(path, extent, f"its SHA-256 is not the manifest's; {_MIXTURE}")
 
     def read(self, name: str) -> torch.Tensor:
         self._open(self._checkpoint.file_of(name))
@@ -335,5 +304,5 @@ def _load_buffers(checkpoint: Checkpoint, model: nn.Module) -> None:
         for name, buffer in buffers_of(model).items():
             value = reader.read(name)
             if hashlib.sha256(tensor_bytes(value)).hexdigest() != extents[name].sha256:
-                raise _wrong(path, extents[name], f"its SHA-256 is not the manifest's; {_MIXTURE}")
+                raise damaged(path, extents[name], f"its SHA-256 is not the manifest's; {_MIXTURE}")
             buffer.copy_(value)

@@ -116,9 +116,7 @@ def _manifest(body: dict[str, Any], path: str) -> Manifest:
     return Manifest(body["step"], body["created"], body["written_by"], tuple(files))
 
 
-def corrupt(
-    path: str, detail: str, *, offset_nbytes: int = 0, nbytes: int = 0
-) -> CorruptionError:
+def corrupt(path: str, detail: str, *, offset_nbytes: int = 0, nbytes: int = 0) -> CorruptionError:
     return CorruptionError(
         errno.EILSEQ,
         operation="read",

@@ -62,8 +62,8 @@ def save(
     It holds everything an exact continuation needs: weights, residuals or masters, moments,
     gradients summed so far, the model's buffers, settings and step counts of the optimizer, the
     scheduler, the generators of Python, NumPy and torch, and `extra`: numbers, text, tensors, and
-    lists and dicts of these. `step` is the number of steps taken; by default the optimizer's. `keep`
-    removes all but the newest so many checkpoints of the directory, this one counted.
+    lists and dicts of these. `step` is the number of steps taken; by default the optimizer's.
+    `keep` removes all but the newest so many checkpoints of the directory, this one counted.
 
     Call between steps, from the training thread. A crash or an error at any moment leaves the
     checkpoints that were there. Raises ConfigError when one of this or a later step is there,
@@ -141,9 +141,7 @@ class _HashedWriter:
         try:
             self._writer.commit()
         except OSError as error:
-            raise StorageError(
-                error.errno or 0, operation="rename", path=str(self._path)
-            ) from None
+            raise StorageError(error.errno or 0, operation="rename", path=str(self._path)) from None
         header = self._writer.header
         digest = hashlib.sha256(header).hexdigest()
         extents = [Extent("header", "header", 0, len(header), digest)]

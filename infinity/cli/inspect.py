@@ -1,4 +1,4 @@
-"""`infinity inspect`: what is in a checkpoint, or in a directory of them, and whether it is whole."""
+"""`infinity inspect`: what is in a checkpoint, and whether it is whole."""
 
 from __future__ import annotations
 
@@ -53,5 +53,7 @@ def _print(found: Inspection) -> None:
     for fault in found.faults:
         print_error(f"  {fault}" if manifest is not None else f"{found.path}: {fault}")
     if found.is_whole:
-        how = "every byte verified" if found.is_verified else "names and lengths; --verify reads all"
+        how = (
+            "every byte verified" if found.is_verified else "names and lengths; --verify reads all"
+        )
         typer.echo(f"  whole ({how})")

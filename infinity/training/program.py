@@ -189,9 +189,7 @@ class _Run:
         if self._job.resume is not None:
             self._resume(self._job.resume.path)
         mark_output(self._config)
-        self._reporter.start(
-            self._config.output.metrics_path, resumed_at=self.summary.resumed_at
-        )
+        self._reporter.start(self._config.output.metrics_path, resumed_at=self.summary.resumed_at)
         self.summary.phases_s["setup_s"] = time.perf_counter() - self._job.started_s
 
     def _resume(self, path: Path) -> None:
