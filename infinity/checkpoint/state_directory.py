@@ -131,9 +131,10 @@ def writing(directory: Path, step: int) -> Iterator[Path]:
     or a later step, or when another process is writing here. After any failure what was there
     before is as it was.
     """
-    with _reporting("create", directory):
-        directory.mkdir(parents=True, exist_ok=True)
-        sync_directory(directory.parent)
+    if not directory.is_dir():
+        with _reporting("create", directory):
+            directory.mkdir(parents=True, exist_ok=True)
+            sync_directory(directory.parent)
     with _locked(directory):
         refuse_later(directory, step)
         _sweep(directory)

@@ -91,9 +91,7 @@ class Run:
         )
 
     def load(self, path: Path) -> Any:
-        return infinity.checkpoint.load(
-            path, self.model, self.optimizer, scheduler=self.scheduler
-        )
+        return infinity.checkpoint.load(path, self.model, self.optimizer, scheduler=self.scheduler)
 
     def state(self) -> dict[str, Tensor]:
         """fp32 values of all parameters, and the buffers."""

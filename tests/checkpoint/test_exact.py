@@ -141,7 +141,9 @@ def test_optimizer_state_goes_on_in_plain_pytorch(tmp_path, kind):
         optimizer.zero_grad()
         got.append(loss.item())
     assert got == losses
-    assert_same(expected, {n: p.detach() for n, p in model.named_parameters()} | dict(model.named_buffers()))
+    assert_same(
+        expected, {n: p.detach() for n, p in model.named_parameters()} | dict(model.named_buffers())
+    )
 
 
 def _seed(number):
