@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import signal
 import subprocess
@@ -9,8 +10,17 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from rich.console import Console
+
+from infinity.cli.train import override
+from infinity.config import SwapConfig
+from infinity.config.source import read_file
+from infinity.errors import ConfigError
+from infinity.training import program
+from infinity.training.report import Summary
 
 CONFIG = """
 [tiers.host]
@@ -67,10 +77,16 @@ def start(job: Path, *arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def run(job: Path, *arguments: str) -> tuple[int, str]:
-    process = start(job, *arguments)
-    _, err = process.communicate(timeout=120)
-    return process.returncode, err
+def run(job: Path, *overrides: str, **options: Any) -> Summary:
+    """The same in this process, which has imported everything already."""
+    table, source = read_file(job / "job.toml")
+    for text in overrides:
+        override(table, text)
+    console = Console(file=io.StringIO())
+    config = SwapConfig.from_table(table, source)
+    summary, code = program.train(config, console=console, **options)
+    assert code == 0
+    return summary
 
 
 def metrics(job: Path, output: str = "output") -> list[tuple[object, ...]]:
@@ -91,8 +107,7 @@ def wait_for_steps(job: Path, count: int, process: subprocess.Popen[str]) -> Non
 
 def test_killed_terminated_and_resumed_elsewhere_it_is_the_same_run(job, processes):
     """kill -9, then SIGTERM, then to the end on other tiers: metrics and exported weights."""
-    code, err = run(job, "--set", "output.directory=whole")
-    assert code == 0, err
+    run(job, "output.directory=whole")
 
     processes.append(first := start(job, "--resume"))  # Nothing is there yet: it begins.
     wait_for_steps(job, 14, first)
@@ -100,13 +115,13 @@ def test_killed_terminated_and_resumed_elsewhere_it_is_the_same_run(job, process
     first.wait()
     assert list((job / "output" / "checkpoints").glob("step-*"))
 
-    code, err = run(job)
-    assert code == 2 and "--resume" in err, "never begins beside checkpoints of another run"
-    code, err = run(job, "--resume", "--set", "train.batch_size=3", "--set", "optimizer.lr=1.0")
-    assert code == 2 and "train.batch_size is 3 and was 2" in err and "optimizer.lr" in err
+    with pytest.raises(ConfigError, match="--resume"):
+        run(job)  # Never begins beside checkpoints of another run.
+    with pytest.raises(ConfigError, match=r"optimizer\.lr is.*train\.batch_size is 3 and was 2"):
+        run(job, "train.batch_size=3", "optimizer.lr=1.0", resume=True)
 
-    processes.append(second := start(job, "--resume", "--set", "placement.moments=host"))
     reached = len(metrics(job)) + 4
+    processes.append(second := start(job, "--resume", "--set", "placement.moments=host"))
     wait_for_steps(job, reached, second)
     second.send_signal(signal.SIGTERM)
     out, err = second.communicate(timeout=60)
@@ -119,33 +134,29 @@ def test_killed_terminated_and_resumed_elsewhere_it_is_the_same_run(job, process
     assert len(metrics(job)) == stopped_at < 60
     assert list((job / "swap").iterdir()) == []
 
-    code, err = run(job, "--resume", "--set", "schedule.updates=at_step",
-                    "--set", "placement.parameters=host")  # fmt: skip
-    assert code == 0, err
+    run(job, "schedule.updates=at_step", "placement.parameters=host", resume=True)
     assert metrics(job) == metrics(job, "whole")
     weights = [(job / name / "model.safetensors").read_bytes() for name in ("output", "whole")]
     assert weights[0] == weights[1]
     names = sorted(path.name for path in (job / "output" / "checkpoints").iterdir())
     assert names == ["step-00000050", "step-00000060"]
 
-    code, err = run(job, "--resume-from", str(job / "output/checkpoints/step-00000050"))
-    assert code == 2 and "step-00000060" in err, "what is newer would be in the way"
-    code, err = run(job, "--resume-from", str(job / "output/checkpoints/step-00000050"),
-                    "--set", "output.directory=branch")  # fmt: skip
-    assert code == 0, err
+    older = job / "output" / "checkpoints" / "step-00000050"
+    with pytest.raises(ConfigError, match="step-00000060"):
+        run(job, resume_from=older)  # What is newer would be in the way.
+    run(job, "output.directory=branch", resume_from=older)
     assert metrics(job, "branch") == metrics(job, "whole")[50:]
 
 
 def test_other_text_is_another_run(job):
-    code, err = run(job, "--set", "train.steps=2", "--set", "train.warmup_steps=0")
-    assert code == 0, err
+    short = "train.steps=2", "train.warmup_steps=0"
+    run(job, *short)
     (job / "text.txt").write_text((job / "text.txt").read_text().replace("squared", "Squared"))
-    arguments = "--set", "train.steps=2", "--set", "train.warmup_steps=0"
-    code, err = run(job, "--resume", *arguments)
-    assert code == 2 and "tokens" in err
+    with pytest.raises(ConfigError, match="tokens"):
+        run(job, *short, resume=True)
 
 
 def test_resume_needs_the_section(job):
     (job / "job.toml").write_text(CONFIG.partition("[checkpoint]")[0])
-    code, err = run(job, "--resume")
-    assert code == 2 and "[checkpoint]" in err
+    with pytest.raises(ConfigError, match=r"\[checkpoint\]"):
+        run(job, resume=True)
