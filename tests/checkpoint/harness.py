@@ -52,6 +52,7 @@ class _Mixed(Mlp):
     """bf16 blocks, and a norm in fp32 inside each."""
 
     def forward(self, x: Tensor) -> Tensor:
+        x = x.to(torch.bfloat16)
         for block in self.blocks:
             x = x + block[2](block[1](block[0](x.float()).to(torch.bfloat16)))
         return self.head(x)
@@ -102,7 +103,7 @@ class Run:
 
 @contextmanager
 def run(
-    kind: str, swap: Path, *, seed: int = 0, engine: str = "threads", **options: Any
+    kind: str, swap: Path, *, seed: int = 0, engine: str = "threads", device: Any = None, **options: Any
 ) -> Iterator[Run]:
     """A run whose state and generators are those of `seed`; its tiers are released at the end."""
     torch.manual_seed(seed)
@@ -110,7 +111,7 @@ def run(
     numpy.random.seed(seed)
     config = swap_config(swap, **options)
     config["io"]["engine"] = engine
-    model = infinity.offload(Net(kind).train(), config)
+    model = infinity.offload(Net(kind).train(), config, device=device)
     try:
         decayed = [p for p in model.parameters() if p.requires_grad and p.ndim > 1]
         rest = [p for p in model.parameters() if p.requires_grad and p.ndim <= 1]

@@ -9,6 +9,7 @@ from safetensors import safe_open
 import infinity
 from infinity.errors import ConfigError, InfinityError, UnsupportedError
 from infinity.storage.probe import find_uring_refusal
+from infinity.testing import SimulatedDevice
 
 from .harness import MAX_NORM, Net, assert_same, content, run
 
@@ -40,6 +41,24 @@ def test_resumed_run_is_the_uninterrupted_one(tmp_path, kind, elsewhere):
 
     assert got[0] == expected[0]
     assert_same(expected[1], got[1])
+
+
+@pytest.mark.parametrize("placement", ["nvme", "device", "host"])
+def test_memory_of_a_device_of_its_own(tmp_path, placement):
+    """Copies that come late and released memory that is poisoned: a wait that is missing shows."""
+    with run("bf16", tmp_path / "swap") as whole:
+        whole.steps(0, 2)
+        whole.model(10).backward()
+        whole.save(tmp_path / "plain")
+        expected = whole.steps(2, 4), whole.state()
+    options = {"placement": placement, "host_nbytes": "16MiB"}
+    with run("bf16", tmp_path / "swap", device=SimulatedDevice(1), **options) as there:
+        there.load(tmp_path / "plain")
+        path = there.save(tmp_path / "again")
+        assert (there.steps(2, 4), there.state().keys()) == (expected[0], expected[1].keys())
+        assert_same(expected[1], there.state())
+    plain = content(tmp_path / "plain" / path.name)
+    assert all(data == plain[name] for name, data in content(path).items() if "manifest" not in name)
 
 
 def test_saving_changes_nothing(tmp_path):
