@@ -15,7 +15,8 @@ import torch
 def random_state() -> dict[str, Any]:
     """Numbers and tensors only."""
     version, internal, gauss = random.getstate()
-    kind, keys, position, has_gauss, cached = numpy.random.get_state(legacy=True)
+    legacy: Any = numpy.random.get_state(legacy=True)
+    kind, keys, position, has_gauss, cached = legacy
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
     return {
         "python": [version, list(internal), gauss],
