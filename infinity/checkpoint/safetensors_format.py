@@ -221,6 +221,8 @@ class SafetensorsWriter:
             raise StorageError(
                 error.errno or 0, operation="fsync", path=str(self.partial_path)
             ) from None
+        # Nobody reads it soon; the page cache has better uses.
+        os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
         os.close(self._fd)
         self._fd = None
         self._finished = True

@@ -103,7 +103,13 @@ class Run:
 
 @contextmanager
 def run(
-    kind: str, swap: Path, *, seed: int = 0, engine: str = "threads", device: Any = None, **options: Any
+    kind: str,
+    swap: Path,
+    *,
+    seed: int = 0,
+    engine: str = "threads",
+    device: Any = None,
+    **options: Any,
 ) -> Iterator[Run]:
     """A run whose state and generators are those of `seed`; its tiers are released at the end."""
     torch.manual_seed(seed)

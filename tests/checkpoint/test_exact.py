@@ -58,7 +58,9 @@ def test_memory_of_a_device_of_its_own(tmp_path, placement):
         assert (there.steps(2, 4), there.state().keys()) == (expected[0], expected[1].keys())
         assert_same(expected[1], there.state())
     plain = content(tmp_path / "plain" / path.name)
-    assert all(data == plain[name] for name, data in content(path).items() if "manifest" not in name)
+    assert all(
+        data == plain[name] for name, data in content(path).items() if "manifest" not in name
+    )
 
 
 def test_saving_changes_nothing(tmp_path):
