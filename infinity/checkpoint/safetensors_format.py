@@ -106,26 +106,42 @@ class SafetensorsReader:
 
     def read(self, name: str) -> torch.Tensor:
         """A fresh CPU tensor with the bytes of `name`; the caller owns it."""
-        assert self._fd is not None, f"{self.path} is closed"
         info = self.tensors[name]
         tensor = torch.empty(info.shape, dtype=info.dtype)
-        view = tensor_bytes(tensor)
+        self.read_into(name, 0, tensor)
+        return tensor
+
+    def read_into(self, name: str, start: int, target: torch.Tensor) -> None:
+        """Fills `target` (CPU, contiguous, of the dtype of `name`) with elements from `start` on,
+        in row-major order."""
+        assert self._fd is not None, f"{self.path} is closed"
+        info = self.tensors[name]
+        assert target.dtype is info.dtype, (name, target.dtype, info.dtype)
+        begin_nbytes = info.offset_nbytes + start * info.dtype.itemsize
+        view = tensor_bytes(target)
+        assert begin_nbytes + len(view) <= info.offset_nbytes + info.nbytes, (name, start)
         done = 0
         while done < len(view):
-            count = os.preadv(
-                self._fd,
-                [view[done : done + _TRANSFER_NBYTES]],
-                info.offset_nbytes + done,
-            )
+            try:
+                count = os.preadv(
+                    self._fd, [view[done : done + _TRANSFER_NBYTES]], begin_nbytes + done
+                )
+            except OSError as error:
+                raise StorageError(
+                    error.errno or 0,
+                    operation="read",
+                    path=self.path,
+                    offset_nbytes=begin_nbytes + done,
+                    nbytes=len(view) - done,
+                ) from None
             if count == 0:
                 raise _corrupt(
                     self.path,
                     f"the file ends inside tensor {name!r}",
-                    info.offset_nbytes + done,
-                    info.nbytes - done,
+                    begin_nbytes + done,
+                    len(view) - done,
                 )
             done += count
-        return tensor
 
 
 class SafetensorsWriter:
@@ -144,8 +160,9 @@ class SafetensorsWriter:
     ) -> None:
         self.path = Path(path)
         self.partial_path = self.path.with_name(f".{self.path.name}.partial")
-        header, self._tensors, file_nbytes = _plan_header(tensors, metadata)
-        self._missing = set(self._tensors)
+        self.header, self._tensors, self.file_nbytes = _plan_header(tensors, metadata)
+        # Elements to come. A tensor without any is written too, and leaves the table then.
+        self._left = {info.name: math.prod(info.shape) for info in tensors}
         self._finished = False
         try:
             self._fd: int | None = os.open(
@@ -158,31 +175,45 @@ class SafetensorsWriter:
                 error.errno or 0, operation="create", path=str(self.partial_path)
             ) from None
         try:
-            self._reserve(file_nbytes)
-            self._write(memoryview(header), 0)
+            self._reserve(self.file_nbytes)
+            self._write(memoryview(self.header), 0)
         except BaseException:
             self.close()
             raise
 
     @property
     def is_complete(self) -> bool:
-        return not self._missing
+        return not self._left
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """Every planned tensor with its place in the file, in the file's order."""
+        return self._tensors
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
         """Stores `tensor` (CPU, planned dtype and shape) as `name`. Each name once."""
         info = self._tensors[name]
-        assert name in self._missing, f"{name} was written before"
-        assert tensor.device.type == "cpu", f"{name} is on {tensor.device}"
         assert (tuple(tensor.shape), tensor.dtype) == (info.shape, info.dtype), (
             f"{name}: planned {info.shape} {info.dtype}, got {tuple(tensor.shape)} {tensor.dtype}"
         )
-        self._write(tensor_bytes(tensor.detach().contiguous()), info.offset_nbytes)
-        self._missing.discard(name)
+        self.write_part(name, 0, tensor.detach().contiguous())
+
+    def write_part(self, name: str, start: int, part: torch.Tensor) -> None:
+        """Stores `part` (CPU, contiguous) as the elements of `name` from `start` on, in row-major
+        order. Each element once."""
+        info = self._tensors[name]
+        assert part.device.type == "cpu", f"{name} is on {part.device}"
+        assert part.dtype is info.dtype, (name, part.dtype, info.dtype)
+        assert part.numel() <= self._left.get(name, -1), f"{name} was written before"
+        self._write(tensor_bytes(part), info.offset_nbytes + start * info.dtype.itemsize)
+        self._left[name] -= part.numel()
+        if not self._left[name]:
+            del self._left[name]
 
     def finish(self) -> None:
         """Syncs and closes the partial file, which must be complete."""
         assert self._fd is not None and self.is_complete, (
-            f"{self.path}: {self._missing} not written"
+            f"{self.path}: {list(self._left)} not written"
         )
         try:
             os.fsync(self._fd)
@@ -190,6 +221,8 @@ class SafetensorsWriter:
             raise StorageError(
                 error.errno or 0, operation="fsync", path=str(self.partial_path)
             ) from None
+        # Nobody reads it soon; the page cache has better uses.
+        os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
         os.close(self._fd)
         self._fd = None
         self._finished = True

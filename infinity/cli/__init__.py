@@ -20,6 +20,11 @@ _COMMANDS = {
         "doctor",
         "Say what this machine lacks, at what cost.",
     ),
+    "inspect": (
+        "infinity.cli.inspect",
+        "inspect",
+        "Say what is in a checkpoint, and whether it is whole.",
+    ),
     "plan": ("infinity.cli.plan", "plan", "Predict a step: places, bytes, seconds, what binds."),
     "trace": ("infinity.cli.trace", "app", "Say what bounds the steps of a traced run."),
     "train": ("infinity.cli.train", "train", "Fine-tune a model as a swap-tier file says."),

@@ -37,13 +37,27 @@ def train(
         str,
         typer.Option("--trace-steps", metavar="FIRST:LAST", help="The steps that are traced."),
     ] = "2:5",
+    resume: Annotated[
+        bool,
+        typer.Option(
+            "--resume",
+            help="Go on from the newest checkpoint of [checkpoint]; begin where there is none yet.",
+        ),
+    ] = False,
+    resume_from: Annotated[
+        Path | None,
+        typer.Option(
+            "--resume-from", metavar="DIR", help="Go on from this checkpoint, wherever it is."
+        ),
+    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the summary as JSON; progress goes to stderr.")
     ] = False,
 ) -> None:
     """Fine-tune a causal language model as a swap-tier file says.
 
-    Ctrl-C finishes the step, writes the export and ends with exit code 130; twice, it ends at once.
+    Ctrl-C finishes the step, writes the export, or with [checkpoint] a checkpoint, and ends with
+    exit code 130 (SIGTERM: 143); twice, it ends at once.
     """
     from rich.console import Console
 
@@ -64,7 +78,9 @@ def train(
 
     console = Console(stderr=as_json)
     try:
-        summary, exit_code = program.train(loaded, console=console, trace=plan)
+        summary, exit_code = program.train(
+            loaded, console=console, trace=plan, resume=resume, resume_from=resume_from
+        )
     except KeyboardInterrupt:
         typer.echo("stopped; nothing was exported", err=True)
         raise typer.Exit(130) from None

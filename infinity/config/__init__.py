@@ -4,6 +4,7 @@ from infinity.config.problems import InvalidConfigError, Problem
 from infinity.config.schema import (
     PYTHON_STDLIB,
     SCHEMA,
+    Checkpoint,
     Data,
     DataSource,
     DeviceTier,
@@ -29,6 +30,7 @@ __all__ = [
     "PYTHON_STDLIB",
     "SCHEMA",
     "Capacity",
+    "Checkpoint",
     "Data",
     "DataSource",
     "DeviceTier",

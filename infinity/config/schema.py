@@ -518,3 +518,23 @@ class Output(Section):
     @property
     def metrics_path(self) -> Path:
         return self.directory / self.metrics
+
+
+class Checkpoint(Section):
+    """Copies of the whole state of a run, from which `infinity train --resume` goes on exactly.
+
+    Written only where the file has this section. One is written at the end of the steps, and when
+    SIGTERM or Ctrl-C stops them.
+    """
+
+    every: Annotated[int, Integer(0)] = Field(
+        0, description="Steps between checkpoints; 0 writes none in between."
+    )
+    keep: Annotated[int, Integer(1)] = Field(
+        2, description="Newest checkpoints that are kept. One more fits the drive for a moment."
+    )
+    directory: Annotated[Path, Location()] | None = Field(
+        None,
+        description="Directory of the checkpoints of this run and no other.",
+        json_schema_extra={"x-default": "`checkpoints` inside output.directory"},
+    )

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 from pydantic import Field, PrivateAttr, ValidationError, ValidationInfo, field_validator
@@ -15,6 +16,7 @@ from pydantic import Field, PrivateAttr, ValidationError, ValidationInfo, field_
 from infinity.config import problems
 from infinity.config.schema import (
     SCHEMA,
+    Checkpoint,
     Data,
     Io,
     IoEngineName,
@@ -77,6 +79,7 @@ class SwapConfig(Section):
     data: Data | None = None
     train: Train | None = None
     output: Output = defaults()
+    checkpoint: Checkpoint | None = None
 
     @field_validator(
         "tiers", "placement", "io", "schedule", "precision", "optimizer", "output", mode="before"
@@ -209,6 +212,12 @@ class SwapConfig(Section):
         except ValidationError as error:
             raise problems.from_validation(error, SwapConfig, name=source.name) from None
         self._source = dataclasses.replace(source, environment=tuple(loading.environment))
+
+    @property
+    def checkpoint_directory(self) -> Path:
+        """Where `[checkpoint]` writes, or would."""
+        chosen = self.checkpoint.directory if self.checkpoint is not None else None
+        return chosen or self.output.directory / "checkpoints"
 
     @property
     def source(self) -> Source:

@@ -35,6 +35,7 @@ from infinity.engine.hooks import (
     nodes_since,
 )
 from infinity.engine.master import Masters
+from infinity.engine.state_access import StateAccess
 from infinity.engine.update import StepRecord, Updater
 from infinity.errors import InfinityError, ParameterNotResident, UnsupportedError
 from infinity.observe import Counters, Lane
@@ -575,6 +576,30 @@ class Engine:
             self.parts.updater.settle()
             self._executor.finish_writes()
 
+    @contextmanager
+    def at_rest(self, what: str) -> Iterator[StateAccess]:
+        """All state where it rests, and nobody moves it within. `what` names the caller in the
+        error that is raised while parameters are in use."""
+        parts = self.parts
+        with self._lock, torch.no_grad():
+            if self.is_closed:
+                raise InfinityError(f"{what}: the engine of this model is closed")
+            self.reset()
+            self._refuse_held(what)
+            self.flush()
+            chunk_nbytes = parts.updater.chunk_nbytes
+            yield StateAccess(
+                parts.store, parts.pool, parts.executor, parts.gradients, chunk_nbytes
+            )
+
+    def _refuse_held(self, what: str) -> None:
+        held = self._executor.held()
+        if held:
+            raise InfinityError(
+                f"{what} while {', '.join(held[:4])} is in use; "
+                "leave infinity.gather() and finish the backward first"
+            )
+
     def _quiesce(self) -> None:
         """Moments and masters of the last step are where they rest."""
         self.parts.updater.settle()
@@ -664,12 +689,7 @@ class Engine:
         """Decides an optimizer step; each unit is updated before anybody sees it again."""
         with self._lock, self._tracer.during(Lane.PHASES, "optimizer step"):
             self.reset()
-            held = self._executor.held()
-            if held:
-                raise InfinityError(
-                    f"optimizer.step() while {', '.join(held[:4])} is in use; "
-                    "leave infinity.gather() and finish the backward first"
-                )
+            self._refuse_held("optimizer.step()")
             self._gradients.settle()
             if self.config.schedule.updates == "at_step":
                 self.parts.updater.apply(record)

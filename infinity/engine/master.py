@@ -33,9 +33,13 @@ class Masters:
 
     @staticmethod
     def has(unit: Unit, spec: TensorSpec) -> bool:
-        """Whether the weight alone is not the fp32 value."""
-        is_narrow = spec.facts.dtype is not torch.float32
-        return unit.master_dtype is not None and spec.state_offset >= 0 and is_narrow
+        """Whether the update starts from more than the weight alone.
+
+        A whole master is what it starts from for every tensor of the unit, fp32 ones included.
+        """
+        if unit.master_dtype is None or spec.state_offset < 0:
+            return False
+        return unit.master_dtype is torch.float32 or spec.facts.dtype is not torch.float32
 
     def read(self, unit: Unit, spec: TensorSpec, narrow: torch.Tensor) -> torch.Tensor:
         """A copy of the fp32 value: flat, on the host."""

@@ -151,11 +151,61 @@ class AdamW(torch.optim.Optimizer):
         return {"state": steps, "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Refused: moments are not in the dict, so continuing from it would not be the same run."""
-        raise UnsupportedError(
-            "optimizer.load_state_dict cannot bring back moments that rest on tiers; "
-            "start the optimizer anew"
-        )
+        """Takes settings and step counts, as far as the moments on the tiers belong to them.
+
+        Moments are not in the dict. Where it is of another step than they are, this is refused:
+        continuing from it would not be the same run. `infinity.checkpoint.load` brings back both.
+        """
+        handles = [handle for group in self.param_groups for handle in group["params"]]
+        saved, mine = state_dict["param_groups"], self.state_dict()
+        sizes = [len(group["params"]) for group in saved]
+        if sizes != [len(group["params"]) for group in self.param_groups]:
+            raise ConfigError(
+                f"expected groups of {[len(group['params']) for group in self.param_groups]} "
+                f"parameters, got {sizes}"
+            )
+        steps = {index: int(entry["step"]) for index, entry in state_dict["state"].items()}
+        if steps != {index: entry["step"] for index, entry in mine["state"].items()}:
+            raise UnsupportedError(
+                "optimizer.load_state_dict cannot bring back moments that rest on tiers, and the "
+                "dict is of another step than they are; use infinity.checkpoint.load, which "
+                "brings back both"
+            )
+        self._take_settings(saved)
+        self._steps = {id(handles[index]): step for index, step in steps.items()}
+
+    def named_state(self) -> dict[str, Any]:
+        """Settings and step counts by parameter names: what a checkpoint keeps beside moments."""
+        names = {key: slot.name for key, slot in self._slots.items()}
+        groups = [
+            {key: value for key, value in group.items() if key != "params"}
+            | {"params": [names[id(handle)] for handle in group["params"]]}
+            for group in self.param_groups
+        ]
+        return {"groups": groups, "steps": {names[key]: step for key, step in self._steps.items()}}
+
+    def check_named_state(self, state: dict[str, Any]) -> None:
+        """Raises ConfigError where the groups of `state` are not this optimizer's."""
+        saved = [group["params"] for group in state["groups"]]
+        mine = [group["params"] for group in self.named_state()["groups"]]
+        if saved != mine:
+            raise ConfigError(
+                f"expected an optimizer with groups of {[len(names) for names in saved]} "
+                f"parameters, got {[len(names) for names in mine]}, or the same numbers of "
+                "other parameters: build it as it was built for the run that was saved"
+            )
+
+    def restore_named_state(self, state: dict[str, Any]) -> None:
+        """Takes what `named_state` gave; the moments on the tiers are those of the same step."""
+        self.check_named_state(state)
+        self._take_settings(state["groups"])
+        keys = {slot.name: key for key, slot in self._slots.items()}
+        self._steps = {keys[name]: step for name, step in state["steps"].items()}
+        self.grad_norm = None
+
+    def _take_settings(self, groups: list[dict[str, Any]]) -> None:
+        for group, saved in zip(self.param_groups, groups, strict=True):
+            group.update({key: value for key, value in saved.items() if key != "params"})
 
 
 def _settings(group: dict[str, Any], step: int) -> AdamWSettings:

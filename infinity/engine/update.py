@@ -96,7 +96,7 @@ class Updater:
         self._executor = executor
         self._gradients = gradients
         self._counters = counters
-        self._chunk_nbytes = chunk_nbytes
+        self.chunk_nbytes = chunk_nbytes
         self._num_berths = num_berths
         self._reads_ahead = reads_ahead
         self._travelling = [
@@ -203,7 +203,7 @@ class Updater:
         return list(dict.fromkeys([*expected, *self._pending]))
 
     def _chunks_of(self, unit: Unit, record: StepRecord) -> Iterator[Chunk]:
-        for chunk in chunk_unit(unit, self._chunk_nbytes) if unit.state_numel else ():
+        for chunk in chunk_unit(unit, self.chunk_nbytes) if unit.state_numel else ():
             slices = tuple(s for s in chunk.slices if s.tensor in record.settings)
             if slices:
                 yield Chunk(chunk.unit, chunk.start, chunk.stop, slices)
@@ -253,7 +253,7 @@ class Updater:
         """Takes the ring's block if it is not there. With `or_none`, only if there is room."""
         if self._block is not None or not self._travelling:
             return True
-        stride = self._chunk_nbytes
+        stride = self.chunk_nbytes
         per_berth = stride * len(self._travelling)
         take = self._pool.try_allocate if or_none else self._pool.require
         self._block = take(per_berth * self._num_berths, "chunks of the optimizer")

@@ -11,6 +11,7 @@ behind each file. Everything here is numpy; nothing imports torch.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -135,6 +136,7 @@ class TokenFile:
             np.uint8 if vocab_size <= 1 << 8 else np.uint16 if vocab_size <= 1 << 16 else np.uint32
         )
         self.num_tokens = 0
+        self._sha256 = hashlib.sha256()
         self._directory = directory
         try:
             self._file: IO[bytes] = tempfile.TemporaryFile(  # noqa: SIM115, closed by close().
@@ -145,6 +147,7 @@ class TokenFile:
 
     def append(self, ids: Ids) -> None:
         content = memoryview(ids.astype(self.dtype, copy=False).tobytes())
+        self._sha256.update(content)
         try:
             while content:
                 content = content[os.write(self._file.fileno(), content) :]
@@ -163,6 +166,11 @@ class TokenFile:
         content = os.pread(self._file.fileno(), count * itemsize, start * itemsize)
         assert len(content) == count * itemsize, "the token file was shortened"
         return np.frombuffer(content, dtype=self.dtype)
+
+    @property
+    def sha256(self) -> str:
+        """Of all tokens so far, as they are in the file."""
+        return self._sha256.hexdigest()
 
     def close(self) -> None:
         self._file.close()
@@ -268,6 +276,7 @@ class Batches:
         self.batch_size = batch_size
         self.batches_per_epoch = len(split.train) // batch_size
         self.num_tokens = tokens.num_tokens
+        self.tokens_sha256 = tokens.sha256
         self._tokens = tokens
         self._seed = seed
         self._shuffle = shuffle

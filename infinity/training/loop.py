@@ -65,7 +65,10 @@ def make_scheduler(
 
 
 class Loop:
-    """Takes steps one at a time. Owns the schedule; the rest is the caller's."""
+    """Takes steps one at a time. Owns the schedule; the rest is the caller's.
+
+    `num_steps`, which a resumed run sets, also says which batch is next.
+    """
 
     def __init__(
         self,
@@ -81,7 +84,7 @@ class Loop:
         self._batches = batches
         self._train = train
         self._device = device
-        self._scheduler = make_scheduler(optimizer, train)
+        self.scheduler = make_scheduler(optimizer, train)
         # Keys and values are kept for generation only; not all architectures have them to keep.
         takes_cache = "use_cache" in inspect.signature(model.forward).parameters
         self._options = {"use_cache": False} if takes_cache else {}
@@ -106,7 +109,7 @@ class Loop:
         learning_rate = float(self._optimizer.param_groups[0]["lr"])
         self._optimizer.step()
         self._optimizer.zero_grad()
-        self._scheduler.step()
+        self.scheduler.step()
         self.num_steps = step
         norm = getattr(self._optimizer, "grad_norm", None)
         return StepOutcome(

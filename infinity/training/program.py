@@ -6,7 +6,8 @@ after that, the engine is closed, which releases the swap directory.
 
 How a run ends:
   all steps done       export, sample, summary; exit code 0
-  SIGINT, SIGTERM      the step is finished, then export and summary; exit code 130 or 143
+  SIGINT, SIGTERM      the step is finished, then export and summary, or where the file has
+                       [checkpoint] a checkpoint and no export; exit code 130 or 143
   a second SIGINT      KeyboardInterrupt at once; no export; exit code 130
   NonFiniteError       the weights of the last good step are exported, then the error; exit code 2
   any other error      nothing is exported; exit code 2
@@ -27,6 +28,8 @@ from rich.console import Console
 import infinity
 from infinity.checkpoint import export_safetensors
 from infinity.checkpoint.safetensors_export import check_space, plan_export
+from infinity.checkpoint.state_load import Loaded, load
+from infinity.checkpoint.state_save import save
 from infinity.config import SwapConfig
 from infinity.errors import ConfigError, NonFiniteError
 from infinity.training.allocator import give_back, keep_freed_memory
@@ -36,28 +39,37 @@ from infinity.training.loop import Loop, parameter_groups
 from infinity.training.model import ModelPlan, build_model, plan_model, stream_weights
 from infinity.training.output import SUMMARY_NAME, claim_output, mark_output
 from infinity.training.report import Reporter, StepRecord, Summary, write_summary
+from infinity.training.resume import check_same_run, identity_of, plan_resume
 from infinity.training.sample import encode_prompt, generate
 from infinity.training.tracing import TracePlan, Tracing
 
-_STOP_NOTICE = "\nstopping after this step, then writing the export; once more to stop at once\n"
+_STOP_NOTICE = "\nstopping after this step, then writing {}; once more to stop at once\n"
 
 
 def train(
-    config: SwapConfig, *, console: Console | None = None, trace: TracePlan | None = None
+    config: SwapConfig,
+    *,
+    console: Console | None = None,
+    trace: TracePlan | None = None,
+    resume: bool = False,
+    resume_from: Path | None = None,
 ) -> tuple[Summary, int]:
     """Runs the main job; (what happened, exit code). Raises errors of the package's tree.
 
     With `trace` a timeline of some steps is written as well, also when the run ends early.
+    `resume` goes on from the newest checkpoint of `[checkpoint]`, or begins where there is none;
+    `resume_from` from a certain one, or the newest of a certain directory.
     """
     config.require("model", "data", "train")
     keep_freed_memory()
     console = console or Console()
     with ExitStack() as stack:
-        job = _prepare(config, stack)
+        job = _prepare(config, stack, plan_resume(config, resume=resume, resume_from=resume_from))
         run = _Run(config, job, console, trace)
         stack.callback(run.close)
         run.set_up()
-        with Interrupt(_STOP_NOTICE) as interrupt:
+        written = "the export" if config.checkpoint is None else "a checkpoint"
+        with Interrupt(_STOP_NOTICE.format(written)) as interrupt:
             run.train(interrupt)
             run.finish(interrupt)
             return run.summary, interrupt.exit_code
@@ -73,10 +85,12 @@ class _Job:
     model: Any
     prompt_ids: list[int]
     output: Path
+    identity: dict[str, Any]
+    resume: Loaded | None
     started_s: float
 
 
-def _prepare(config: SwapConfig, stack: ExitStack) -> _Job:
+def _prepare(config: SwapConfig, stack: ExitStack, resume: Loaded | None) -> _Job:
     """Everything that can be refused without making a swap file."""
     assert config.model and config.data and config.train
     started_s = time.perf_counter()
@@ -111,6 +125,9 @@ def _prepare(config: SwapConfig, stack: ExitStack) -> _Job:
         directory=output,
     )
     stack.callback(batches.close)
+    identity = identity_of(config, batches)
+    if resume is not None:
+        check_same_run(resume, identity)
     return _Job(
         plan=plan,
         tokenizer=tokenizer,
@@ -118,6 +135,8 @@ def _prepare(config: SwapConfig, stack: ExitStack) -> _Job:
         model=model,
         prompt_ids=prompt_ids,
         output=output,
+        identity=identity,
+        resume=resume,
         started_s=started_s,
     )
 
@@ -141,6 +160,7 @@ class _Run:
         self._engine: Any = None
         self._trace_plan = trace
         self._tracing: Tracing | None = None
+        self._saved_step = 0  # The newest step that a checkpoint holds.
 
     def set_up(self) -> None:
         """Makes the tiers, streams the weights into them and builds the optimizer."""
@@ -158,7 +178,7 @@ class _Run:
             )
         give_back()
         options = self._config.optimizer
-        optimizer = infinity.AdamW(
+        self._optimizer = infinity.AdamW(
             parameter_groups(self._model, options),
             lr=options.lr,
             betas=options.betas,
@@ -170,25 +190,32 @@ class _Run:
         )
         self._loop = Loop(
             self._model,
-            optimizer,
+            self._optimizer,
             self._job.batches,
             train=self._train,
             device=next(self._model.parameters()).device,
         )
         self._model.train()
         torch.manual_seed(self._train.seed)  # Dropout starts alike, wherever the weights came from.
+        if self._job.resume is not None:
+            self._resume(self._job.resume.path)
         mark_output(self._config)
-        self._reporter.start(self._config.output.metrics_path)
+        self._reporter.start(self._config.output.metrics_path, resumed_at=self.summary.resumed_at)
         self.summary.phases_s["setup_s"] = time.perf_counter() - self._job.started_s
 
+    def _resume(self, path: Path) -> None:
+        loaded = load(path, self._model, self._optimizer, scheduler=self._loop.scheduler)
+        self._loop.num_steps = self._saved_step = self.summary.resumed_at = loaded.step
+        self._reporter.note(f"going on from {loaded.path}, after step {loaded.step}")
+
     def train(self, interrupt: Interrupt) -> None:
-        """Steps until the last, or until `interrupt` asks for an end."""
+        """Steps until the last, or until `interrupt` asks for an end; then a checkpoint."""
         try:
             while self._loop.num_steps < self._train.steps and interrupt.received is None:
                 self._step()
         except NonFiniteError:
             self._reporter.end_of_steps()
-            if self.summary.records and self._config.output.export:
+            if self._loop.num_steps and self._config.output.export:
                 self._export("the weights of the last good step")
                 self._write_summary()
             raise
@@ -196,10 +223,12 @@ class _Run:
             self._reporter.end_of_steps()
         if interrupt.received is not None:
             self.summary.interrupted_by = interrupt.received.name
+        self._save_checkpoint()
 
     def finish(self, interrupt: Interrupt) -> None:
         """Export, sample, summary."""
-        if self._config.output.export and self.summary.records:
+        goes_on = interrupt.received is not None and self._config.checkpoint is not None
+        if self._config.output.export and self._loop.num_steps and not goes_on:
             self._export("the model")
         sample = self._train.sample
         if sample is not None and interrupt.received is None:
@@ -234,7 +263,7 @@ class _Run:
             is_last = outcome.step == self._train.steps
             is_evaluated = bool(every) and (outcome.step % every == 0 or is_last)
             if is_evaluated or is_last:
-                self._engine.flush()  # No later step carries this update out; it is this one's work.
+                self._engine.flush()  # It is this step's work: no later one does it.
         elapsed_s = time.perf_counter() - start_s
         record = StepRecord.between(
             before,
@@ -249,6 +278,27 @@ class _Run:
             self.summary.held_out_losses.append((outcome.step, held_out_loss))
         self.summary.records.append(record)
         self._reporter.step(record, held_out_loss)
+        checkpoint = self._config.checkpoint
+        if checkpoint and checkpoint.every and outcome.step % checkpoint.every == 0:
+            self._save_checkpoint()
+
+    def _save_checkpoint(self) -> None:
+        """A checkpoint of this step, where the file has `[checkpoint]` and there is none yet."""
+        step, checkpoint = self._loop.num_steps, self._config.checkpoint
+        if checkpoint is None or step == self._saved_step:
+            return
+        with self._phase("checkpoint_s"):
+            path = save(
+                self._config.checkpoint_directory,
+                self._model,
+                self._optimizer,
+                scheduler=self._loop.scheduler,
+                step=step,
+                extra=self._job.identity,
+                keep=checkpoint.keep,
+            )
+        self._saved_step = step
+        self.summary.checkpoint = str(path)
 
     def _export(self, what: str) -> None:
         output = self._job.output

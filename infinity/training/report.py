@@ -37,7 +37,7 @@ _STEP_TIMES = {
     "write_wait_s": "writes",
     "copy_wait_s": "copies",
 }
-_PHASES = ("setup_s", "steps_s", "evaluation_s", "export_s", "sample_s")
+_PHASES = ("setup_s", "steps_s", "evaluation_s", "checkpoint_s", "export_s", "sample_s")
 _NUM_LAST_STEPS = 5
 
 Snapshot = Mapping[str, float]
@@ -128,7 +128,10 @@ class StepRecord:
 
 @dataclass(kw_only=True)
 class Summary:
-    """The whole run in numbers. Phases that did not take place stay zero or None."""
+    """The whole run in numbers. Phases that did not take place stay zero or None.
+
+    Of a resumed run: from step `resumed_at` on, the number of steps that were there already.
+    """
 
     steps: int
     num_parameters: int
@@ -138,6 +141,8 @@ class Summary:
     export_directory: str | None = None
     sample: str | None = None
     interrupted_by: str | None = None
+    resumed_at: int = 0
+    checkpoint: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
         losses = [record.outcome.loss for record in self.records]
@@ -148,6 +153,7 @@ class Summary:
         return {
             "steps_asked": self.steps,
             "steps_done": len(self.records),
+            "resumed_at": self.resumed_at,
             "interrupted_by": self.interrupted_by,
             "num_parameters": self.num_parameters,
             "num_tokens": num_tokens,
@@ -164,6 +170,7 @@ class Summary:
             "host_in_use_max_nbytes": max(
                 (record.host_in_use_nbytes for record in self.records), default=0
             ),
+            "checkpoint": self.checkpoint,
             "export_directory": self.export_directory,
             "sample": self.sample,
         }
@@ -194,7 +201,8 @@ class Reporter:
     """Writes metrics.jsonl and talks to the terminal; close it.
 
     A live line where the console is a terminal, else one plain line per `log_every` steps.
-    `start` replaces the metrics of an earlier run; before it only `note` may be called.
+    `start` replaces the metrics of an earlier run, or keeps those up to the step it was resumed at;
+    before it only `note` may be called.
     """
 
     def __init__(self, console: Console, *, steps: int, log_every: int) -> None:
@@ -205,8 +213,11 @@ class Reporter:
         self._live: Live | None = None
         self._held_out_loss: float | None = None
 
-    def start(self, metrics_path: Path) -> None:
+    def start(self, metrics_path: Path, *, resumed_at: int = 0) -> None:
+        kept = _lines_until(metrics_path, resumed_at) if resumed_at else []
         self._metrics = metrics_path.open("w", encoding="utf-8")
+        self._metrics.writelines(kept)
+        self._metrics.flush()
 
     def note(self, text: str) -> None:
         """A line of its own, above the live one."""
@@ -258,6 +269,21 @@ class Reporter:
         self._live.update(text, refresh=True)
 
 
+def _lines_until(metrics_path: Path, step: int) -> list[str]:
+    """Lines of an earlier run up to a step. What a crash cut off was of a later one."""
+    if not metrics_path.exists():
+        return []
+    kept = []
+    for line in metrics_path.read_text(encoding="utf-8").splitlines(keepends=True):
+        try:
+            is_earlier = json.loads(line)["step"] <= step
+        except (ValueError, KeyError, TypeError):
+            is_earlier = False
+        if is_earlier:
+            kept.append(line)
+    return kept
+
+
 def peak_rss_nbytes() -> int:
     """The most memory this process had resident at once (VmHWM)."""
     try:
@@ -280,8 +306,10 @@ def write_summary(path: Path, summary: Summary) -> None:
 def _summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
     done, asked = summary["steps_done"], summary["steps_asked"]
     interrupted = f", ended by {summary['interrupted_by']}" if summary["interrupted_by"] else ""
+    before = summary["resumed_at"]
+    resumed = f", {before} of them before this run" if before else ""
     rows = [
-        ("steps", f"{done} of {asked}{interrupted}"),
+        ("steps", f"{before + done} of {asked}{resumed}{interrupted}"),
         ("parameters", f"{summary['num_parameters']:,}"),
     ]
     if done:
@@ -317,6 +345,8 @@ def _summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         f"{name.removesuffix('_s')} {times[name]:.1f} s" for name in _PHASES if times.get(name)
     ]
     rows.append(("time in all", ", ".join(phases)))
+    if summary["checkpoint"]:
+        rows.append(("checkpoint", summary["checkpoint"]))
     if summary["export_directory"]:
         rows.append(("export", summary["export_directory"]))
     return rows

@@ -1052,3 +1052,31 @@ def test_the_simulated_device_catches_a_missing_wait() -> None:
     copied.wait()
     assert torch.equal(target, torch.ones(8))
     device.close()
+
+
+def test_fp32_tensors_beside_fp16_ones_in_one_unit(swap_directory: Path) -> None:
+    """The unit keeps whole masters, and the update of its fp32 tensors starts from theirs."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8).half()
+            self.norm = nn.LayerNorm(8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.norm(self.linear(x.half()).float())
+
+    torch.manual_seed(0)
+    plain = nn.Sequential(*(Block() for _ in range(3)))
+    twin = copy.deepcopy(plain)
+    x = torch.randn(4, 8)
+    plain(x).pow(3).mean().backward()
+    fp32 = {n: p for n, p in plain.named_parameters() if p.dtype is torch.float32}
+    torch.optim.AdamW(fp32.values(), lr=1e-2, fused=True).step()
+    with offloaded(twin, swap_config(swap_directory)) as model:
+        optimizer = infinity.AdamW(model, lr=1e-2)
+        model(x).pow(3).mean().backward()
+        optimizer.step()
+        engine = infinity.engine_of(model)
+        for name, parameter in fp32.items():
+            assert torch.equal(engine.read_parameter(name), parameter), name

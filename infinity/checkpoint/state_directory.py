@@ -1,0 +1,259 @@
+"""The directory of checkpoints: names, the one atomic rename, and what is removed.
+
+    directory/step-00000120/        whole: it has its name only since everything in it is durable
+    directory/.step-00000140.partial/   being written, or being removed, or left by a crash
+
+Effects on files and nothing else; imports no torch. One process writes at a time, which an flock on
+the directory assures.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from infinity.checkpoint.state_manifest import (
+    DIGEST_NAME,
+    MANIFEST_NAME,
+    Extent,
+    Manifest,
+    corrupt,
+    digest_line,
+    parse,
+    to_bytes,
+)
+from infinity.errors import ConfigError, CorruptionError, StorageError
+from infinity.sizes import MIB
+
+_TRANSFER_NBYTES = 16 * MIB
+_NAME = re.compile(r"step-(\d{8,})")
+_PARTIAL = re.compile(r"\.step-\d{8,}\.partial")
+
+
+def checkpoint_name(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def step_of(path: Path) -> int:
+    match = _NAME.fullmatch(path.name)
+    assert match is not None, path
+    return int(match[1])
+
+
+def list_checkpoints(directory: Path) -> list[Path]:
+    """Whole checkpoints by their names, oldest first; empty where there is no directory."""
+    try:
+        names = os.listdir(directory)
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise StorageError(error.errno or 0, operation="list", path=str(directory)) from None
+    found = [directory / name for name in names if _NAME.fullmatch(name)]
+    return sorted(found, key=step_of)
+
+
+def find_checkpoint(path: Path) -> Path:
+    """`path` itself when it is a checkpoint, else the newest in it. Raises ConfigError."""
+    if (path / MANIFEST_NAME).is_file() or _NAME.fullmatch(path.name):
+        return path
+    found = list_checkpoints(path)
+    if not found:
+        raise ConfigError(f"{path} is no checkpoint and has none; expected {MANIFEST_NAME} in it")
+    return found[-1]
+
+
+def read_manifest(path: Path) -> Manifest:
+    """The manifest of a checkpoint, after every file it names was seen to have its length.
+
+    Raises CorruptionError naming the file for what is damaged, truncated or missing.
+    """
+    content, digest = (_read(path / name) for name in (MANIFEST_NAME, DIGEST_NAME))
+    manifest = parse(content, digest, path=str(path / MANIFEST_NAME))
+    for file in manifest.files:
+        try:
+            nbytes = os.stat(path / file.name).st_size
+        except OSError:
+            raise corrupt(str(path / file.name), "it is missing from the checkpoint") from None
+        if nbytes != file.nbytes:
+            detail = f"it has {nbytes} bytes, the manifest says {file.nbytes}"
+            raise corrupt(str(path / file.name), detail)
+    return manifest
+
+
+def check_extent(path: Path, extent: Extent) -> None:
+    """Reads an extent and compares its SHA-256. Raises CorruptionError, or what reading raises."""
+    digest = hashlib.sha256()
+    try:
+        with path.open("rb", buffering=0) as file:
+            end = extent.offset_nbytes + extent.nbytes
+            position = extent.offset_nbytes
+            while position < end:
+                block = os.pread(file.fileno(), min(_TRANSFER_NBYTES, end - position), position)
+                if not block:
+                    raise damaged(path, extent, f"the file ends at byte {position}, inside it")
+                digest.update(block)
+                position += len(block)
+            # What was read is no use to the page cache.
+            os.posix_fadvise(
+                file.fileno(), extent.offset_nbytes, extent.nbytes, os.POSIX_FADV_DONTNEED
+            )
+    except CorruptionError:
+        raise
+    except OSError as error:
+        raise corrupt(str(path), f"{extent.name!r} cannot be read: {error.strerror}") from None
+    if digest.hexdigest() != extent.sha256:
+        raise damaged(path, extent, "its SHA-256 is not the manifest's")
+
+
+def damaged(path: Path, extent: Extent, detail: str) -> CorruptionError:
+    """The error that names an extent and its place in the file."""
+    return corrupt(
+        str(path),
+        f"{extent.name!r} is damaged: {detail}",
+        offset_nbytes=extent.offset_nbytes,
+        nbytes=extent.nbytes,
+    )
+
+
+@contextmanager
+def writing(directory: Path, step: int) -> Iterator[Path]:
+    """A fresh directory to write a checkpoint into; it gets its name when the block ends well.
+
+    The caller has synced every file by then. Raises ConfigError when there is a checkpoint of this
+    or a later step, or when another process is writing here. After any failure what was there
+    before is as it was.
+    """
+    if not directory.is_dir():
+        with _reporting("create", directory):
+            directory.mkdir(parents=True, exist_ok=True)
+            sync_directory(directory.parent)
+    with _locked(directory):
+        refuse_later(directory, step)
+        _sweep(directory)
+        partial = _partial(directory, step)
+        with _reporting("create", partial):
+            partial.mkdir()
+        target = directory / checkpoint_name(step)
+        try:
+            yield partial
+            with _reporting("fsync", partial):
+                sync_directory(partial)
+            with _reporting("rename", target):
+                os.rename(partial, target)
+            with _reporting("fsync", directory):
+                sync_directory(directory)
+        except BaseException:
+            if not partial.exists():  # It has its name, but may lose it again in a crash.
+                with contextlib.suppress(OSError):
+                    os.rename(target, partial)
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+
+
+def refuse_later(directory: Path, step: int) -> None:
+    """Raises ConfigError when the directory has a checkpoint of `step` or a later one."""
+    there = list_checkpoints(directory)
+    if there and step_of(there[-1]) >= step:
+        raise ConfigError(
+            f"{there[-1]} is there already, expected none of step {step} or later: resume from "
+            "it, remove it, or use another directory"
+        )
+
+
+def prune(directory: Path, keep: int) -> None:
+    """Removes all but the newest `keep` checkpoints. A crash in between leaves whole ones only."""
+    assert keep >= 1
+    with _locked(directory):
+        for path in list_checkpoints(directory)[:-keep]:
+            partial = directory / f".{path.name}.partial"
+            with _reporting("remove", path):
+                os.rename(path, partial)
+                shutil.rmtree(partial)
+
+
+def write_manifest(path: Path, manifest: Manifest) -> None:
+    """Writes and syncs the manifest and its digest."""
+    content = to_bytes(manifest)
+    for name, text in ((MANIFEST_NAME, content), (DIGEST_NAME, digest_line(content))):
+        write_file(path / name, text)
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """A new file, synced. Raises StorageError."""
+    with _reporting("write", path), path.open("xb", buffering=0) as file:
+        view = memoryview(content)
+        while view:
+            view = view[os.write(file.fileno(), view) :]
+        os.fsync(file.fileno())
+
+
+def sync_directory(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _partial(directory: Path, step: int) -> Path:
+    return directory / f".{checkpoint_name(step)}.partial"
+
+
+def _sweep(directory: Path) -> None:
+    """Removes what a crash left."""
+    for entry in list(directory.iterdir()):
+        if _PARTIAL.fullmatch(entry.name):
+            with _reporting("remove", entry):
+                shutil.rmtree(entry)
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        detail = f"there is no {path.name}, so this is no whole checkpoint"
+        raise corrupt(str(path), detail) from None
+    except OSError as error:
+        raise StorageError(error.errno or 0, operation="read", path=str(path)) from None
+
+
+@contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    """The one writer of the directory. The lock ends with the process, however it ends."""
+    with _reporting("open", directory):
+        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno == errno.EWOULDBLOCK:
+                raise ConfigError(
+                    f"{directory}: another process is writing a checkpoint there; "
+                    "give every run a directory of its own"
+                ) from None
+            raise StorageError(error.errno or 0, operation="lock", path=str(directory)) from None
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            os.close(fd)
+
+
+@contextmanager
+def _reporting(operation: str, path: Path) -> Iterator[None]:
+    """OSErrors of the block become StorageErrors that name the operation and the path."""
+    try:
+        yield
+    except StorageError:
+        raise
+    except OSError as error:
+        raise StorageError(
+            error.errno or 0, operation=operation, path=error.filename or str(path)
+        ) from None

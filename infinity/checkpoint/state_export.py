@@ -1,0 +1,46 @@
+"""The optimizer's state as plain PyTorch has it, for models that fit in memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from infinity.engine.engine import engine_of
+from infinity.engine.optimizer import AdamW
+from infinity.state.units import Piece
+
+
+def optimizer_state_dict(model: nn.Module, optimizer: AdamW) -> dict[str, Any]:
+    """What `torch.optim.AdamW(...).load_state_dict` takes: settings, step counts and moments.
+
+    Every moment is a copy on the host, fp32, in the parameter's shape and strides: twice the fp32
+    size of the model, outside the host budget. Parameters are numbered as in the optimizer's
+    groups, so give the plain optimizer the same parameters in the same groups.
+    """
+    moments: dict[str, dict[str, torch.Tensor]] = {}
+    with engine_of(model).at_rest("infinity.checkpoint.optimizer_state_dict") as state:
+        for unit in state.units:
+            for piece in (Piece.EXP_AVG, Piece.EXP_AVG_SQ):
+                if state.store.home(unit, piece) is None:
+                    continue
+                for spec in unit.trainable():
+                    facts = spec.facts
+                    empty = torch.empty_strided(facts.shape, facts.stride)
+                    moments.setdefault(spec.name, {})[piece.value] = empty
+                for part in state.parts(unit, piece):
+                    whole = moments[part.spec.name][piece.value].as_strided(
+                        (part.spec.numel,), (1,)
+                    )
+                    whole[part.start : part.start + part.values.numel()] = part.values
+        answer = optimizer.state_dict()
+        names = [name for group in optimizer.named_state()["groups"] for name in group["params"]]
+    for index, entry in answer["state"].items():
+        entry["step"] = torch.tensor(float(entry["step"]))
+        entry.update(moments[names[index]])
+    defaults = torch.optim.AdamW([torch.empty(0)]).state_dict()["param_groups"][0]
+    for group in answer["param_groups"]:
+        for key, value in defaults.items():
+            group.setdefault(key, value)
+    return answer

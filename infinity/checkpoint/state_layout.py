@@ -1,0 +1,68 @@
+"""Which tensors a checkpoint holds of a unit: names, shapes and dtypes, without a byte of them.
+
+A pure function of the unit. Names say what a tensor is, so that any safetensors reader can use the
+files: `layers.0.weight` in the compute dtype, `layers.0.weight.residual` (or `.master`),
+`.exp_avg`, `.exp_avg_sq`, `.gradient`. Every one has the parameter's full shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from infinity.checkpoint.safetensors_format import TensorInfo
+from infinity.state.units import Piece, TensorSpec, Unit
+
+# Pieces that are streamed; gradients are few and taken one by one.
+STREAMED = (Piece.PARAMETERS, Piece.MASTER, Piece.EXP_AVG, Piece.EXP_AVG_SQ)
+
+
+@dataclass(frozen=True, slots=True)
+class StateTensor:
+    """One tensor of a checkpoint, and what it is in the engine."""
+
+    name: str
+    piece: Piece
+    spec: TensorSpec
+    dtype: torch.dtype
+
+    @property
+    def info(self) -> TensorInfo:
+        return TensorInfo(name=self.name, dtype=self.dtype, shape=self.spec.facts.shape)
+
+
+def state_tensors(
+    unit: Unit,
+    *,
+    has_piece: Callable[[Piece], bool],
+    has_gradient: Callable[[TensorSpec], bool],
+) -> Iterator[StateTensor]:
+    """Every tensor of the unit that a checkpoint holds. `has_piece` says what the engine keeps."""
+    for spec in unit.tensors:
+        yield StateTensor(spec.name, Piece.PARAMETERS, spec, spec.facts.dtype)
+        if spec.state_offset < 0:
+            continue
+        for piece in (Piece.MASTER, Piece.EXP_AVG, Piece.EXP_AVG_SQ):
+            dtype = unit.dtype(piece)
+            # A residual beside fp32 weights is zero, always.
+            is_zero = (
+                piece is Piece.MASTER
+                and unit.has_residual
+                and spec.facts.dtype is not torch.bfloat16
+            )
+            if dtype is not None and has_piece(piece) and not is_zero:
+                yield StateTensor(f"{spec.name}.{_suffix(unit, piece)}", piece, spec, dtype)
+        if has_gradient(spec):
+            name = f"{spec.name}.gradient"
+            yield StateTensor(name, Piece.GRADIENTS, spec, torch.float32)
+
+
+def _suffix(unit: Unit, piece: Piece) -> str:
+    return "residual" if piece is Piece.MASTER and unit.has_residual else piece.value
+
+
+def is_row_major(spec: TensorSpec) -> bool:
+    """Whether memory order is the order of a file."""
+    return spec.facts.stride == torch.empty(spec.facts.shape, device="meta").stride()

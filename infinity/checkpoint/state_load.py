@@ -1,0 +1,308 @@
+"""Reading a checkpoint back: checked first, then streamed to wherever state rests now.
+
+Nothing in the files depends on placement, budgets, chunk sizes or units, so all of these may be
+other ones than when it was written. Names, shapes, dtypes, lengths and the small state are checked
+before anything is changed. A tensor's SHA-256 is known when its last byte has passed; if it is
+wrong the model is a mixture by then, and the error says so.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from infinity.checkpoint.safetensors_format import SafetensorsReader, TensorInfo, tensor_bytes
+from infinity.checkpoint.state_directory import (
+    check_extent,
+    damaged,
+    find_checkpoint,
+    read_manifest,
+)
+from infinity.checkpoint.state_layout import STREAMED, StateTensor, is_row_major
+from infinity.checkpoint.state_manifest import Extent, FileEntry, Manifest, corrupt
+from infinity.checkpoint.state_random import restore_random_state
+from infinity.checkpoint.state_save import (
+    BUFFERS_NAME,
+    PROGRAM_NAME,
+    Stateful,
+    buffers_of,
+    tensors_of,
+)
+from infinity.engine.engine import Engine, engine_of
+from infinity.engine.gradients import in_memory_order
+from infinity.engine.optimizer import AdamW
+from infinity.engine.state_access import Part, StateAccess
+from infinity.errors import ConfigError
+from infinity.state.units import Piece, TensorSpec, Unit
+
+if TYPE_CHECKING:
+    from _hashlib import HASH
+
+_MIXTURE = "the model is a mixture of two states now: do not train on, load another checkpoint"
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What was read: the checkpoint, its number of steps, and the caller's own additions."""
+
+    path: Path
+    step: int
+    extra: dict[str, Any]
+
+
+def load(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: AdamW | None = None,
+    *,
+    scheduler: Stateful | None = None,
+) -> Loaded:
+    """Brings back what `save` wrote: what follows is the continuation of that run, bit by bit.
+
+    path: a checkpoint, or a directory of them, of which the newest is taken
+    model: offloaded, of the same architecture and dtypes, wherever its state rests now
+    optimizer, scheduler: made as they were; None leaves out theirs, and then it is no continuation
+
+    Call between steps, from the training thread. Raises ConfigError for a checkpoint of another
+    model or optimizer, UnsupportedError for a newer one and CorruptionError for a damaged one,
+    before anything was changed; but for bytes that turn out wrong while they are streamed, which is
+    a CorruptionError that says so.
+    """
+    found = Checkpoint(find_checkpoint(Path(path)))
+    program = found.program()
+    _check_program(program, optimizer, scheduler, found.path)
+    engine = engine_of(model)
+    with engine.at_rest("infinity.checkpoint.load") as state:
+        found.check_model(state, model)
+        _load_tensors(found, state, engine)
+    _load_buffers(found, model)
+    if optimizer is not None:
+        optimizer.restore_named_state(program["optimizer"])
+    if scheduler is not None:
+        scheduler.load_state_dict(program["scheduler"])
+    restore_random_state(program["random"])
+    return Loaded(found.path, found.manifest.step, program["extra"])
+
+
+def read_program(path: str | os.PathLike[str]) -> Loaded:
+    """Only the step and `extra` of a checkpoint: what there is to check before a model is made."""
+    found = Checkpoint(find_checkpoint(Path(path)))
+    return Loaded(found.path, found.manifest.step, found.program()["extra"])
+
+
+class Checkpoint:
+    """The facts of one checkpoint: its manifest, and where every tensor is. Holds no tensor.
+
+    Raises as `read_manifest`, and CorruptionError for a header that its SHA-256 does not vouch for.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.manifest: Manifest = read_manifest(path)
+        self._places: dict[str, tuple[FileEntry, TensorInfo, Extent]] = {}
+        self.buffers: FileEntry | None = None
+        for file in self.manifest.files:
+            if file.name == BUFFERS_NAME:
+                self.buffers = file
+            elif file.name.endswith(".safetensors"):
+                for name, place in _places(path, file).items():
+                    self._places[name] = (file, *place)
+
+    def program(self) -> dict[str, Any]:
+        """The small state, checked. Runs no code of the file's."""
+        path = str(self.path / PROGRAM_NAME)
+        entry = next((file for file in self.manifest.files if file.name == PROGRAM_NAME), None)
+        if entry is None or len(entry.extents) != 1:
+            raise corrupt(path, "the manifest does not name it")
+        content = (self.path / PROGRAM_NAME).read_bytes()
+        if hashlib.sha256(content).hexdigest() != entry.extents[0].sha256:
+            raise corrupt(path, "its SHA-256 is not the manifest's", nbytes=len(content))
+        state: dict[str, Any] = torch.load(io.BytesIO(content), weights_only=True)
+        return state
+
+    def check_model(self, state: StateAccess, model: nn.Module) -> None:
+        """Raises ConfigError unless this is a checkpoint of the model, name by name."""
+        expected: dict[str, TensorInfo] = {}
+        for unit in state.units:
+            for tensor in tensors_of(state, unit):
+                if tensor.piece is not Piece.GRADIENTS:
+                    expected[tensor.name] = tensor.info
+        gradients = {f"{s.name}.gradient" for unit in state.units for s in unit.trainable()}
+        _compare_names(
+            set(expected), {name for name in self._places if name not in gradients}, self.path
+        )
+        for name, info in expected.items():
+            file, there, _ = self._places[name]
+            if (there.shape, there.dtype) != (info.shape, info.dtype):
+                raise ConfigError(
+                    f"{self.path / file.name}: {name!r} has shape {there.shape} and {there.dtype}, "
+                    f"the model has {info.shape} and {info.dtype}; expected a checkpoint of this "
+                    "model in this precision"
+                )
+        if self.buffers is not None:
+            buffers = buffers_of(model)
+            with SafetensorsReader(self.path / BUFFERS_NAME) as reader:
+                _compare_names(set(buffers), set(reader.tensors), self.path / BUFFERS_NAME)
+                for name, buffer in buffers.items():
+                    if tuple(buffer.shape) != reader.tensors[name].shape:
+                        raise ConfigError(
+                            f"{self.path / BUFFERS_NAME}: buffer {name!r} has shape "
+                            f"{reader.tensors[name].shape}, the model has {tuple(buffer.shape)}"
+                        )
+
+    def has(self, name: str) -> bool:
+        return name in self._places
+
+    def file_of(self, name: str) -> str:
+        return self._places[name][0].name
+
+    def extent_of(self, name: str) -> Extent:
+        return self._places[name][2]
+
+
+def _places(path: Path, file: FileEntry) -> dict[str, tuple[TensorInfo, Extent]]:
+    """Tensors of one file, as its header and the manifest agree on them."""
+    check_extent(path / file.name, file.extents[0])
+    extents = {extent.name: extent for extent in file.extents[1:]}
+    with SafetensorsReader(path / file.name) as reader:
+        infos = dict(reader.tensors)
+    if {(n, i.offset_nbytes, i.nbytes) for n, i in infos.items()} != {
+        (n, e.offset_nbytes, e.nbytes) for n, e in extents.items()
+    }:
+        raise corrupt(str(path / file.name), "its header and the manifest name different tensors")
+    return {name: (info, extents[name]) for name, info in infos.items()}
+
+
+def _compare_names(expected: set[str], there: set[str], path: Path) -> None:
+    missing, surplus = sorted(expected - there), sorted(there - expected)
+    if missing or surplus:
+        what = [f"it lacks {missing[0]!r} and {len(missing) - 1} more"] if missing else []
+        what += [f"it has {surplus[0]!r} and {len(surplus) - 1} more"] if surplus else []
+        raise ConfigError(
+            f"{path} is a checkpoint of another model, precision or set of trainable parameters: "
+            + "; ".join(what)
+        )
+
+
+def _check_program(
+    program: Mapping[str, Any],
+    optimizer: AdamW | None,
+    scheduler: Stateful | None,
+    path: Path,
+) -> None:
+    for what, given in (("an optimizer", optimizer), ("a scheduler", scheduler)):
+        if given is not None and program[what.split()[1]] is None:
+            raise ConfigError(f"{path} was saved without {what}, so there is none to bring back")
+    if optimizer is not None:
+        optimizer.check_named_state(program["optimizer"])
+
+
+class _HashedReader:
+    """Reads tensors in order and compares each one's SHA-256 at its end."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+        self._reader: SafetensorsReader | None = None
+        self._file = ""
+        self._hashes: dict[str, HASH] = {}
+
+    def read_into(self, name: str, start: int, target: torch.Tensor) -> None:
+        self._open(self._checkpoint.file_of(name))
+        assert self._reader is not None
+        self._reader.read_into(name, start, target)
+        digest = self._hashes.setdefault(name, hashlib.sha256())
+        digest.update(tensor_bytes(target))
+        if start + target.numel() == self._numel(name):
+            del self._hashes[name]
+            extent = self._checkpoint.extent_of(name)
+            if digest.hexdigest() != extent.sha256:
+                path = self._checkpoint.path / self._file
+                raise damaged(path, extent, f"its SHA-256 is not the manifest's; {_MIXTURE}")
+
+    def read(self, name: str) -> torch.Tensor:
+        self._open(self._checkpoint.file_of(name))
+        assert self._reader is not None
+        info = self._reader.tensors[name]
+        tensor = torch.empty(info.shape, dtype=info.dtype)
+        self.read_into(name, 0, tensor)
+        return tensor
+
+    def close(self) -> None:
+        if self._reader is not None:
+            self._reader.close()
+            self._reader = None
+
+    def _numel(self, name: str) -> int:
+        assert self._reader is not None
+        info = self._reader.tensors[name]
+        return info.nbytes // info.dtype.itemsize
+
+    def _open(self, file: str) -> None:
+        if self._reader is None or self._file != file:
+            self.close()
+            self._reader = SafetensorsReader(self._checkpoint.path / file)
+            self._file = file
+
+
+def _load_tensors(checkpoint: Checkpoint, state: StateAccess, engine: Engine) -> None:
+    state.forget_gradients()
+    with ExitStack() as stack:
+        reader = _HashedReader(checkpoint)
+        stack.callback(reader.close)
+        for unit in state.units:
+            tensors = tensors_of(state, unit)
+            for piece in STREAMED:
+                _load_piece(reader, state, unit, piece, tensors)
+            for spec in unit.trainable():
+                if checkpoint.has(f"{spec.name}.gradient"):
+                    gradient = reader.read(f"{spec.name}.gradient")
+                    state.put_gradient(unit, spec, gradient, engine.parts.device.torch_device)
+
+
+def _load_piece(
+    reader: _HashedReader,
+    state: StateAccess,
+    unit: Unit,
+    piece: Piece,
+    tensors: Sequence[StateTensor],
+) -> None:
+    if state.store.home(unit, piece) is None:
+        return
+    names = {tensor.spec: tensor.name for tensor in tensors if tensor.piece is piece}
+    whole: tuple[TensorSpec, torch.Tensor] | None = None
+    for part in state.parts(unit, piece, keep=True):
+        spec = part.spec
+        if spec not in names:
+            part.values.zero_()
+        elif is_row_major(spec):
+            reader.read_into(names[spec], part.start, part.values)
+        else:
+            if whole is None or whole[0] is not spec:
+                whole = spec, in_memory_order(reader.read(names[spec]), spec)
+            _fill(part, whole[1])
+
+
+def _fill(part: Part, whole: torch.Tensor) -> None:
+    part.values.copy_(whole[part.start : part.start + part.values.numel()])
+
+
+def _load_buffers(checkpoint: Checkpoint, model: nn.Module) -> None:
+    if checkpoint.buffers is None:
+        return
+    path = checkpoint.path / BUFFERS_NAME
+    extents = {extent.name: extent for extent in checkpoint.buffers.extents[1:]}
+    with SafetensorsReader(path) as reader, torch.no_grad():
+        for name, buffer in buffers_of(model).items():
+            value = reader.read(name)
+            if hashlib.sha256(tensor_bytes(value)).hexdigest() != extents[name].sha256:
+                raise damaged(path, extents[name], f"its SHA-256 is not the manifest's; {_MIXTURE}")
+            buffer.copy_(value)

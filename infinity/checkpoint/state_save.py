@@ -1,0 +1,249 @@
+"""Writing a checkpoint: all state of a run, streamed unit by unit, durable at one rename.
+
+Nothing is held but the part that is on its way: a chunk of one piece, or one tensor whose memory
+order is not that of a file. The order of effects: files, each synced; the manifest, synced; the
+directory, synced; the rename; the directory above, synced; only then older checkpoints go.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import io
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import nn
+
+from infinity import __version__
+from infinity.checkpoint import state_directory
+from infinity.checkpoint.safetensors_export import check_space
+from infinity.checkpoint.safetensors_format import SafetensorsWriter, TensorInfo, tensor_bytes
+from infinity.checkpoint.state_layout import STREAMED, StateTensor, is_row_major, state_tensors
+from infinity.checkpoint.state_manifest import Extent, FileEntry, Manifest
+from infinity.checkpoint.state_random import random_state
+from infinity.engine.engine import engine_of
+from infinity.engine.optimizer import AdamW
+from infinity.engine.state_access import Part, StateAccess
+from infinity.errors import ConfigError, StorageError
+from infinity.state.units import Piece, Unit
+
+if TYPE_CHECKING:
+    from _hashlib import HASH
+
+BUFFERS_NAME = "buffers.safetensors"
+PROGRAM_NAME = "program.pt"
+# An allowance for headers and manifest, per tensor.
+_TENSOR_OVERHEAD_NBYTES = 1024
+
+
+class Stateful(Protocol):
+    """A learning-rate scheduler, or anything that saves itself like one."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
+
+
+def save(
+    directory: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: AdamW | None = None,
+    *,
+    scheduler: Stateful | None = None,
+    step: int | None = None,
+    extra: Mapping[str, Any] | None = None,
+    keep: int | None = None,
+) -> Path:
+    """Writes `directory/step-NNNNNNNN` and returns it, once it is durable.
+
+    It holds everything an exact continuation needs: weights, residuals or masters, moments,
+    gradients summed so far, the model's buffers, settings and step counts of the optimizer, the
+    scheduler, the generators of Python, NumPy and torch, and `extra`: numbers, text, tensors, and
+    lists and dicts of these. `step` is the number of steps taken; by default the optimizer's.
+    `keep` removes all but the newest so many checkpoints of the directory, this one counted.
+
+    Call between steps, from the training thread. A crash or an error at any moment leaves the
+    checkpoints that were there. Raises ConfigError when one of this or a later step is there,
+    StorageError naming the operation and the file, InfinityError while parameters are in use.
+    """
+    directory = Path(directory)
+    if keep is not None and keep < 1:
+        raise ConfigError(f"keep={keep}: expected at least 1, the checkpoint that is written")
+    named = optimizer.named_state() if optimizer is not None else None
+    if step is None:
+        if named is None:
+            raise ConfigError("save without an optimizer needs the number of steps: step=...")
+        step = max(named["steps"].values(), default=0)
+    program = pack_program(
+        {
+            "optimizer": named,
+            "scheduler": scheduler.state_dict() if scheduler is not None else None,
+            "random": random_state(),
+            "extra": dict(extra or {}),
+        }
+    )
+    with (
+        state_directory.writing(directory, step) as partial,
+        engine_of(model).at_rest("infinity.checkpoint.save") as state,
+    ):
+        plan = [(unit, tuple(tensors_of(state, unit))) for unit in state.units]
+        check_space(directory, _needed_nbytes(plan, len(program)))
+        files = [
+            _write_unit(partial / f"unit-{unit.index:05d}.safetensors", state, unit, tensors)
+            for unit, tensors in plan
+        ]
+        files.append(_write_buffers(partial / BUFFERS_NAME, model))
+        files.append(_write_program(partial / PROGRAM_NAME, program))
+        created = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        manifest = Manifest(step, created, f"infinity {__version__}", tuple(files))
+        state_directory.write_manifest(partial, manifest)
+    if keep is not None:
+        state_directory.prune(directory, keep)
+    return directory / state_directory.checkpoint_name(step)
+
+
+def tensors_of(state: StateAccess, unit: Unit) -> list[StateTensor]:
+    """What a checkpoint holds of a unit, as the engine has it now."""
+    return list(
+        state_tensors(
+            unit,
+            has_piece=lambda piece: state.store.home(unit, piece) is not None,
+            has_gradient=state.has_gradient,
+        )
+    )
+
+
+def _needed_nbytes(plan: list[tuple[Unit, tuple[StateTensor, ...]]], rest_nbytes: int) -> int:
+    infos = [tensor.info for _, tensors in plan for tensor in tensors]
+    return sum(info.nbytes + _TENSOR_OVERHEAD_NBYTES for info in infos) + rest_nbytes
+
+
+class _HashedWriter:
+    """A safetensors file and the SHA-256 of every tensor in it, taken as the bytes pass."""
+
+    def __init__(self, path: Path, infos: list[TensorInfo], kinds: Mapping[str, str]) -> None:
+        self._path = path
+        self._kinds = kinds
+        self._writer = SafetensorsWriter(path, infos, metadata={"format": "pt"})
+        self._hashes: dict[str, HASH] = {info.name: hashlib.sha256() for info in infos}
+
+    def put(self, name: str, start: int, part: torch.Tensor) -> None:
+        """The next elements of a tensor: parts come in order."""
+        self._writer.write_part(name, start, part)
+        self._hashes[name].update(tensor_bytes(part))
+
+    def finish(self) -> FileEntry:
+        """The file is whole, synced and has its name."""
+        self._writer.finish()
+        try:
+            self._writer.commit()
+        except OSError as error:
+            raise StorageError(error.errno or 0, operation="rename", path=str(self._path)) from None
+        header = self._writer.header
+        digest = hashlib.sha256(header).hexdigest()
+        extents = [Extent("header", "header", 0, len(header), digest)]
+        for name, info in self._writer.tensors.items():
+            sha256 = self._hashes[name].hexdigest()
+            kind = self._kinds[name]
+            extents.append(Extent(name, kind, info.offset_nbytes, info.nbytes, sha256))
+        return FileEntry(self._path.name, self._writer.file_nbytes, tuple(extents))
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def _write_unit(
+    path: Path, state: StateAccess, unit: Unit, tensors: tuple[StateTensor, ...]
+) -> FileEntry:
+    kinds = {tensor.name: tensor.piece.kind for tensor in tensors}
+    writer = _HashedWriter(path, [tensor.info for tensor in tensors], kinds)
+    try:
+        for piece in STREAMED:
+            of_piece = {t.spec: t for t in tensors if t.piece is piece}
+            if of_piece:
+                _write_piece(writer, state, unit, piece, of_piece)
+        for tensor in tensors:
+            if tensor.piece is Piece.GRADIENTS:
+                gradient = state.gradient(unit, tensor.spec)
+                writer.put(tensor.name, 0, gradient.contiguous())
+        return writer.finish()
+    finally:
+        writer.close()
+
+
+def _write_piece(
+    writer: _HashedWriter,
+    state: StateAccess,
+    unit: Unit,
+    piece: Piece,
+    tensors: Mapping[Any, StateTensor],
+) -> None:
+    whole: torch.Tensor | None = None  # Of a tensor that lies otherwise in memory than in a file.
+    for spec, tensor in tensors.items():
+        if not spec.numel:  # No part comes of it.
+            writer.put(tensor.name, 0, torch.empty(spec.facts.shape, dtype=tensor.dtype))
+    for part in state.parts(unit, piece):
+        spec = part.spec
+        if spec not in tensors or not spec.numel:
+            continue
+        name = tensors[spec].name
+        if is_row_major(spec):
+            writer.put(name, part.start, part.values)
+            continue
+        whole = _collect(whole, part)
+        if part.start + part.values.numel() == spec.numel:
+            shaped = whole.as_strided(spec.facts.shape, spec.facts.stride)
+            writer.put(name, 0, shaped.contiguous())
+            whole = None
+
+
+def _collect(whole: torch.Tensor | None, part: Part) -> torch.Tensor:
+    if whole is None:
+        whole = torch.empty(part.spec.numel, dtype=part.values.dtype)
+    whole[part.start : part.start + part.values.numel()] = part.values
+    return whole
+
+
+def buffers_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Every buffer once, those that state_dict() leaves out too: a forward may change them."""
+    return {name: buffer for name, buffer in model.named_buffers() if buffer is not None}
+
+
+def _write_buffers(path: Path, model: nn.Module) -> FileEntry:
+    buffers = buffers_of(model)
+    infos = [
+        TensorInfo(name=name, dtype=buffer.dtype, shape=tuple(buffer.shape))
+        for name, buffer in buffers.items()
+    ]
+    writer = _HashedWriter(path, infos, dict.fromkeys(buffers, "buffers"))
+    try:
+        for name, buffer in buffers.items():
+            writer.put(name, 0, buffer.detach().cpu().contiguous())
+        return writer.finish()
+    finally:
+        writer.close()
+
+
+def _write_program(path: Path, content: bytes) -> FileEntry:
+    state_directory.write_file(path, content)
+    digest = hashlib.sha256(content).hexdigest()
+    return FileEntry(path.name, len(content), (Extent("all", "program", 0, len(content), digest),))
+
+
+def pack_program(state: dict[str, Any]) -> bytes:
+    """Small state as torch.save writes it, tried at once whether it can be read without running
+    code. Raises ConfigError."""
+    buffer = io.BytesIO()
+    try:
+        torch.save(state, buffer)
+        torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
+    except Exception as error:  # Whatever an object makes pickle raise.
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ConfigError(
+            "expected numbers, text, tensors, lists and dicts in `extra`, in param_groups and in "
+            f"the scheduler's state_dict(), and nothing that needs code to be read: {reason}"
+        ) from None
+    return buffer.getvalue()

@@ -1,0 +1,113 @@
+"""A unit's state in parts that fit the host budget: what checkpoints are read from and written to.
+
+Lent by `Engine.at_rest`, which holds the engine's lock and has flushed everything, so that homes
+are up to date and nobody else moves a byte.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from infinity.engine.gradients import Gradients
+from infinity.schedule.executor import Executor
+from infinity.state.store import StateStore
+from infinity.state.units import Piece, TensorSpec, Unit, chunk_unit, weight_of
+from infinity.storage.engine import Priority
+from infinity.tiers.pool import HostPool
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Elements [start, start + values.numel()) of one tensor in one piece, in memory order.
+
+    `values` is flat, on the host, in the dtype of the piece, and shares memory that is valid until
+    the next part is asked for.
+    """
+
+    spec: TensorSpec
+    start: int
+    values: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class StateAccess:
+    """Reads and writes what rests on tiers. Valid inside `Engine.at_rest`."""
+
+    store: StateStore
+    pool: HostPool
+    executor: Executor
+    gradients: Gradients
+    chunk_nbytes: int
+
+    @property
+    def units(self) -> tuple[Unit, ...]:
+        return self.store.units
+
+    def parts(self, unit: Unit, piece: Piece, *, keep: bool = False) -> Iterator[Part]:
+        """Every element of the piece once, tensor by tensor in memory order.
+
+        With `keep` the caller fills `values`, and what it put there goes to where the piece rests.
+        Gradients are no matter of this: see `gradient`.
+        """
+        assert piece is not Piece.GRADIENTS
+        if piece is Piece.PARAMETERS:
+            return self._weights(unit, keep=keep)
+        return self._state(unit, piece, keep=keep)
+
+    def _weights(self, unit: Unit, *, keep: bool) -> Iterator[Part]:
+        """Through the executor: a forward may have left them in memory, on host or device."""
+        weights = self.executor.check_out(unit.index, read=True)
+        try:
+            for spec in unit.tensors:
+                yield Part(spec, 0, weight_of(weights, spec))
+        finally:
+            self.executor.check_in(unit.index, dirty_nbytes=unit.weight_nbytes if keep else 0)
+
+    def _state(self, unit: Unit, piece: Piece, *, keep: bool) -> Iterator[Part]:
+        dtype = unit.dtype(piece)
+        if dtype is None or not unit.state_numel:
+            return
+        resting = self.store.resting(unit, piece)
+        if resting is not None:
+            for spec in unit.trainable():
+                start = spec.state_offset
+                yield Part(spec, 0, resting.view(dtype)[start : start + spec.numel])
+            return
+        nbytes = min(self.chunk_nbytes, unit.nbytes(Piece.EXP_AVG))
+        block = self.pool.require(nbytes, f"{piece.value} of {unit.name}")
+        try:
+            for chunk in chunk_unit(unit, self.chunk_nbytes):
+                place = {"offset_nbytes": chunk.offset_nbytes(piece), "nbytes": chunk.nbytes(piece)}
+                self.store.read(unit, piece, block, priority=Priority.STATE, **place).wait()
+                values = self.pool.tensor(block)[: chunk.nbytes(piece)].view(dtype)
+                for part in chunk.slices:
+                    start = part.state_start - chunk.start
+                    stop = start + part.stop - part.start
+                    yield Part(part.tensor, part.start, values[start:stop])
+                if keep:
+                    self.store.write(unit, piece, block, **place).wait()
+        finally:
+            self.pool.free(block)
+
+    def has_gradient(self, spec: TensorSpec) -> bool:
+        return self.gradients.has(spec)
+
+    def gradient(self, unit: Unit, spec: TensorSpec) -> torch.Tensor:
+        """A copy of the gradient summed so far: fp32, the parameter's shape, on the host."""
+        return self.gradients.read(unit, spec)
+
+    def put_gradient(
+        self, unit: Unit, spec: TensorSpec, gradient: torch.Tensor, device: torch.device
+    ) -> None:
+        """Makes `gradient` (fp32, the parameter's shape) the sum so far."""
+        self.gradients.forget(spec)
+        self.gradients.add(unit, spec, gradient.to(device))
+        self.gradients.settle()
+
+    def forget_gradients(self) -> None:
+        for unit in self.units:
+            for spec in unit.trainable():
+                self.gradients.forget(spec)

@@ -1,0 +1,81 @@
+"""Going on from a checkpoint: which one, and that it is of the same run.
+
+A run may go on with other placements, budgets, engines and output; what its numbers depend on must
+be as it was. The text is compared by its tokens, not by its paths.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from infinity.checkpoint.state_directory import list_checkpoints, refuse_later, step_of
+from infinity.checkpoint.state_load import Loaded, read_program
+from infinity.config import SwapConfig
+from infinity.errors import ConfigError
+from infinity.training.data import Batches
+
+_DATA_KEYS = ("sequence_length", "held_out", "seed", "shuffle")
+_TRAIN_KEYS = ("batch_size", "accumulation", "schedule", "warmup_steps", "min_lr_ratio", "seed")
+_IDENTITY = "run"
+
+
+def plan_resume(
+    config: SwapConfig, *, resume: bool = False, resume_from: Path | None = None
+) -> Loaded | None:
+    """The checkpoint to go on from; None begins a run. Reads its small state only.
+
+    `resume` takes the newest of `[checkpoint]`, and begins where there is none yet. Raises
+    ConfigError where checkpoints would be in the way of this run's own, and errors of a damaged
+    one.
+    """
+    directory = config.checkpoint_directory
+    if config.checkpoint is None:
+        if resume and resume_from is None:
+            raise ConfigError("--resume needs a section [checkpoint], or --resume-from DIRECTORY")
+        return None if resume_from is None else read_program(resume_from)
+    there = list_checkpoints(directory)
+    if resume_from is not None:
+        loaded = read_program(resume_from)
+        refuse_later(directory, loaded.step + 1)
+        return loaded
+    if not there:
+        return None
+    if not resume:
+        raise ConfigError(
+            f"checkpoint.directory: {directory} has checkpoints up to step {step_of(there[-1])}; "
+            "go on from it with --resume, remove them, or name another directory"
+        )
+    return read_program(there[-1])
+
+
+def identity_of(config: SwapConfig, batches: Batches) -> dict[str, Any]:
+    """What the numbers of a run depend on, by dotted key: goes into `extra` of a checkpoint."""
+    table = config.to_dict()
+    facts = {f"optimizer.{key}": value for key, value in table["optimizer"].items()}
+    facts |= {f"precision.{key}": value for key, value in table["precision"].items()}
+    facts |= {f"data.{key}": table["data"][key] for key in _DATA_KEYS}
+    facts |= {f"train.{key}": table["train"][key] for key in _TRAIN_KEYS}
+    if table["train"]["schedule"] != "constant":  # Else a run may be made longer.
+        facts["train.steps"] = table["train"]["steps"]
+    facts["model.config"] = table["model"]["config"]
+    facts["the SHA-256 of the tokens"] = batches.tokens_sha256
+    return {_IDENTITY: facts}
+
+
+def check_same_run(loaded: Loaded, identity: dict[str, Any]) -> None:
+    """Raises ConfigError naming every key that is not as it was."""
+    before = loaded.extra.get(_IDENTITY)
+    if not isinstance(before, dict):
+        raise ConfigError(f"{loaded.path} was not written by `infinity train`")
+    now = identity[_IDENTITY]
+    changed = [
+        f"{key} is {now.get(key)!r} and was {before.get(key)!r}"
+        for key in sorted({*now, *before})
+        if now.get(key) != before.get(key)
+    ]
+    if changed:
+        raise ConfigError(
+            f"{loaded.path} is of another run, so this would be no continuation: "
+            + "; ".join(changed)
+        )

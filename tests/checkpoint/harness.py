@@ -1,0 +1,144 @@
+"""Tiny runs that can be saved at a step and gone on with elsewhere, and what is compared of them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor, nn
+
+import infinity
+from infinity.testing.models import ConvNet, Frozen, Mlp, TiedAcross
+from tests.fault.harness import swap_config
+
+MAX_NORM = 0.5
+
+
+class Net(nn.Module):
+    """A tiny model in a compute dtype, with dropout after it: the loss draws random numbers."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        made = {
+            "fp32": lambda: Mlp(width=96, layers=4),
+            "bf16": lambda: Mlp(width=96, layers=4).to(torch.bfloat16),
+            "fp16": lambda: Mlp(width=96, layers=4).to(torch.float16),
+            "conv": lambda: ConvNet(channels_last=True),
+            "frozen": Frozen,
+            "tied": TiedAcross,
+            "mixed": _mixed,
+        }  # fmt: skip
+        self.inner = made[kind]()
+        self.dropout = nn.Dropout(0.25)
+
+    def forward(self, seed: int) -> Tensor:
+        inputs = self.inner.inputs(seed)
+        first = next(self.inner.parameters())
+        if first.dtype is not torch.float32:
+            inputs = {name: value.to(first.dtype) for name, value in inputs.items()}
+        answer = self.inner(**inputs)
+        # Every generator that a checkpoint keeps has a say.
+        scale = 1 + random.random() + numpy.random.random() / 2
+        return self.dropout(answer.float()).square().mean() * scale
+
+
+class _Mixed(Mlp):
+    """bf16 blocks, and a norm in fp32 inside each."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.to(torch.bfloat16)
+        for block in self.blocks:
+            x = x + block[2](block[1](block[0](x.float()).to(torch.bfloat16)))
+        return self.head(x)
+
+
+def _mixed() -> nn.Module:
+    model = _Mixed(width=96, layers=3).to(torch.bfloat16)
+    for block in model.blocks:
+        block[0].float()
+    return model
+
+
+@dataclass(eq=False)
+class Run:
+    """A model, its optimizer and its scheduler, offloaded."""
+
+    model: nn.Module
+    optimizer: infinity.AdamW
+    scheduler: torch.optim.lr_scheduler.LRScheduler
+
+    def steps(self, first: int, stop: int) -> list[tuple[float, float]]:
+        """Losses and gradient norms of the steps."""
+        return [self.step(number) for number in range(first, stop)]
+
+    def step(self, number: int) -> tuple[float, float]:
+        loss = self.model(number)
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.scheduler.step()
+        assert self.optimizer.grad_norm is not None
+        return loss.item(), self.optimizer.grad_norm.item()
+
+    def save(self, directory: Path, **options: Any) -> Path:
+        return infinity.checkpoint.save(
+            directory, self.model, self.optimizer, scheduler=self.scheduler, **options
+        )
+
+    def load(self, path: Path) -> Any:
+        return infinity.checkpoint.load(path, self.model, self.optimizer, scheduler=self.scheduler)
+
+    def state(self) -> dict[str, Tensor]:
+        """fp32 values of all parameters, and the buffers."""
+        engine = infinity.engine_of(self.model)
+        found = {n: engine.read_parameter(n, master=True) for n in engine.parameter_names()}
+        return found | {n: b.detach().clone() for n, b in self.model.named_buffers()}
+
+
+@contextmanager
+def run(
+    kind: str,
+    swap: Path,
+    *,
+    seed: int = 0,
+    engine: str = "threads",
+    device: Any = None,
+    **options: Any,
+) -> Iterator[Run]:
+    """A run whose state and generators are those of `seed`; its tiers are released at the end."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    numpy.random.seed(seed)
+    config = swap_config(swap, **options)
+    config["io"]["engine"] = engine
+    model = infinity.offload(Net(kind).train(), config, device=device)
+    try:
+        decayed = [p for p in model.parameters() if p.requires_grad and p.ndim > 1]
+        rest = [p for p in model.parameters() if p.requires_grad and p.ndim <= 1]
+        groups = [{"params": decayed, "weight_decay": 0.1}, {"params": rest, "lr": 3e-3}]
+        optimizer = infinity.AdamW(groups, lr=1e-2, max_grad_norm=MAX_NORM)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        yield Run(model, optimizer, scheduler)
+    finally:
+        infinity.engine_of(model).close()
+
+
+def assert_same(expected: dict[str, Tensor], actual: dict[str, Tensor]) -> None:
+    assert list(expected) == list(actual)
+    different = [name for name in expected if not torch.equal(expected[name], actual[name])]
+    assert not different, f"other bits in {different}"
+
+
+def content(directory: Path) -> dict[str, bytes]:
+    """Every file below a directory."""
+    return {
+        str(path.relative_to(directory)): path.read_bytes()
+        for path in sorted(directory.rglob("*"))
+        if path.is_file()
+    }

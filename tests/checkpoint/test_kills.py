@@ -1,0 +1,48 @@
+"""kill -9 at any moment of training and of a checkpoint: the run ends with the bits it would have
+ended with."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import infinity
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def lives(directory: Path, kills: int, seed: int = 0) -> dict[str, int]:
+    directory.mkdir()
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.checkpoint.kill_loop", str(directory), str(kills), str(seed)],
+        capture_output=True, text=True, check=False, cwd=ROOT, timeout=270,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def outcomes(directory: Path) -> dict[int, tuple[float, float]]:
+    """Loss and norm of every step; a step that was taken again must have had the same."""
+    found: dict[int, tuple[float, float]] = {}
+    for line in (directory / "outcomes").read_text().splitlines():
+        step, loss, norm = json.loads(line)
+        assert found.setdefault(step, (loss, norm)) == (loss, norm), step
+    return found
+
+
+def test_a_run_that_is_killed_again_and_again_ends_with_the_same_bits(tmp_path):
+    """Sixteen kills, half of them at a random effect on files, against a run without any."""
+    assert lives(tmp_path / "whole", 0) == {"killed": 0, "in_checkpoint": 0, "lives": 1}
+    report = lives(tmp_path / "killed", 16)
+
+    assert report["killed"] == 16
+    assert report["in_checkpoint"] >= 3, "kills that hit a checkpoint in the making"
+    assert outcomes(tmp_path / "killed") == outcomes(tmp_path / "whole")
+    final = [(tmp_path / name / "final").read_text() for name in ("killed", "whole")]
+    assert final[0] == final[1]
+    left = infinity.checkpoint.inspect(tmp_path / "killed" / "checkpoints", verify=True)
+    assert len(left) == 2 and all(each.is_whole for each in left)

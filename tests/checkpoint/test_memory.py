@@ -1,0 +1,67 @@
+"""Saving and loading hold no more than a chunk beside the host budget."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+_MIB = 1 << 20
+
+# In a process of its own: the high-water mark of resident memory belongs to the whole process.
+_CHILD = """
+import json, sys
+from pathlib import Path
+import torch
+import infinity
+
+def high_water_nbytes():
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM:"))
+
+def growth_nbytes(work):
+    def once():
+        open("/proc/self/clear_refs", "w").write("5")  # The mark falls to what is resident now.
+        before = high_water_nbytes()
+        work()
+        return high_water_nbytes() - before
+    return min(once(), once())  # The first time is also the first of some imports.
+
+directory = Path(sys.argv[1])
+with torch.device("meta"):
+    model = torch.nn.Sequential(*(torch.nn.Linear(1024, 2048, bias=False) for _ in range(16)))
+infinity.offload(model, {
+    "tiers": {"device": {"kind": "cpu"}, "host": {"capacity": "48MiB", "huge_pages": False},
+              "nvme": [{"path": str(directory / "swap")}]},
+    "schedule": {"update_chunk": "2MiB"},
+    "placement": {"gradients": "nvme"},
+}, weights=lambda name: torch.full((2048, 1024), 1.0))
+optimizer = infinity.AdamW(model)
+number = iter(range(9))
+
+def save():
+    infinity.checkpoint.save(directory / "checkpoints", model, optimizer, step=next(number))
+
+growth = {
+    "save": growth_nbytes(save),
+    "load": growth_nbytes(
+        lambda: infinity.checkpoint.load(directory / "checkpoints", model, optimizer)
+    ),
+}
+infinity.engine_of(model).close()
+print(json.dumps(growth))
+"""
+
+
+def test_a_checkpoint_is_never_in_memory(tmp_path):
+    """384 MiB of state through a 48 MiB arena: resident memory grows by the arena's untouched
+    pages at most, and 16 MiB for Python's and the allocator's own."""
+    done = subprocess.run(
+        [sys.executable, "-c", _CHILD, str(tmp_path)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    growth = json.loads(done.stdout)
+    saved = sum(path.stat().st_size for path in (tmp_path / "checkpoints").rglob("*"))
+    assert saved > 2 * 384 * _MIB
+    assert growth["save"] < 64 * _MIB, growth
+    assert growth["load"] < 64 * _MIB, growth

@@ -1,0 +1,162 @@
+"""`infinity train` with [checkpoint]: stopped in any way and resumed, it is the same run."""
+
+from __future__ import annotations
+
+import io
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from infinity.cli.train import override
+from infinity.config import SwapConfig
+from infinity.config.source import read_file
+from infinity.errors import ConfigError
+from infinity.training import program
+from infinity.training.report import Summary
+
+CONFIG = """
+[tiers.host]
+capacity = "64MiB"
+[[tiers.nvme]]
+path = "swap"
+[model.config]
+model_type = "gpt2"
+n_layer = 2
+n_embd = 16
+n_head = 2
+n_positions = 64
+vocab_size = 256
+bos_token_id = 0
+eos_token_id = 0
+[data]
+paths = ["text.txt"]
+sequence_length = 32
+[train]
+steps = 60
+batch_size = 2
+accumulation = 2
+schedule = "cosine"
+warmup_steps = 3
+eval_every = 20
+eval_batches = 1
+[output]
+directory = "output"
+[checkpoint]
+every = 10
+"""
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Path:
+    (tmp_path / "text.txt").write_text("".join(f"{i} squared is {i * i}\n" for i in range(800)))
+    (tmp_path / "job.toml").write_text(CONFIG)
+    return tmp_path
+
+
+@pytest.fixture
+def processes() -> Iterator[list[subprocess.Popen[str]]]:
+    started: list[subprocess.Popen[str]] = []
+    yield started
+    for process in started:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
+
+
+def start(job: Path, *arguments: str) -> subprocess.Popen[str]:
+    code = "from infinity.cli import main; main()"
+    command = [sys.executable, "-c", code, "train", str(job / "job.toml"), *arguments]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def run(job: Path, *overrides: str, **options: Any) -> Summary:
+    """The same in this process, which has imported everything already."""
+    table, source = read_file(job / "job.toml")
+    for text in overrides:
+        override(table, text)
+    console = Console(file=io.StringIO())
+    config = SwapConfig.from_table(table, source)
+    summary, code = program.train(config, console=console, **options)
+    assert code == 0
+    return summary
+
+
+def metrics(job: Path, output: str = "output") -> list[tuple[object, ...]]:
+    """What must be the same of every step, in order."""
+    lines = (job / output / "metrics.jsonl").read_text().splitlines()
+    keys = "step", "loss", "grad_norm", "learning_rate", "held_out_loss", "num_tokens"
+    return [tuple(json.loads(line)[key] for key in keys) for line in lines]
+
+
+def wait_for_steps(job: Path, count: int, process: subprocess.Popen[str]) -> None:
+    path = job / "output" / "metrics.jsonl"
+    deadline_s = time.monotonic() + 90
+    while not path.exists() or len(path.read_text().splitlines()) < count:
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline_s, "no steps were taken"
+        time.sleep(0.005)
+
+
+def test_killed_terminated_and_resumed_elsewhere_it_is_the_same_run(job, processes):
+    """kill -9, then SIGTERM, then to the end on other tiers: metrics and exported weights."""
+    run(job, "output.directory=whole")
+
+    processes.append(first := start(job, "--resume"))  # Nothing is there yet: it begins.
+    wait_for_steps(job, 14, first)
+    first.kill()
+    first.wait()
+    assert list((job / "output" / "checkpoints").glob("step-*"))
+
+    with pytest.raises(ConfigError, match="--resume"):
+        run(job)  # Never begins beside checkpoints of another run.
+    with pytest.raises(ConfigError, match=r"optimizer\.lr is.*train\.batch_size is 3 and was 2"):
+        run(job, "train.batch_size=3", "optimizer.lr=1.0", resume=True)
+
+    reached = len(metrics(job)) + 4
+    processes.append(second := start(job, "--resume", "--set", "placement.moments=host"))
+    wait_for_steps(job, reached, second)
+    second.send_signal(signal.SIGTERM)
+    out, err = second.communicate(timeout=60)
+    assert second.returncode == 143, err
+    assert "then writing a checkpoint" in err
+    summary = json.loads((job / "output" / "summary.json").read_text())
+    stopped_at = summary["resumed_at"] + summary["steps_done"]
+    assert summary["checkpoint"].endswith(f"step-{stopped_at:08d}")
+    assert summary["export_directory"] is None and f"{stopped_at} of 60" in out
+    assert len(metrics(job)) == stopped_at < 60
+    assert list((job / "swap").iterdir()) == []
+
+    run(job, "schedule.updates=at_step", "placement.parameters=host", resume=True)
+    assert metrics(job) == metrics(job, "whole")
+    weights = [(job / name / "model.safetensors").read_bytes() for name in ("output", "whole")]
+    assert weights[0] == weights[1]
+    names = sorted(path.name for path in (job / "output" / "checkpoints").iterdir())
+    assert names == ["step-00000050", "step-00000060"]
+
+    older = job / "output" / "checkpoints" / "step-00000050"
+    with pytest.raises(ConfigError, match="step-00000060"):
+        run(job, resume_from=older)  # What is newer would be in the way.
+    run(job, "output.directory=branch", resume_from=older)
+    assert metrics(job, "branch") == metrics(job, "whole")[50:]
+
+
+def test_other_text_is_another_run(job):
+    short = "train.steps=2", "train.warmup_steps=0"
+    run(job, *short)
+    (job / "text.txt").write_text((job / "text.txt").read_text().replace("squared", "Squared"))
+    with pytest.raises(ConfigError, match="tokens"):
+        run(job, *short, resume=True)
+
+
+def test_resume_needs_the_section(job):
+    (job / "job.toml").write_text(CONFIG.partition("[checkpoint]")[0])
+    with pytest.raises(ConfigError, match=r"\[checkpoint\]"):
+        run(job, resume=True)
