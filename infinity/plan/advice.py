@@ -28,7 +28,9 @@ def advise(config: SwapConfig, model: Model, base: Forecast) -> list[Advice]:
         try:
             other = forecast(changed, model, hardware, batch)
         except InfinityError:
-            continue  # What cannot be done is no advice.
+            continue  # What cannot be done is no advice,
+        if len(other.warnings) > len(base.warnings):
+            continue  # nor is a batch whose activations do not fit.
         found.append(Advice(change, other.tokens_per_s / base.tokens_per_s))
     return sorted(found, key=lambda advice: -advice.ratio)
 

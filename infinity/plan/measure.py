@@ -29,6 +29,7 @@ from infinity.plan.predict import Batch
 from infinity.sizes import MIB
 from infinity.storage.arena import Arena, available_host_nbytes
 from infinity.storage.engine import open_engine
+from infinity.training.allocator import keep_freed_memory
 
 _ARENA_NBYTES = 256 * MIB
 _EXTENT_NBYTES = 16 * MIB
@@ -50,6 +51,7 @@ def measure(config: SwapConfig, model: Model, batch: Batch) -> Hardware:
             "only a machine that computes on the CPU is measured here; describe the one with the "
             "CUDA device in a file and give it with --hardware (docs/PLAN.md)"
         )
+    keep_freed_memory()  # As the training program does; page faults would be timed else.
     if config.train is not None and config.train.threads != "auto":
         torch.set_num_threads(config.train.threads)
     with Arena(_ARENA_NBYTES, huge_pages=config.tiers.host.huge_pages) as arena:

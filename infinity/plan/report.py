@@ -81,7 +81,7 @@ def to_text(forecast: Forecast, advice: Sequence[Advice]) -> str:
         *_links(forecast),
         "",
         f"step      {_duration(step.step_s)}, {_rate(forecast.tokens_per_s)} tokens/s, "
-        f"{forecast.flops_per_s / 1e12:.3g} TFLOPS of the model",
+        f"{_rate(forecast.flops_per_s / 1e12)} TFLOPS of the model",
         f"binding   {_binding(forecast)}",
         *_helps(advice),
         *_endurance(forecast),

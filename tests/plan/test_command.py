@@ -56,6 +56,16 @@ def test_json_says_the_same_in_numbers() -> None:
     )
 
 
+def test_a_batch_that_does_not_fit_is_no_advice() -> None:
+    ordinary = json.loads(plan("--model", "llama-3-70b", "--hardware", "8xh200-8nvme", "--json"))
+    full = json.loads(
+        plan("--model", "llama-3-70b", "--hardware", "8xh200-8nvme", "--tokens", "400000", "--json")
+    )
+    change = "micro-batches twice as large"
+    assert change in [each["change"] for each in ordinary["advice"]]
+    assert change not in [each["change"] for each in full["advice"]]
+
+
 def test_the_list_names_what_is_shipped() -> None:
     said = plan("--list")
     assert "dgx-2" in said and "kimi-k2" in said
