@@ -49,7 +49,8 @@ class StateAccess:
     def parts(self, unit: Unit, piece: Piece, *, keep: bool = False) -> Iterator[Part]:
         """Every element of the piece once, tensor by tensor in memory order.
 
-        With `keep` the caller fills `values`, and what it put there goes to where the piece rests.
+        With `keep` nothing is read: the caller fills the `values` of every part, and they go to
+        where the piece rests.
         Gradients are no matter of this: see `gradient`.
         """
         assert piece is not Piece.GRADIENTS
@@ -59,7 +60,7 @@ class StateAccess:
 
     def _weights(self, unit: Unit, *, keep: bool) -> Iterator[Part]:
         """Through the executor: a forward may have left them in memory, on host or device."""
-        weights = self.executor.check_out(unit.index, read=True)
+        weights = self.executor.check_out(unit.index, read=not keep)
         try:
             for spec in unit.tensors:
                 yield Part(spec, 0, weight_of(weights, spec))
@@ -81,7 +82,10 @@ class StateAccess:
         try:
             for chunk in chunk_unit(unit, self.chunk_nbytes):
                 place = {"offset_nbytes": chunk.offset_nbytes(piece), "nbytes": chunk.nbytes(piece)}
-                self.store.read(unit, piece, block, priority=Priority.STATE, **place).wait()
+                if keep:
+                    self.pool.tensor(block).zero_()  # What lies between tensors.
+                else:
+                    self.store.read(unit, piece, block, priority=Priority.STATE, **place).wait()
                 values = self.pool.tensor(block)[: chunk.nbytes(piece)].view(dtype)
                 for part in chunk.slices:
                     start = part.state_start - chunk.start
