@@ -14,7 +14,7 @@ from torch import nn
 from infinity.config import SwapConfig
 from infinity.engine.build import LoadPlan, OwnDevice, build
 from infinity.engine.discover import UnitRule
-from infinity.engine.engine import Engine, engine_of
+from infinity.engine.engine import Engine, engine_of, owner_of
 from infinity.engine.initialise import init
 from infinity.engine.optimizer import AdamW
 from infinity.errors import ConfigError
@@ -86,8 +86,9 @@ def gather(
         engine = engine_of(tensors)
     else:
         tensors = list(tensors)
-        owners = {getattr(tensor, "owner", None) for tensor in tensors}
-        if len(owners) != 1 or not isinstance(owner := owners.pop(), Engine):
+        owners = {owner_of(tensor) for tensor in tensors}
+        owner = owners.pop() if len(owners) == 1 else None
+        if owner is None:
             raise ConfigError("gather expects parameters of one offloaded model")
         engine = owner
     with engine.gather(engine.slots_of(tensors), modify=modify):

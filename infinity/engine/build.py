@@ -109,6 +109,11 @@ def _refuse(model: nn.Module, *, has_weights: bool) -> None:
                 f"{name!r} is a {type(parameter.data).__name__}; expected a plain tensor. "
                 "Offload the model before it is sharded or quantized by other means"
             )
+        if parameter.grad is not None:
+            raise ConfigError(
+                f"{name!r} has a gradient, which would be lost; finish the step, or "
+                "model.zero_grad(), before infinity.offload"
+            )
         if parameter._post_accumulate_grad_hooks:
             raise UnsupportedError(
                 f"{name!r} has a hook after the accumulation of its gradient, which has left for "

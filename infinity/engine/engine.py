@@ -34,6 +34,7 @@ from infinity.engine.hooks import (
     detach_from_parameters,
     nodes_since,
 )
+from infinity.engine.interrupts import uninterrupted
 from infinity.engine.master import Masters
 from infinity.engine.state_access import StateAccess
 from infinity.engine.update import StepRecord, Updater
@@ -68,6 +69,14 @@ def engine_of(model: nn.Module) -> Engine:
     )
 
 
+def owner_of(tensor: Any) -> Engine | None:
+    """The engine of a parameter, whichever face of it this is; None if it is not offloaded."""
+    if isinstance(tensor, Handle):
+        return None if tensor.is_gradient else tensor.owner  # type: ignore[return-value]
+    owner = getattr(tensor, "_offloaded_by", None)
+    return None if owner is None else owner()
+
+
 @dataclass(eq=False, slots=True, repr=False)
 class Slot:
     """One parameter of the model: its facts, its place and its two faces."""
@@ -80,6 +89,7 @@ class Slot:
     aliases: list[Alias]
     original: nn.Parameter | None  # What the module had before; back in place after a failure.
     version: int = 0  # Of the compute parameter when it was shown.
+    optimizer: weakref.ref[Any] | None = None  # The one its moments belong to.
 
     def __repr__(self) -> str:
         return f"Slot({self.name!r})"  # A released compute parameter must not be printed.
@@ -154,6 +164,7 @@ class Engine:
         self._by_unit: dict[int, list[Slot]] = {}
         self._regions: set[int] = set()
         self._dirty: set[int] = set()  # Units changed on the device and not absorbed yet.
+        self._lent: set[Slot] = set()  # Those whose gradient `gather` shows.
         self._before: dict[Slot, torch.Tensor] = {}  # Weights as they were lent for changing.
         self._finished: set[int] = set()  # Units the running backward has left.
         self._warned: set[str] = set()
@@ -164,6 +175,7 @@ class Engine:
         for slot in self.slots:
             self._by_unit.setdefault(slot.unit.index, []).append(slot)
             self._by_face[id(slot.handle)] = self._by_face[id(slot.compute)] = slot
+            slot.compute._offloaded_by = weakref.ref(self)  # type: ignore[attr-defined]
             self._regions.add(slot.compute.untyped_storage()._cdata)
 
     # -- Attaching to the model ------------------------------------------------------------------
@@ -224,21 +236,19 @@ class Engine:
 
     def enter(self, units: list[int]) -> None:
         """Makes units usable. All or none: a failure lets go of those already held."""
-        with self._lock, self._tracer.during(Lane.ENGINE, "enter"):
-            done: list[int] = []
-            priority = (
-                Priority.FORWARD if current_backward() == OUTSIDE_BACKWARD else Priority.BACKWARD
-            )
-            if priority is Priority.BACKWARD:
-                self._write_out_finished(entering=units)
-            try:
+        done: list[int] = []
+        priority = Priority.FORWARD if current_backward() == OUTSIDE_BACKWARD else Priority.BACKWARD
+        try:
+            with uninterrupted(), self._lock, self._tracer.during(Lane.ENGINE, "enter"):
+                if priority is Priority.BACKWARD:
+                    self._write_out_finished(entering=units)
                 for unit in units:
                     self._hold(unit, priority)
                     done.append(unit)
-            except BaseException:
-                self.leave(done)
-                raise
-            self.parts.updater.read_ahead()
+                self.parts.updater.read_ahead()
+        except BaseException:
+            self.leave(done)
+            raise
         if self._tracer.is_on and units:
             names = [self.parts.store.units[unit].name for unit in units]
             self._tracer.begin(tuple(units), Lane.SITES, ", ".join(names))
@@ -266,7 +276,7 @@ class Engine:
     def leave(self, units: list[int]) -> None:
         """Ends one use of each unit."""
         self._tracer.end(tuple(units))
-        with self._lock, self._tracer.during(Lane.ENGINE, "leave"):
+        with uninterrupted(), self._lock, self._tracer.during(Lane.ENGINE, "leave"):
             for unit in units:
                 if self._executor.release(unit):
                     self._let_go(unit)
@@ -301,7 +311,7 @@ class Engine:
     def _pass_begins(self, module: nn.Module, args: Any) -> None:
         if current_backward() != OUTSIDE_BACKWARD or self.is_closed:
             return
-        with self._lock:
+        with uninterrupted(), self._lock:
             self.reset()
             self._is_in_pass = True
             kind = "train" if torch.is_grad_enabled() else "eval"
@@ -333,6 +343,9 @@ class Engine:
         with self._lock:
             if self._backwards.abandon():
                 self._gradients.write_out_all()
+                for slot in self.slots:
+                    if slot not in self._lent:
+                        slot.compute.grad = None  # It was on its way to the engine.
             for hooks in self._site_hooks:
                 hooks.reset()
             self._is_in_pass = False
@@ -350,9 +363,18 @@ class Engine:
         slot = self._by_face[id(parameter)]
         gradient = parameter.grad
         assert gradient is not None
-        parameter.grad = None  # First: what follows may raise, and the next backward must not add.
-        with self._lock, self._tracer.during(Lane.ENGINE, "take gradient"):
+        is_lent = slot in self._lent  # By `gather`: autograd has added to what was there.
+        if not is_lent:
+            # First: what follows may raise, and the next backward must not add.
+            parameter.grad = None
+        with (
+            uninterrupted(),
+            self._lock,
+            self._tracer.during(Lane.ENGINE, "take gradient"),
+        ):
             self._backwards.ensure_armed()
+            if is_lent:
+                self._gradients.forget(slot.spec)
             self._gradients.add(slot.unit, slot.spec, gradient)
 
     def gradient_of(self, handle: Handle) -> torch.Tensor | None:
@@ -400,7 +422,7 @@ class Engine:
     ) -> Any:
         """An operation on handles outside their module: fetch, compute, let go."""
         handles = find_handles((args, kwargs))
-        slots = {id(h): self._slot_of(h) for h in handles if not h.is_gradient}
+        slots = {id(h): self.slot_of(h) for h in handles if not h.is_gradient}
         if changes is not None:
             self._may_change(changes, function)
         units = list(dict.fromkeys(slot.unit.index for slot in slots.values()))
@@ -426,11 +448,13 @@ class Engine:
         finally:
             self.leave(units)
 
-    def _slot_of(self, handle: Handle) -> Slot:
-        slot = self._by_face.get(id(handle))
+    def slot_of(self, face: torch.Tensor) -> Slot:
+        """The slot of a parameter, given either of its faces."""
+        slot = self._by_face.get(id(face))
         if slot is None or self.is_closed:
             raise ParameterNotResident(
-                handle.name_in_model, "its engine is closed, or the handle is of another model"
+                getattr(face, "name_in_model", "a parameter"),
+                "its engine is closed, or the handle is of another model",
             )
         return slot
 
@@ -520,7 +544,7 @@ class Engine:
             raise InfinityError(
                 f"{name!r} has shape {slot.spec.facts.shape}, got {tuple(tensor.shape)}"
             )
-        with self._lock, torch.no_grad():
+        with uninterrupted(), self._lock, torch.no_grad():
             self.reset()
             if self._executor.is_held(slot.unit.index):
                 raise InfinityError(
@@ -571,7 +595,7 @@ class Engine:
 
     def flush(self) -> None:
         """Waits until all state is where it rests."""
-        with self._lock:
+        with uninterrupted(), self._lock:
             self._gradients.settle()
             self.parts.updater.settle()
             self._executor.finish_writes()
@@ -633,8 +657,10 @@ class Engine:
                     assert gradient is not None
                     slot.compute.grad = gradient.to(slot.compute.device, slot.compute.dtype)
                     lent.append(slot)
+                    self._lent.add(slot)
             yield
         finally:
+            self._lent.difference_update(lent)
             for slot in lent:
                 slot.compute.grad = None
             self.leave(units)
@@ -687,9 +713,11 @@ class Engine:
 
     def step(self, record: StepRecord) -> None:
         """Decides an optimizer step; each unit is updated before anybody sees it again."""
-        with self._lock, self._tracer.during(Lane.PHASES, "optimizer step"):
+        with uninterrupted(), self._lock, self._tracer.during(Lane.PHASES, "optimizer step"):
             self.reset()
             self._refuse_held("optimizer.step()")
+            for unit in dict.fromkeys(self._units_of(record)):
+                self._gradients.apply_scales(unit)
             self._gradients.settle()
             if self.config.schedule.updates == "at_step":
                 self.parts.updater.apply(record)
@@ -700,9 +728,12 @@ class Engine:
             changed = [slot.compute for slot in self.slots if slot.spec in record.settings]
             torch.autograd.graph.increment_version(changed)
 
+    def _units_of(self, record: StepRecord) -> Iterator[Unit]:
+        return (slot.unit for slot in self.slots if slot.spec in record.settings)
+
     def gradient_norms(self, slots: Iterable[Slot]) -> dict[str, torch.Tensor]:
         """2-norm of each gradient that is there, fp32 scalars on the host, in the given order."""
-        with self._lock, self._tracer.during(Lane.PHASES, "gradient norms"):
+        with uninterrupted(), self._lock, self._tracer.during(Lane.PHASES, "gradient norms"):
             self.reset()
             self._quiesce()  # What no forward has touched since the last step.
             return {
@@ -715,7 +746,7 @@ class Engine:
         return self._gradients.has(slot.spec)
 
     def zero_gradients(self, slots: Iterable[Slot], *, set_to_none: bool) -> None:
-        with self._lock:
+        with uninterrupted(), self._lock:
             for slot in slots:
                 if set_to_none:
                     self._gradients.forget(slot.spec)
@@ -739,7 +770,7 @@ class Engine:
 
         The model's parameters are gone afterwards: export first what is to be kept.
         """
-        with self._lock:
+        with uninterrupted(), self._lock:
             if self.is_closed:
                 return
             self.is_closed = True

@@ -11,6 +11,7 @@ backward is over, and read back only if another backward adds to it.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -246,12 +247,21 @@ class Gradients:
 
     # -- After a step ------------------------------------------------------------------------------
 
-    def note_clipped(self, unit: Unit, scale: torch.Tensor) -> None:
-        """The update used this unit's gradients times `scale`; who looks at them shall see that."""
-        for spec in unit.trainable():
+    def note_clipped(self, specs: Iterable[TensorSpec], scale: torch.Tensor) -> None:
+        """The update used these gradients times `scale`; who looks at them shall see that."""
+        for spec in specs:
             self._norms.pop(spec, None)
             if spec in self._present:
                 self._scales[spec] = scale
+
+    def apply_scales(self, unit: Unit) -> None:
+        """What was noted is done, before somebody reads the unit's gradients where they rest."""
+        if any(spec in self._scales for spec in unit.trainable()):
+            home = self._store.home(unit, Piece.GRADIENTS)
+            if isinstance(home, DeviceHome):
+                self._rescale_resting(unit, home.memory)
+            else:
+                self._array(unit)
 
     def forget(self, spec: TensorSpec) -> None:
         """The parameter has no gradient any more."""

@@ -38,6 +38,8 @@ from torch import nn
 from torch.autograd import Variable
 from torch.autograd.graph import Node
 
+from infinity.engine.interrupts import uninterrupted
+
 OUTSIDE_BACKWARD = -1
 
 
@@ -97,11 +99,12 @@ class Backwards:
             self._follow(stay)
         if stay.held_in == running:
             return
-        self._arm(running)
-        self._residency.enter(stay.units)
-        stay.held_in = running
-        self._stays[stay] = None
-        stay.exits_left = sum(map(torch._C._will_engine_execute_node, exits)) or 1
+        with uninterrupted():
+            self._arm(running)
+            self._residency.enter(stay.units)
+            stay.held_in = running
+            self._stays[stay] = None
+            stay.exits_left = sum(map(torch._C._will_engine_execute_node, exits)) or 1
 
     def _follow(self, stay: Stay) -> None:
         """This backward is differentiable (`create_graph`): the nodes that the node about to run
@@ -121,9 +124,10 @@ class Backwards:
             self._release(stay)
 
     def _release(self, stay: Stay) -> None:
-        del self._stays[stay]
-        stay.held_in = OUTSIDE_BACKWARD
-        self._residency.leave(stay.units)
+        with uninterrupted():
+            del self._stays[stay]
+            stay.held_in = OUTSIDE_BACKWARD
+            self._residency.leave(stay.units)
 
     def _arm(self, running: int) -> None:
         """Asks autograd to call back when this backward is over. Once per backward."""
@@ -139,10 +143,11 @@ class Backwards:
             self._arm(running)
 
     def _ended(self, running: int) -> None:
-        self._armed.discard(running)
-        for stay in [stay for stay in self._stays if stay.held_in == running]:
-            self._release(stay)
-        self._residency.backward_ended()
+        with uninterrupted():
+            self._armed.discard(running)
+            for stay in [stay for stay in self._stays if stay.held_in == running]:
+                self._release(stay)
+            self._residency.backward_ended()
 
     def abandon(self) -> bool:
         """Lets go of everything a backward that raised has left. Returns whether there was any."""
@@ -174,27 +179,30 @@ class SiteHooks:
 
     def reset(self) -> None:
         """Forgets forwards that were left by an exception that hooks do not see."""
-        while self._running:
-            self._running.pop()
-            self._residency.leave(self._site.units)
+        with uninterrupted():
+            while self._running:
+                self._running.pop()
+                self._residency.leave(self._site.units)
 
     @torch._dynamo.disable  # type: ignore[untyped-decorator]
     def _before(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        self._residency.enter(self._site.units)
-        self._running.append(torch.autograd._get_sequence_nr())
+        with uninterrupted():
+            self._residency.enter(self._site.units)
+            self._running.append(torch.autograd._get_sequence_nr())
 
     @torch._dynamo.disable  # type: ignore[untyped-decorator]
     def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if not self._running:
             return output  # The pre-forward itself raised.
-        first = self._running.pop()
-        try:
-            output = detach_from_parameters(output, self._residency.is_parameter_memory)
-            if output is not None and torch.is_grad_enabled():
-                self._watch(first, output)
-            return output
-        finally:
-            self._residency.leave(self._site.units)
+        with uninterrupted():
+            first = self._running.pop()
+            try:
+                output = detach_from_parameters(output, self._residency.is_parameter_memory)
+                if output is not None and torch.is_grad_enabled():
+                    self._watch(first, output)
+                return output
+            finally:
+                self._residency.leave(self._site.units)
 
     def _watch(self, first: int, output: Any) -> None:
         inner, exits = nodes_since(first, output)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
-from infinity.engine.engine import Engine, Slot, engine_of
-from infinity.engine.handles import Handle
+from infinity.engine.engine import Engine, Slot, engine_of, owner_of
+from infinity.engine.interrupts import uninterrupted
 from infinity.engine.update import StepRecord
 from infinity.errors import ConfigError, NonFiniteError, UnsupportedError
 from infinity.ops.adamw import AdamWSettings
@@ -63,25 +64,32 @@ class AdamW(torch.optim.Optimizer):
         param_group["params"] = params = (
             [params] if isinstance(params, torch.Tensor) else list(params)
         )
-        for item in params:
-            parameter = item[1] if isinstance(item, tuple) else item  # (name, parameter)
-            self._slots[id(parameter)] = self._find(parameter)  # Frozen ones never get a gradient.
+        for key in ("amsgrad", "maximize", "capturable", "differentiable"):
+            if param_group.get(key):
+                raise UnsupportedError(f"infinity.AdamW has no {key!r}; leave it out")
+        settings = {key: param_group.get(key, value) for key, value in self.defaults.items()}
+        _check(**settings, max_grad_norm=self.max_grad_norm)
+        for place, item in enumerate(params):
+            name, parameter = item if isinstance(item, tuple) else (None, item)
+            slot = self._find(parameter)  # Frozen ones never get a gradient.
+            params[place] = slot.handle if name is None else (name, slot.handle)
+            self._slots[id(slot.handle)] = slot
+            slot.optimizer = weakref.ref(self)
         super().add_param_group(param_group)
 
     def _find(self, parameter: Any) -> Slot:
-        if not isinstance(parameter, Handle) or parameter.is_gradient:
+        engine = owner_of(parameter)
+        if engine is None:
             raise ConfigError(
                 f"expected parameters of an offloaded model, got {type(parameter).__name__}; "
                 "build the optimizer after infinity.offload(model, config)"
             )
-        engine = parameter.owner
-        assert isinstance(engine, Engine)
         if self._engine is not None and engine is not self._engine:
             raise ConfigError(
                 "the parameters belong to two offloaded models; use one optimizer each"
             )
         self._engine = engine
-        return engine._slot_of(parameter)
+        return engine.slot_of(parameter)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
@@ -97,12 +105,21 @@ class AdamW(torch.optim.Optimizer):
             for handle in group["params"]:
                 slot = self._slots[id(handle)]
                 if self._engine.has_gradient(slot):
+                    self._refuse_successor(slot)
                     steps[id(handle)] = self._steps.get(id(handle), 0) + 1
                     settings[slot.spec] = _settings(group, steps[id(handle)])
         if settings:
-            self._engine.step(StepRecord(settings, factor))
-            self._steps.update(steps)  # A step that was refused has not been made.
+            with uninterrupted():
+                self._engine.step(StepRecord(settings, factor))
+                self._steps.update(steps)  # A step that was refused has not been made.
         return loss
+
+    def _refuse_successor(self, slot: Slot) -> None:
+        if slot.optimizer is None or slot.optimizer() is not self:
+            raise ConfigError(
+                f"{slot.name!r} was given to another optimizer since; its moments rest in one "
+                "place and start anew there. Use one optimizer for each parameter"
+            )
 
     def _clip(self) -> torch.Tensor | None:
         """The factor gradients are multiplied by, after the norm was looked at."""

@@ -245,7 +245,8 @@ class Updater:
         del self._pending[unit.index]
         self._executor.await_update(unit.index, False)
         if record.clip_factor is not None:
-            self._gradients.note_clipped(unit, record.clip_factor)
+            used = [spec for spec in unit.trainable() if spec in record.settings]
+            self._gradients.note_clipped(used, record.clip_factor)
 
     # -- Berths ----------------------------------------------------------------------------------
 
@@ -403,6 +404,9 @@ class Updater:
                 groups.setdefault(group, []).append(part)
             for (settings, _), slices in groups.items():
                 spans = [_span(stage, weights, part) for part in slices]
+                if settings.step == 1:  # Whatever an optimizer before this one has left.
+                    for state in (state for span in spans for state in span.states):
+                        state.zero_()
                 step_(spans, settings, grad_scale=record.clip_factor)
                 if stage.chunk.unit.master_dtype is torch.float32:
                     for span, part in zip(spans, slices, strict=True):

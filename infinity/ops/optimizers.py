@@ -31,6 +31,9 @@ class Settings(Protocol):
         """Name of the native rule."""
 
     @property
+    def step(self) -> int: ...
+
+    @property
     def state_names(self) -> tuple[str, ...]:
         """The fp32 arrays that a span carries beside weight and gradient."""
 

@@ -152,9 +152,13 @@ def _cgroup_cache_nbytes() -> int:
     return int(fields.get("inactive_file", 0)) + int(fields.get("active_file", 0))
 
 
+# The rest is for activations, the interpreter, and whoever else uses the machine.
+_MOST_OF_AVAILABLE = 0.95
+
+
 def _check_available(capacity_nbytes: int) -> None:
-    """Populating more than there is would end in the OOM killer, not in an error."""
-    available_nbytes = available_host_nbytes()
+    """Populating all there is would end in the OOM killer, not in an error."""
+    available_nbytes = int(_MOST_OF_AVAILABLE * available_host_nbytes())
     if capacity_nbytes > available_nbytes:
         raise _too_large(capacity_nbytes, available_nbytes)
 

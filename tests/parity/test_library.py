@@ -13,6 +13,7 @@ import gc
 import io
 import pickle
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -1080,3 +1081,91 @@ def test_fp32_tensors_beside_fp16_ones_in_one_unit(swap_directory: Path) -> None
         engine = infinity.engine_of(model)
         for name, parameter in fp32.items():
             assert torch.equal(engine.read_parameter(name), parameter), name
+
+
+# --- several optimizers, and gradients in gather --------------------------------------------------
+
+
+def test_two_optimizers_that_clip_for_themselves(swap_directory: Path) -> None:
+    """Their parameters share units; a clip factor is of one optimizer's gradients alone."""
+
+    def scenario(side: Side) -> Named:
+        named = list(side.model.named_parameters())
+        plans = [replace(PLAN, max_norm=0.01), replace(PLAN, max_norm=0.02)]
+        halves = [[p for n, p in named if ("weight" in n) == is_weight] for is_weight in (True, False)]
+        optimizers = [side.optimizer(half, plan) for half, plan in zip(halves, plans, strict=True)]
+        seen: Named = {}
+        for step in range(4):
+            loss_of(side.model, step).backward()
+            for index, (optimizer, half, plan) in enumerate(zip(optimizers, halves, plans, strict=True)):
+                if isinstance(side, PlainSide):
+                    norm = torch.nn.utils.clip_grad_norm_(half, plan.max_norm)
+                    optimizer.step()
+                else:
+                    norm = side.step(optimizer, plan)
+                seen[f"norm {step} {index}"] = torch.as_tensor(norm).clone()
+            seen.update({f"{step} {name}": g for name, g in side.gradients().items()})
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+        return finish(side, seen)
+
+    compare(scenario, lambda: ZOO["Mlp"].build(0), swap_directory)
+
+
+def test_a_new_optimizer_starts_with_new_moments(swap_directory: Path) -> None:
+    def scenario(side: Side) -> Named:
+        for _ in range(2):
+            optimizer = side.optimizer(side.model.parameters(), PLAN)
+            for step in range(3):
+                loss_of(side.model, step).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return finish(side, {})
+
+    compare(scenario, decoder, swap_directory)
+    with offloaded(decoder(), swap_config(swap_directory)) as model:
+        first, _ = infinity.AdamW(model), infinity.AdamW(model)
+        loss_of(model, 1).backward()
+        with pytest.raises(InfinityError, match="another optimizer"):
+            first.step()
+
+
+def test_a_backward_inside_gather_adds_once(swap_directory: Path) -> None:
+    def scenario(side: Side) -> Named:
+        loss_of(side.model, 1).backward()
+        if isinstance(side, PlainSide):
+            loss_of(side.model, 2).backward()
+        else:
+            with infinity.gather(side.model):
+                loss_of(side.model, 2).backward()
+        return finish(side, dict(side.gradients()))
+
+    compare(scenario, decoder, swap_directory)
+
+
+def test_either_face_of_a_parameter_is_taken(swap_directory: Path) -> None:
+    """Inside `gather` modules show plain parameters: they may be gathered again, or trained."""
+    with offloaded(decoder(), swap_config(swap_directory)) as model:
+        with infinity.gather(model):
+            with infinity.gather([model.norm.weight]):
+                assert model.norm.weight.sum() == 32
+            optimizer = infinity.AdamW(list(model.parameters()), lr=1e-2)
+        loss_of(model, 1).backward()
+        optimizer.step()
+        assert optimizer.param_groups[0]["params"][0] is next(model.parameters())
+
+
+@pytest.mark.parametrize("option", ["amsgrad", "maximize"])
+def test_options_that_are_not_there_are_refused(option: str, swap_directory: Path) -> None:
+    with offloaded(decoder(), swap_config(swap_directory)) as model:
+        with pytest.raises(InfinityError, match=option):
+            infinity.AdamW([{"params": model.parameters(), option: True}])
+        with pytest.raises(InfinityError, match="lr"):
+            infinity.AdamW([{"params": model.parameters(), "lr": -1.0}])
+
+
+def test_a_gradient_from_before_offload_is_refused(swap_directory: Path) -> None:
+    model = decoder()
+    loss_of(model, 1).backward()
+    with pytest.raises(InfinityError, match="zero_grad"):
+        infinity.offload(model, swap_config(swap_directory))

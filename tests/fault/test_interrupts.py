@@ -1,0 +1,73 @@
+"""Ctrl-C at any moment of a step: afterwards the same step gives the bits it would have given."""
+
+from __future__ import annotations
+
+import random
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from infinity.engine.interrupts import uninterrupted
+
+from .harness import (
+    assert_same,
+    loss_of,
+    mlp,
+    offload,
+    offloaded_step,
+    optimizer_of,
+    plain_steps,
+    swap_config,
+    weights_of,
+)
+
+
+@contextmanager
+def interrupted_after(delay_s: float) -> Iterator[None]:
+    """Sends this process a SIGINT from a timer."""
+    before = signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
+    signal.setitimer(signal.ITIMER_REAL, delay_s)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_an_interrupt_waits_for_the_end() -> None:
+    order = []
+    with pytest.raises(KeyboardInterrupt):
+        with uninterrupted():
+            with uninterrupted():
+                signal.raise_signal(signal.SIGINT)
+                order.append("inner")
+            order.append("outer")
+        order.append("never")
+    assert order == ["inner", "outer"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.timeout(120)
+def test_interrupted_at_random_moments_the_steps_are_the_same(swap_directory: Path) -> None:
+    source = random.Random(5)
+    expected = plain_steps(mlp(), 25)
+    num_interrupts = 0
+    with offload(mlp(), swap_config(swap_directory)) as engine:
+        model = engine.model
+        optimizer = optimizer_of(model)
+        for step in range(25):
+            try:
+                with interrupted_after(source.uniform(0.0002, 0.02)):
+                    loss_of(model, step).backward()
+                    loss_of(model, step)  # More to interrupt; its graph is dropped.
+            except KeyboardInterrupt:
+                num_interrupts += 1
+            optimizer.zero_grad()
+            offloaded_step(model, optimizer, step)
+        assert_same(expected, weights_of(model))
+    assert num_interrupts >= 5, "the timer was too late to show anything"
+    assert torch.isfinite(expected[next(iter(expected))]).all()
