@@ -1092,12 +1092,16 @@ def test_two_optimizers_that_clip_for_themselves(swap_directory: Path) -> None:
     def scenario(side: Side) -> Named:
         named = list(side.model.named_parameters())
         plans = [replace(PLAN, max_norm=0.01), replace(PLAN, max_norm=0.02)]
-        halves = [[p for n, p in named if ("weight" in n) == is_weight] for is_weight in (True, False)]
+        halves = [
+            [p for n, p in named if ("weight" in n) == is_weight] for is_weight in (True, False)
+        ]
         optimizers = [side.optimizer(half, plan) for half, plan in zip(halves, plans, strict=True)]
         seen: Named = {}
         for step in range(4):
             loss_of(side.model, step).backward()
-            for index, (optimizer, half, plan) in enumerate(zip(optimizers, halves, plans, strict=True)):
+            for index, (optimizer, half, plan) in enumerate(
+                zip(optimizers, halves, plans, strict=True)
+            ):
                 if isinstance(side, PlainSide):
                     norm = torch.nn.utils.clip_grad_norm_(half, plan.max_norm)
                     optimizer.step()
