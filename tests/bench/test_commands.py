@@ -52,7 +52,6 @@ def test_bench_takes_paths_and_settings_of_a_file(config: Path) -> None:
 
 
 def test_bench_saves_json_and_plots(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     drive, out = tmp_path / "drive", tmp_path / "out"
     drive.mkdir()
     done = infinity(

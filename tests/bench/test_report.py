@@ -97,7 +97,6 @@ def test_wrong_bytes_and_notes_stand_out() -> None:
 
 
 def test_plots_are_written_for_what_is_there(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     saved = plots.save(rows_of(RESULTS), tmp_path / "new" / "plots")
     assert [path.name for path in saved] == ["sizes.png", "stripes.png", "latency.png"]
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in saved)

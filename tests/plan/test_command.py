@@ -91,7 +91,6 @@ def test_what_cannot_be_is_refused(arguments: list[str], words: str) -> None:
 
 
 def test_a_plot(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     path = tmp_path / "step.png"
     plan("--model", "gpt-10b", "--hardware", "rtx4090-desktop", "--plot", str(path))
     assert path.read_bytes().startswith(b"\x89PNG")
@@ -101,7 +100,6 @@ def test_a_plot(tmp_path: Path) -> None:
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_bytes_are_those_of_a_run(tmp_path: Path, dtype: str, accumulation: int) -> None:
     """Written bytes are exact; read ones depend on what the caches happen to keep."""
-    pytest.importorskip("transformers")
     file = tmp_path / "swap.toml"
     file.write_text(
         CONFIG.format(
