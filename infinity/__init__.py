@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from infinity import checkpoint
-    from infinity.api import AdamW, engine_of, gather, init, offload
+    from infinity.api import AdamW, accumulate, engine_of, gather, init, offload
     from infinity.config import SwapConfig
 
 __version__ = "0.1.0"
@@ -25,6 +25,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AdamW",
     "SwapConfig",
+    "accumulate",
     "checkpoint",
     "engine_of",
     "gather",
@@ -35,6 +36,7 @@ __all__ = [
 _HOMES = {
     "AdamW": "infinity.api",
     "SwapConfig": "infinity.config",
+    "accumulate": "infinity.api",
     "engine_of": "infinity.api",
     "gather": "infinity.api",
     "init": "infinity.api",

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from infinity.engine.initialise import init
 from infinity.engine.optimizer import AdamW
 from infinity.errors import ConfigError
 
-__all__ = ["AdamW", "Engine", "engine_of", "gather", "init", "offload"]
+__all__ = ["AdamW", "Engine", "accumulate", "engine_of", "gather", "init", "offload"]
 
 
 def offload(
@@ -69,6 +70,33 @@ class _Asked:
     def load(self, write: Callable[[str, torch.Tensor], None]) -> None:
         for name in self.names:
             write(name, self.value_of(name))
+
+
+def accumulate(
+    model: nn.Module,
+    loss_of: Callable[[Any], torch.Tensor],
+    micro_batches: Iterable[Any],
+) -> list[torch.Tensor]:
+    """Forward and backward of several micro-batches, all of them through one block before the next.
+
+    Does what `for batch in micro_batches: loss_of(batch).backward()` does, and fetches each block
+    once for its forward and once for its backward, however many micro-batches there are. Between
+    the two the inputs of the blocks wait where `[placement] activations` says; the forward of a
+    block is repeated in its backward, so memory for activations is that of one block and one
+    micro-batch.
+
+    loss_of: calls the model, once, and returns a scalar loss, already divided by the number of
+        micro-batches if their mean is wanted
+    micro_batches: what `loss_of` takes, one after the other; all are kept until the end
+
+    Returns the losses, detached, in order. The gradients are those of the plain loop, bit for bit
+    in fp32 without dropout, except that those of a parameter with several uses in one micro-batch
+    (tied weights, shared blocks) are summed in another order. Raises UnsupportedError for a model
+    whose blocks cannot be repeated: caches of keys and values, arguments changed in place, tensors
+    that leave a block otherwise than by its outputs.
+    """
+    engine = engine_of(model)
+    return engine.accumulate([partial(loss_of, batch) for batch in micro_batches])
 
 
 @contextmanager

@@ -214,6 +214,11 @@ class Placement(Section):
         json_schema_extra=_NVME_DEFAULT,
     )
     gradients: TierList = Field(("host",), description="Accumulated gradients.")
+    activations: TierList = Field(
+        ("device",),
+        description="Layer inputs that wait for the backward of `schedule.micro_batch`. On a "
+        "machine without a GPU, host is the same memory as device and not of the host budget.",
+    )
 
 
 class Io(Section):
@@ -257,6 +262,12 @@ class Schedule(Section):
         description='When `optimizer.step()` is carried out: "deferred" updates a unit right '
         'before it is used next, overlapped with the forward; "at_step" all of them at once. Never '
         "changes a result.",
+    )
+    micro_batch: Annotated[int, Integer(1)] | None = Field(
+        None,
+        description="Sequences of one micro-batch. All micro-batches of a batch of `[train]` run "
+        "through one block before the next, so that a block is fetched once per forward and "
+        "backward however many there are; its forward is repeated in the backward.",
     )
     update_chunk: Annotated[int, Size(minimum=2 * PAGE_NBYTES, multiple=2 * PAGE_NBYTES)] = Field(
         16 * MIB, description="Bytes of each kind of state that one move of the optimizer takes."

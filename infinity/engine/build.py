@@ -15,6 +15,7 @@ from torch import nn
 
 from infinity.config import SwapConfig
 from infinity.config.schema import NvmeTier
+from infinity.engine.activations import Activations
 from infinity.engine.discover import Anatomy, Found, UnitRule, dissect, storage_strides
 from infinity.engine.engine import _ENGINES, Engine, Machinery, Site, Slot
 from infinity.engine.gradients import Gradients
@@ -224,18 +225,31 @@ def _assemble(
         num_berths=budgets.num_berths,
         reads_ahead=config.schedule.prefetch and not budgets.is_tight,
     )
+    activations = Activations(
+        config.placement.activations, pool=pool, device=device, volume=volume, counters=counters
+    )
     # Cheapest first: what is idle, what is on its way out anyway, weights that would have to be
     # read again, and state read ahead, which is needed soonest.
     for reclaim in (
         updater.reclaim_idle,
         gradients.reclaim,
+        activations.reclaim,
         executor.reclaim,
         updater.reclaim,
     ):
         pool.add_reclaimer(reclaim)
     masters = Masters(store, pool)
     return Machinery(
-        store, pool, device, executor, gradients, updater, masters, counters, resources
+        store,
+        pool,
+        device,
+        executor,
+        gradients,
+        updater,
+        masters,
+        activations,
+        counters,
+        resources,
     )
 
 
@@ -246,7 +260,8 @@ def _open_volume(
     wrap_storage: Callable[[StorageEngine], StorageEngine] | None,
     resources: ExitStack,
 ) -> Volume | None:
-    if "nvme" not in budgets.placement.tiers.values():
+    placed = {*budgets.placement.tiers.values(), *config.placement.activations}
+    if "nvme" not in placed:
         return None
     storage = open_engine(
         config.io.engine,
@@ -324,7 +339,7 @@ def _slots(parts: Machinery, anatomy: Anatomy, units: Sequence[Unit]) -> list[Sl
 def _sites(anatomy: Anatomy) -> list[Site]:
     needed = anatomy.site_units()
     return [
-        Site(found.name, found.module, units)
+        Site(found.name, found.module, units, found.is_block)
         for found, units in zip(anatomy.sites, needed, strict=True)
     ]
 

@@ -43,6 +43,7 @@ class Found:
 class FoundSite:
     name: str
     module: nn.Module
+    is_block: bool  # One of a list of repeated ones, or named so by the user.
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +133,7 @@ def _visit(
         ):
             site = next((i for i, s in enumerate(sites) if s.module is module), len(sites))
             if site == len(sites):
-                sites.append(FoundSite(name or type(module).__name__, module))
+                sites.append(FoundSite(name or type(module).__name__, module, starts_block))
             if starts_block:
                 block = site
     for attribute, parameter in module._parameters.items():

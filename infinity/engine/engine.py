@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from infinity.config import SwapConfig
+from infinity.engine.activations import Activations
 from infinity.engine.discover import Alias
 from infinity.engine.gradients import Gradients, in_memory_order
 from infinity.engine.handles import Handle, find_handles, replace_handles
@@ -35,6 +36,7 @@ from infinity.engine.hooks import (
     nodes_since,
 )
 from infinity.engine.interrupts import uninterrupted
+from infinity.engine.layer_major import Conductor
 from infinity.engine.master import Masters
 from infinity.engine.state_access import StateAccess
 from infinity.engine.update import StepRecord, Updater
@@ -122,6 +124,7 @@ class Machinery:
     gradients: Gradients
     updater: Updater
     masters: Masters
+    activations: Activations
     counters: Counters
     resources: ExitStack  # Closes device, volume, storage engine and arena, in that order.
 
@@ -169,6 +172,7 @@ class Engine:
         self._finished: set[int] = set()  # Units the running backward has left.
         self._warned: set[str] = set()
         self._is_in_pass = False  # The model's forward is running: its own code may change weights.
+        self._is_layer_major = False  # `accumulate` is running: it says when passes begin and end.
         self._initialising: list[int] | None = None  # Units held by initialisation, oldest first.
         # A model that is dropped without close() gives its memory and its swap files back too.
         self._finalizer = weakref.finalize(self, self.parts.resources.close)
@@ -240,7 +244,7 @@ class Engine:
         priority = Priority.FORWARD if current_backward() == OUTSIDE_BACKWARD else Priority.BACKWARD
         try:
             with uninterrupted(), self._lock, self._tracer.during(Lane.ENGINE, "enter"):
-                if priority is Priority.BACKWARD:
+                if priority is Priority.BACKWARD and not self._is_layer_major:
                     self._write_out_finished(entering=units)
                 for unit in units:
                     self._hold(unit, priority)
@@ -309,30 +313,78 @@ class Engine:
 
     @torch._dynamo.disable  # type: ignore[untyped-decorator]
     def _pass_begins(self, module: nn.Module, args: Any) -> None:
-        if current_backward() != OUTSIDE_BACKWARD or self.is_closed:
+        if current_backward() != OUTSIDE_BACKWARD or self.is_closed or self._is_layer_major:
             return
+        self._begin_pass("train" if torch.is_grad_enabled() else "eval")
+
+    def _begin_pass(self, kind: str) -> None:
         with uninterrupted(), self._lock:
             self.reset()
             self._is_in_pass = True
-            kind = "train" if torch.is_grad_enabled() else "eval"
             self._executor.begin_pass(kind)
             self._tracer.begin("forward", Lane.PHASES, f"forward ({kind})")
 
     @torch._dynamo.disable  # type: ignore[untyped-decorator]
     def _pass_ends(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._is_layer_major:
+            return
         self._is_in_pass = False
         if current_backward() == OUTSIDE_BACKWARD:
             self._tracer.end("forward")
 
     def backward_started(self) -> None:
         """A backward has reached the first site."""
-        self._tracer.begin("backward", Lane.PHASES, "backward")
+        if not self._is_layer_major:
+            self._tracer.begin("backward", Lane.PHASES, "backward")
 
     def backward_ended(self) -> None:
+        if self._is_layer_major:
+            return  # One of many small ones.
         with self._lock, self._tracer.during(Lane.ENGINE, "end of backward"):
             self._finished.clear()
             self._gradients.write_out_all()
         self._tracer.end("backward")
+
+    def accumulate(self, forwards: Sequence[Callable[[], torch.Tensor]]) -> list[torch.Tensor]:
+        """See `infinity.accumulate`; a forward returns one micro-batch's loss."""
+        self._refuse_accumulating()
+        blocks = [
+            (site, hooks)
+            for site, hooks in zip(self.sites, self._site_hooks, strict=True)
+            if site.is_block
+        ]
+        conductor = Conductor(self, blocks, self.parts.activations, self.parts.device.torch_device)
+        self._begin_pass("train")
+        self._is_layer_major = True
+        try:
+            return conductor.run(forwards, self._turn_back)
+        finally:
+            self._is_layer_major = False
+            self._tracer.end("forward")
+            self.reset()
+            self.backward_ended()
+
+    def _refuse_accumulating(self) -> None:
+        if self.is_closed:
+            raise InfinityError("the engine of this model is closed; its parameters are gone")
+        if self._is_layer_major or current_backward() != OUTSIDE_BACKWARD:
+            raise InfinityError("infinity.accumulate inside another one, or inside a backward")
+        if not torch.is_grad_enabled():
+            raise InfinityError(
+                "infinity.accumulate under torch.no_grad(): it runs the backward, too"
+            )
+
+    def _turn_back(self) -> None:
+        """Between the forwards and the backwards of `accumulate`."""
+        self._is_in_pass = False
+        self._tracer.end("forward")
+        self._tracer.begin("backward", Lane.PHASES, "backward")
+
+    def end_of_block(self, units: list[int]) -> None:
+        """The gradients of these units are complete: they go to where they rest."""
+        with uninterrupted(), self._lock:
+            for unit in units:
+                self._gradients.write_out(self.parts.store.units[unit])
 
     def reset(self) -> None:
         """Lets go of what a forward or backward left behind when it was broken off.

@@ -30,6 +30,7 @@ Note [No cycles]
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
@@ -50,11 +51,12 @@ def current_backward() -> int:
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Site:
-    """A module that needs units while it runs."""
+    """A module that needs units while it runs. `is_block`: one of a list of repeated ones."""
 
     name: str
     module: nn.Module
     units: list[int]
+    is_block: bool = False
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -166,8 +168,10 @@ class SiteHooks:
         self._site = site
         self._residency = residency
         self._backwards = backwards
-        # For every forward of this module that is running, the number of its first node.
-        self._running: list[int] = []
+        # For every forward of this module that is running, the number of its first node. Nodes are
+        # numbered per thread, and several threads may be inside one module at once.
+        self._running: dict[int, list[int]] = {}
+        self.is_suspended = False  # Somebody else holds the units and watches the backward.
 
     def install(self) -> list[Any]:
         """Registers the hooks; returns their handles for removal."""
@@ -181,21 +185,28 @@ class SiteHooks:
         """Forgets forwards that were left by an exception that hooks do not see."""
         with uninterrupted():
             while self._running:
-                self._running.pop()
-                self._residency.leave(self._site.units)
+                _, numbers = self._running.popitem()
+                for _ in numbers:
+                    self._residency.leave(self._site.units)
 
     @torch._dynamo.disable  # type: ignore[untyped-decorator]
     def _before(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if self.is_suspended:
+            return
         with uninterrupted():
             self._residency.enter(self._site.units)
-            self._running.append(torch.autograd._get_sequence_nr())
+            numbers = self._running.setdefault(threading.get_ident(), [])
+            numbers.append(torch.autograd._get_sequence_nr())
 
     @torch._dynamo.disable  # type: ignore[untyped-decorator]
     def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        if not self._running:
+        numbers = self._running.get(threading.get_ident())
+        if not numbers:
             return output  # The pre-forward itself raised.
         with uninterrupted():
-            first = self._running.pop()
+            first = numbers.pop()
+            if not numbers:
+                del self._running[threading.get_ident()]
             try:
                 output = detach_from_parameters(output, self._residency.is_parameter_memory)
                 if output is not None and torch.is_grad_enabled():

@@ -79,7 +79,8 @@ class Budgets:
 
     def _refuse_missing_tier(self, config: SwapConfig) -> None:
         if not config.tiers.nvme:
-            for kind, order in self.preferences.items():
+            orders = self.preferences | {"activations": config.placement.activations}
+            for kind, order in orders.items():
                 if "nvme" in order:
                     raise ConfigError(
                         f"placement.{kind} names nvme but there is no [[tiers.nvme]] entry; add "

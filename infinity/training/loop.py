@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+import infinity
 from infinity.config import Optimizer, Train
 from infinity.errors import NonFiniteError
 from infinity.training.data import Batches
@@ -78,12 +79,14 @@ class Loop:
         *,
         train: Train,
         device: torch.device,
+        micro_batch: int | None = None,
     ) -> None:
         self._model = model
         self._optimizer = optimizer
         self._batches = batches
         self._train = train
         self._device = device
+        self._micro_batch = micro_batch
         self.scheduler = make_scheduler(optimizer, train)
         # Keys and values are kept for generation only; not all architectures have them to keep.
         takes_cache = "use_cache" in inspect.signature(model.forward).parameters
@@ -99,12 +102,10 @@ class Loop:
         step = self.num_steps + 1
         losses = []
         num_tokens = 0
-        for ids in self._micro_batches():
-            loss = self._loss(ids)
-            losses.append(loss.item())
+        for ids in self._batches_of_step():
+            losses.append(self._backward(ids))
             if not math.isfinite(losses[-1]):
                 raise self._nonfinite(f"the loss ({losses[-1]})", step, ids)
-            (loss / self._train.accumulation).backward()
             num_tokens += ids.numel()
         learning_rate = float(self._optimizer.param_groups[0]["lr"])
         self._optimizer.step()
@@ -133,7 +134,28 @@ class Loop:
             self._model.train()
         return total / count
 
-    def _micro_batches(self) -> Iterator[torch.Tensor]:
+    def _backward(self, ids: torch.Tensor) -> float:
+        """Adds the gradients of one batch; its mean loss. When that is not finite, they may not
+        be there, and are of no use."""
+        if self._micro_batch is not None:
+            return self._backward_by_layers(ids)
+        loss = self._loss(ids)
+        value = float(loss.item())
+        if math.isfinite(value):
+            (loss / self._train.accumulation).backward()
+        return value
+
+    def _backward_by_layers(self, ids: torch.Tensor) -> float:
+        parts = ids.split(self._micro_batch or len(ids))
+
+        def share_of(part: torch.Tensor) -> torch.Tensor:
+            # Equal parts are divided by their number, to the bit, as in plain accumulation.
+            return self._loss(part) / (self._train.accumulation * (len(ids) / len(part)))
+
+        losses = infinity.accumulate(self._model, share_of, parts)
+        return sum(loss.item() for loss in losses) * self._train.accumulation
+
+    def _batches_of_step(self) -> Iterator[torch.Tensor]:
         first = self.num_steps * self._train.accumulation
         for index in range(first, first + self._train.accumulation):
             yield torch.from_numpy(self._batches.train_batch(index))

@@ -194,6 +194,7 @@ class _Run:
             self._job.batches,
             train=self._train,
             device=next(self._model.parameters()).device,
+            micro_batch=self._config.schedule.micro_batch,
         )
         self._model.train()
         torch.manual_seed(self._train.seed)  # Dropout starts alike, wherever the weights came from.

@@ -58,6 +58,8 @@ def identity_of(config: SwapConfig, batches: Batches) -> dict[str, Any]:
     facts |= {f"train.{key}": table["train"][key] for key in _TRAIN_KEYS}
     if table["train"]["schedule"] != "constant":  # Else a run may be made longer.
         facts["train.steps"] = table["train"]["steps"]
+    if table["schedule"]["micro_batch"] is not None:  # It decides which random numbers are drawn.
+        facts["schedule.micro_batch"] = table["schedule"]["micro_batch"]
     facts["model.config"] = table["model"]["config"]
     facts["the SHA-256 of the tokens"] = batches.tokens_sha256
     return {_IDENTITY: facts}

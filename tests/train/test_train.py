@@ -132,6 +132,29 @@ def test_same_seed_gives_the_same_run_wherever_the_state_is(tmp_path, table):
     assert all(torch.equal(weights[name], other_weights[name]) for name in weights)
 
 
+def test_micro_batches_run_by_layers_are_plain_accumulation(table):
+    """To the bit where no weight is tied; 5 sequences make 2, 2 and 1."""
+    table["model"]["config"]["tie_word_embeddings"] = False
+    table["optimizer"]["max_grad_norm"] = 0.5
+    table["train"].update(batch_size=2, accumulation=2)
+    run(table)
+    plain, weights = [line["loss"] for line in metrics(table)], exported(table)
+
+    table["train"].update(batch_size=4, accumulation=1)
+    table["schedule"] = {"micro_batch": 2}
+    run(table)
+    assert [line["loss"] for line in metrics(table)] == pytest.approx(plain, rel=1e-6)
+    by_layers = exported(table)
+    assert all(torch.equal(weights[name], by_layers[name]) for name in weights)
+
+    table["train"].update(batch_size=5)
+    run(table)
+    uneven = [line["loss"] for line in metrics(table)]
+    table["schedule"] = {}
+    run(table)
+    assert [line["loss"] for line in metrics(table)] == pytest.approx(uneven, rel=1e-5)
+
+
 def test_another_seed_gives_other_weights(table):
     run(table)
     weights = exported(table)

@@ -1,0 +1,293 @@
+"""Layer inputs that wait for the backward, on the tiers that `[placement] activations` names.
+
+A tensor is parked in the forward and taken back in the backward. On the device it stays as it is.
+On the host it is copied into a block of the arena; from there it goes on to NVMe, when that is its
+tier, and the block is free again as soon as the write is over. What is parked twice is kept once.
+
+Where the device computes on host memory, "host" and "device" are the same memory, and nothing is
+copied: outside of the host budget, as any activation is there.
+
+Training thread and the strands that run in its place, one at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from infinity.errors import StorageError
+from infinity.observe import Counters, Lane
+from infinity.sizes import PAGE_NBYTES, align_up
+from infinity.storage.engine import Priority, Ticket
+from infinity.storage.volume import Extent, Volume
+from infinity.tiers.device import FINISHED, Copy, DeviceAdapter
+from infinity.tiers.host import Block
+from infinity.tiers.pool import HostPool
+
+_LABEL = "activations"
+
+
+@dataclass(eq=False, slots=True)
+class Parked:
+    """One tensor that waits. Written by `Activations` alone."""
+
+    uses: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    nbytes: int
+    kept: torch.Tensor | None = None  # On the device: rests there, or is back.
+    block: Block | None = None
+    extents: tuple[Extent, ...] | None = None
+    copying: Copy = FINISHED
+    moving: Ticket | None = None  # Between the block and the extents.
+    is_reading: bool = False
+
+
+class Activations:
+    """Parks tensors and gives them back."""
+
+    def __init__(
+        self,
+        tiers: Sequence[str],
+        *,
+        pool: HostPool,
+        device: DeviceAdapter,
+        volume: Volume | None,
+        counters: Counters,
+    ) -> None:
+        self._tiers = tuple(tiers)
+        self._pool = pool
+        self._device = device
+        self._volume = volume
+        self._counters = counters
+        self._known = WeakTensorKeyDictionary()
+        self._waiting: dict[Parked, None] = {}  # Insertion-ordered set of what is off the device.
+        self._free: dict[int, list[tuple[Extent, ...]]] = {}  # Extents by size, for the next step.
+        self._in_use: Parked | None = None
+
+    # -- In ----------------------------------------------------------------------------------------
+
+    def park(self, tensor: torch.Tensor) -> Parked:
+        """Keeps the tensor's value until `take` was called as often as `park`. Strided, dense or
+        not; on the device. It must not be changed any more. Raises CapacityError when the tiers
+        are full, StorageError when a write fails."""
+        parked = self._known.get(tensor)
+        if parked is not None and parked.uses:
+            parked.uses += 1
+            return parked
+        is_dense = torch.ops.aten.is_non_overlapping_and_dense(tensor)
+        stride = tensor.stride() if is_dense else torch.empty(tensor.shape, device="meta").stride()
+        nbytes = tensor.numel() * tensor.dtype.itemsize
+        parked = Parked(1, tensor.shape, tuple(stride), tensor.dtype, nbytes)
+        self._place(parked, tensor.detach())
+        self._known[tensor] = parked
+        return parked
+
+    def _place(self, parked: Parked, tensor: torch.Tensor) -> None:
+        for tier in self._tiers:
+            is_last = tier == self._tiers[-1]
+            if (
+                tier == "device"
+                or parked.nbytes == 0
+                or (tier == "host" and self._device.shares_host_memory)
+                or tensor.device != self._device.torch_device
+            ):
+                parked.kept = tensor
+                return
+            if tier == "host" and self._to_block(parked, tensor, must=is_last):
+                return
+            if tier == "nvme":
+                self._to_block(parked, tensor, must=True)
+                self._start_write(parked)
+                return
+        raise AssertionError("the last tier takes what comes or raises")
+
+    def _to_block(self, parked: Parked, tensor: torch.Tensor, *, must: bool) -> bool:
+        self._reap()
+        span_nbytes = align_up(parked.nbytes, PAGE_NBYTES)
+        take = self._pool.require if must else self._pool.try_allocate
+        block = take(span_nbytes, _LABEL)
+        if block is None:
+            return False
+        parked.block = block
+        self._waiting[parked] = None
+        parked.copying = self._device.copy(self._flat(parked, tensor), self._of_block(parked))
+        self._counters.add("activation_out_nbytes", parked.nbytes)
+        return True
+
+    def _flat(self, parked: Parked, tensor: torch.Tensor) -> torch.Tensor:
+        """The elements in memory order: 1-dimensional."""
+        if tuple(tensor.stride()) != parked.stride:
+            tensor = tensor.contiguous()
+        return tensor.as_strided((tensor.numel(),), (1,))
+
+    def _of_block(self, parked: Parked) -> torch.Tensor:
+        assert parked.block is not None
+        return self._pool.tensor(parked.block)[: parked.nbytes].view(parked.dtype)
+
+    def _start_write(self, parked: Parked) -> None:
+        assert self._volume is not None and parked.block is not None
+        self._wait_copy(parked, "activations leave the device")
+        span_nbytes = align_up(parked.nbytes, PAGE_NBYTES)
+        free = self._free.setdefault(span_nbytes, [])
+        parked.extents = free.pop() if free else self._volume.reserve([span_nbytes])[0]
+        asked_ns = time.monotonic_ns()
+        parked.moving = self._volume.write(
+            parked.extents,
+            offset_nbytes=0,
+            nbytes=span_nbytes,
+            address=parked.block.address,
+            priority=Priority.WRITE_BACK,
+        )
+        self._show(parked.moving, Lane.WRITES, asked_ns)
+
+    def _show(self, ticket: Ticket, lane: Lane, asked_ns: int) -> None:
+        volume = self._volume
+        if self._counters.tracer.is_on and volume is not None:
+            self._counters.tracer.watch(
+                ticket, lambda file: f"{lane} {volume.path_of(file)}", _LABEL, asked_ns
+            )
+
+    def _wait_copy(self, parked: Parked, what: str) -> None:
+        if not parked.copying.done():
+            with self._counters.timed("copy_wait_s", what, (parked.copying,)):
+                parked.copying.wait()
+        parked.copying.wait()
+        parked.copying = FINISHED
+
+    # -- Giving blocks back ------------------------------------------------------------------------
+
+    def _reap(self) -> None:
+        """Frees the blocks whose writes are over."""
+        for parked in list(self._waiting):
+            if parked.moving is not None and not parked.is_reading and parked.moving.done():
+                self._end_move(parked)
+
+    def _end_move(self, parked: Parked) -> None:
+        """Waits until the bytes are in the extents, where they were already if this is a read."""
+        moving, parked.moving = parked.moving, None
+        assert moving is not None
+        try:
+            with self._counters.timed("write_wait_s", "activations are written", (moving,)):
+                moving.wait()
+        except StorageError:
+            if not parked.is_reading:
+                raise
+        finally:
+            parked.is_reading = False
+            self._free_block(parked)
+
+    def _free_block(self, parked: Parked) -> None:
+        assert parked.block is not None
+        block, parked.block = parked.block, None
+        self._pool.free(block)
+
+    def reclaim(self) -> bool:
+        """Frees one block that is on its way to NVMe, may go there, or was read ahead. For the
+        pool."""
+        for parked in sorted(self._waiting, key=lambda each: each.moving is None):
+            if parked is self._in_use or parked.block is None:
+                continue
+            if parked.moving is None:
+                if "nvme" not in self._tiers:
+                    return False
+                self._start_write(parked)
+            self._end_move(parked)
+            return True
+        return False
+
+    # -- Out ---------------------------------------------------------------------------------------
+
+    def fetch(self, parked: Parked) -> None:
+        """Starts bringing a tensor back, if there is room to spare."""
+        if parked.extents is None or parked.block is not None or parked.kept is not None:
+            return
+        block = self._pool.try_allocate(align_up(parked.nbytes, PAGE_NBYTES), _LABEL)
+        if block is not None:
+            self._start_read(parked, block)
+
+    def _start_read(self, parked: Parked, block: Block) -> None:
+        assert self._volume is not None and parked.extents is not None
+        parked.block = block
+        asked_ns = time.monotonic_ns()
+        try:
+            parked.moving = self._volume.read(
+                parked.extents,
+                offset_nbytes=0,
+                nbytes=align_up(parked.nbytes, PAGE_NBYTES),
+                address=block.address,
+                priority=Priority.BACKWARD,
+            )
+        except BaseException:
+            self._free_block(parked)
+            raise
+        parked.is_reading = True
+        self._show(parked.moving, Lane.READS, asked_ns)
+
+    def take(self, parked: Parked) -> torch.Tensor:
+        """The tensor, on the device, with the strides it had if it was dense. Ends one use; the
+        caller must not change it."""
+        assert parked.uses > 0
+        if parked.kept is None:
+            self._in_use = parked
+            try:
+                parked.kept = self._bring(parked)
+            finally:
+                self._in_use = None
+        tensor = parked.kept
+        parked.uses -= 1
+        if parked.uses == 0:
+            self._forget(parked)
+        return tensor
+
+    def _bring(self, parked: Parked) -> torch.Tensor:
+        if parked.block is None:
+            span_nbytes = align_up(parked.nbytes, PAGE_NBYTES)
+            self._start_read(parked, self._pool.require(span_nbytes, _LABEL))
+        if parked.moving is not None:
+            if parked.is_reading and not parked.moving.done():
+                with self._counters.timed("read_wait_s", "activations return", (parked.moving,)):
+                    parked.moving.wait()
+            elif parked.is_reading:
+                parked.moving.wait()  # Over, but it may have failed.
+            if parked.is_reading:
+                parked.moving, parked.is_reading = None, False
+        self._wait_copy(parked, "activations leave the device")
+        tensor = torch.empty_strided(
+            parked.shape, parked.stride, dtype=parked.dtype, device=self._device.torch_device
+        )
+        copy = self._device.copy(self._of_block(parked), self._flat(parked, tensor))
+        copy.wait()
+        self._counters.add("activation_in_nbytes", parked.nbytes)
+        return tensor
+
+    def _forget(self, parked: Parked) -> None:
+        parked.kept = None
+        self._waiting.pop(parked, None)
+        try:
+            if parked.moving is not None:
+                parked.moving.wait()
+        finally:
+            parked.moving = None
+            if parked.block is not None:
+                self._wait_copy(parked, "activations leave the device")
+                self._free_block(parked)
+            if parked.extents is not None:
+                span_nbytes = align_up(parked.nbytes, PAGE_NBYTES)
+                self._free[span_nbytes].append(parked.extents)
+                parked.extents = None
+
+    def clear(self) -> None:
+        """Forgets everything, whether it was taken or not."""
+        for parked in list(self._waiting):
+            parked.uses = 0
+            # A failed write is the volume's to tell: it refuses the next one who asks.
+            with contextlib.suppress(StorageError):
+                self._forget(parked)
+        self._known = WeakTensorKeyDictionary()

@@ -1,0 +1,456 @@
+"""Many micro-batches through one block before the next block: `accumulate`.
+
+Plain accumulation runs forward and backward of one micro-batch after the other and so fetches every
+weight once per micro-batch and direction. Here every micro-batch is a *strand*: the unmodified
+model's forward, in a thread of its own, of which one runs at a time. A strand stops where it comes
+to a block. When all have come, the block's units are held once and each strand runs through it.
+
+Note [Cuts]
+  A block's own graph is dropped as soon as its forward is over, and its outputs are given a single
+  node, the *cut*. What a strand computes between blocks (embedding, residuals, head, loss) keeps
+  its graph, which therefore ends at cuts. The backward of a strand's tail runs when its loss is
+  there, so that no two micro-batches have logits at once. Then the blocks are gone through in
+  reverse: a block is held once, and for each strand, in order, its forward is repeated from the
+  inputs that were put aside, with the random numbers of the first time, and its backward run.
+
+Note [Same sums]
+  Within one strand gradients meet in the order of plain autograd: what flows into a cut is passed
+  on only when all uses of its outputs have been seen, by one call into autograd. A parameter's
+  gradients are added in the order of the strands. So the sums are those of plain accumulation, bit
+  for bit, but for a parameter with several uses in one micro-batch (tied weights, shared
+  blocks): plain autograd adds the uses first, here they are added as they come.
+
+Note [Random numbers]
+  Each strand draws from a generator state of its own; the first goes on from the caller's. So
+  results do not depend on where state lives or on what is prefetched, but dropout differs from that
+  of plain accumulation when there is more than one strand.
+
+Note [Threads]
+  Only forwards are suspended, never a backward: on an accelerator autograd's own thread runs the
+  nodes of all micro-batches.
+
+Source of the order: Pudipeddi et al., "Training Large Neural Networks with Constant Memory using a
+New Execution Algorithm", 2020, section 3 (layer-to-layer).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from infinity.engine.activations import Activations, Parked
+from infinity.engine.handles import Handle
+from infinity.engine.hooks import Site, SiteHooks, detach_from_parameters, nodes_since, tensors_in
+from infinity.engine.strand import Modes, Random, Strand
+from infinity.errors import UnsupportedError
+
+# Calls whose inputs are brought back ahead of the one that runs.
+_RESTORED_AHEAD = 2
+
+_CACHES = ("past_key_values", "past_key_value", "layer_past", "cache_params")
+
+
+class Blocks(Protocol):
+    """The engine, as this module sees it."""
+
+    model: nn.Module
+
+    def enter(self, units: list[int]) -> None: ...
+    def leave(self, units: list[int]) -> None: ...
+    def end_of_block(self, units: list[int]) -> None:
+        """The gradients of these units are complete: they go to where they rest."""
+
+    def is_parameter_memory(self, tensor: torch.Tensor) -> bool: ...
+
+
+@dataclass(eq=False, slots=True)
+class _Block:
+    """A site that strands stop at."""
+
+    site: Site
+    forward: Callable[..., Any]
+    order: int = -1  # When a strand came here first.
+
+
+class _MicroBatch(Strand):
+    """A strand, and what of its forward waits for the backward."""
+
+    at: _Block | None
+
+    def __init__(
+        self, number: int, forward: Callable[[], torch.Tensor], device: torch.device
+    ) -> None:
+        super().__init__(number, forward, device)
+        self.calls: list[_Call] = []  # Not gone through in the backward yet.
+        # Gradients on their way out of blocks, by where they go.
+        self.pending: dict[tuple[Node, int], tuple[_Input, torch.Tensor]] = {}
+        self.behind: dict[Node, frozenset[_Call]] = {}
+        self.random: list[torch.Tensor] = []
+
+    def abandon(self) -> None:
+        super().abandon()
+        self.calls.clear()
+        self.pending.clear()
+        self.behind.clear()
+
+
+# -- Cuts ------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False, slots=True)
+class _Input:
+    """A tensor argument that gradients flow to: its value, and where its gradient goes."""
+
+    value: Parked
+    edge: GradientEdge
+    reaches: frozenset[_Call]
+
+    @property
+    def key(self) -> tuple[Node, int]:
+        return self.edge.node, self.edge.output_nr
+
+
+@dataclass(eq=False, slots=True)
+class _Call:
+    """One forward of one block in one strand: enough to repeat it."""
+
+    block: _Block
+    leaves: list[Any]  # Of (args, kwargs), flattened; `_Input` where a gradient flows.
+    tree: Any
+    modes: Modes
+    random: list[torch.Tensor]
+    which: list[int] = field(default_factory=list)  # Outputs with a gradient, flattened.
+    gradients: list[torch.Tensor | None] = field(default_factory=list)
+
+    def take(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        for index, gradient in enumerate(gradients):
+            if gradient is not None:
+                before = self.gradients[index]
+                self.gradients[index] = gradient if before is None else before + gradient
+
+    def inputs(self) -> Iterator[_Input]:
+        """Each once."""
+        return iter({id(leaf): leaf for leaf in self.leaves if isinstance(leaf, _Input)}.values())
+
+
+class _Cut(torch.autograd.Function):
+    """Outputs whose backward hands the gradients to the call they came from."""
+
+    @staticmethod
+    def forward(ctx: Any, call: _Call, anchor: torch.Tensor, values: list[torch.Tensor]) -> Any:
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        return tuple(values)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        ctx.call.take(gradients)
+        return None, None, None
+
+
+def _calls_behind(node: Node, known: dict[Node, frozenset[_Call]]) -> frozenset[_Call]:
+    """The calls whose cuts a gradient that enters the graph at `node` can reach."""
+    found = known.get(node)
+    if found is None:
+        calls: set[_Call] = set()
+        seen, waiting = {node}, [node]
+        while waiting:
+            here = waiting.pop()
+            call = getattr(here, "call", None)
+            if isinstance(call, _Call):
+                calls.add(call)
+                continue
+            fresh = {behind for behind, _ in here.next_functions if behind is not None} - seen
+            seen |= fresh
+            waiting.extend(fresh)
+        found = known[node] = frozenset(calls)
+    return found
+
+
+class Conductor:
+    """Runs the strands of one `accumulate` through the blocks, and back."""
+
+    def __init__(
+        self,
+        engine: Blocks,
+        hooks: Sequence[tuple[Site, SiteHooks]],
+        activations: Activations,
+        device: torch.device,
+    ) -> None:
+        self._engine = engine
+        self._hooks = [hook for _, hook in hooks]
+        self._blocks = [_Block(site, site.module.forward) for site, _ in hooks]
+        self._activations = activations
+        self._device = device
+        self._random = Random(device)
+        self._running: _MicroBatch | None = None
+        self._num_seen = 0
+        # Something that requires a gradient, for cuts to hang on.
+        self._anchor = torch.zeros((), requires_grad=True)
+
+    def run(
+        self, forwards: Sequence[Callable[[], torch.Tensor]], when_back: Callable[[], None]
+    ) -> list[torch.Tensor]:
+        """Forward and backward of every micro-batch; their losses, detached.
+
+        `when_back` is called between the two.
+        """
+        strands: list[_MicroBatch] = []
+        try:
+            with self._in_charge():
+                for number, forward in enumerate(forwards):
+                    strands.append(_MicroBatch(number, forward, self._device))
+                for strand in strands[1:]:
+                    strand.random = self._random.fresh()
+                if strands:
+                    strands[0].random = self._random.state()
+                losses = self._go_forward(strands)
+                when_back()
+                self._go_backward(strands)
+                return losses
+        finally:
+            for strand in strands:
+                strand.abandon()
+            self._activations.clear()
+
+    @contextmanager
+    def _in_charge(self) -> Iterator[None]:
+        """Blocks run through here, and hold nothing by themselves."""
+        own: list[bool] = []
+        # Keys and values for generation: repeated forwards would add to them. transformers leaves
+        # them out as well where it checkpoints activations.
+        caching = [c for c in _configs_of(self._engine.model) if c.use_cache]
+        for config in caching:
+            config.use_cache = False
+        for block, hooks in zip(self._blocks, self._hooks, strict=True):
+            hooks.is_suspended = True
+            module = block.site.module
+            own.append("forward" in module.__dict__)
+            module.forward = self._forward_of(block)  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            for config in caching:
+                config.use_cache = True
+            for block, hooks, is_own in zip(self._blocks, self._hooks, own, strict=True):
+                hooks.is_suspended = False
+                if is_own:
+                    block.site.module.forward = block.forward  # type: ignore[method-assign]
+                else:
+                    del block.site.module.__dict__["forward"]
+
+    # -- Forward -----------------------------------------------------------------------------------
+
+    def _go_forward(self, strands: list[_MicroBatch]) -> list[torch.Tensor]:
+        losses: dict[int, torch.Tensor] = {}
+        for strand in strands:
+            self._run_on(strand, losses)
+        while waiting := [strand for strand in strands if strand.at is not None]:
+            # The block that was met first: strands that left some out wait for the others.
+            block = min((s.at for s in waiting if s.at), key=lambda at: at.order)
+            with self._holding(block):
+                for strand in waiting:
+                    if strand.at is block:
+                        self._run_on(strand, losses)
+        return [losses[strand.number] for strand in strands]
+
+    @contextmanager
+    def _holding(self, block: _Block) -> Iterator[None]:
+        self._engine.enter(block.site.units)
+        try:
+            yield
+        finally:
+            self._engine.leave(block.site.units)
+
+    def _run_on(self, strand: _MicroBatch, losses: dict[int, torch.Tensor]) -> None:
+        with self._random_of(strand):
+            self._running = strand
+            try:
+                strand.run_on()
+            finally:
+                self._running = None
+            at, loss = strand.at, strand.loss
+            if at is not None:
+                if at.order < 0:
+                    at.order, self._num_seen = self._num_seen, self._num_seen + 1
+            elif loss is not None:
+                strand.loss = None
+                losses[strand.number] = loss.detach()
+                # The graph between blocks may be shared with what other uses of it still need.
+                loss.backward(retain_graph=True)
+
+    @contextmanager
+    def _random_of(self, strand: _MicroBatch) -> Iterator[None]:
+        """The strand draws from its own numbers; the first strand's are the caller's."""
+        kept = self._random.state()
+        self._random.set(strand.random)
+        try:
+            yield
+        finally:
+            strand.random = self._random.state()
+            self._random.set(strand.random if strand.number == 0 else kept)
+
+    def _forward_of(self, block: _Block) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            strand = self._running
+            assert strand is not None, f"{block.site.name} runs outside of a strand"
+            for name in _CACHES:
+                if kwargs.get(name) is not None:
+                    raise UnsupportedError(
+                        f"{block.site.name} is given {name}, which its repeated forward would "
+                        "change again; set use_cache=False for training"
+                    )
+            strand.pause_at(block)
+            return self._call(strand, block, args, kwargs)
+
+        return forward
+
+    def _call(
+        self, strand: _MicroBatch, block: _Block, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """In the strand: the block's forward, its graph dropped and its inputs put aside."""
+        call = _Call(block, *tree_flatten((args, kwargs)), Modes.now(self._device), [])
+        call.random = self._random.state()
+        versions = [leaf._version for leaf in call.leaves if _is_plain(leaf)]
+        first = torch.autograd._get_sequence_nr()
+        output = block.forward(*args, **kwargs)
+        if versions != [leaf._version for leaf in call.leaves if _is_plain(leaf)]:
+            raise UnsupportedError(
+                f"{block.site.name} changes an argument in place, so its forward cannot be "
+                "repeated; accumulate micro-batches by several backward() calls instead"
+            )
+        output = detach_from_parameters(output, self._engine.is_parameter_memory)
+        leaves, tree = tree_flatten(output)
+        self._refuse_hidden(block, output, leaves)
+        call.which = [i for i, leaf in enumerate(leaves) if _is_plain(leaf) and leaf.requires_grad]
+        if not call.which:
+            return output
+        self._refuse_side_channels(block, first, [leaves[index] for index in call.which])
+        call.gradients = [None] * len(call.which)
+        inputs: dict[tuple[Node, int], _Input] = {}  # A tensor may be given twice.
+        for index, leaf in enumerate(call.leaves):
+            if _is_plain(leaf) and leaf.requires_grad:
+                edge = get_gradient_edge(leaf)
+                key = edge.node, edge.output_nr
+                if key not in inputs:
+                    reaches = _calls_behind(edge.node, strand.behind)
+                    inputs[key] = _Input(self._activations.park(leaf), edge, reaches)
+                call.leaves[index] = inputs[key]
+        values = [leaves[index].data for index in call.which]
+        cuts = _Cut.apply(call, self._anchor, values)  # type: ignore[no-untyped-call]
+        for index, cut in zip(call.which, cuts, strict=True):
+            leaves[index] = cut
+        strand.calls.append(call)
+        return tree_unflatten(leaves, tree)
+
+    def _refuse_hidden(self, block: _Block, output: Any, leaves: list[Any]) -> None:
+        seen = {id(leaf) for leaf in leaves}
+        for tensor in tensors_in(output):
+            if tensor.requires_grad and id(tensor) not in seen:
+                raise UnsupportedError(
+                    f"{block.site.name} returns a tensor inside an object that "
+                    "torch.utils._pytree does not know; register the class there, or accumulate "
+                    "by several backward() calls"
+                )
+
+    def _refuse_side_channels(self, block: _Block, first: int, outputs: list[torch.Tensor]) -> None:
+        """The graph inside a block is gone; a tensor that was put aside there leads into it."""
+
+        def refuse(gradients: Any) -> None:
+            raise UnsupportedError(
+                f"a tensor computed inside {block.site.name} reaches the loss otherwise than by "
+                "its outputs (an auxiliary loss, such as of a router); leave it out, or "
+                "accumulate micro-batches by several backward() calls"
+            )
+
+        for nodes in nodes_since(first, outputs):
+            for node in nodes:
+                node.register_prehook(refuse)
+
+    # -- Backward ----------------------------------------------------------------------------------
+
+    def _go_backward(self, strands: list[_MicroBatch]) -> None:
+        while waiting := [strand for strand in strands if strand.calls]:
+            block = max((s.calls[-1].block for s in waiting), key=lambda at: at.order)
+            here = [strand for strand in waiting if strand.calls[-1].block is block]
+            for strand in here:
+                self._flush(strand, strand.calls[-1])
+            calls = [(strand, strand.calls.pop()) for strand in here]
+            calls = [pair for pair in calls if any(g is not None for g in pair[1].gradients)]
+            if not calls:
+                continue
+            with self._holding(block):
+                for index, (strand, call) in enumerate(calls):
+                    for _, ahead in calls[index : index + 1 + _RESTORED_AHEAD]:
+                        for each in ahead.inputs():
+                            self._activations.fetch(each.value)
+                    self._repeat(strand, call)
+                for strand in waiting:  # What comes next, while the gradients leave.
+                    for each in strand.calls[-1].inputs() if strand.calls else ():
+                        self._activations.fetch(each.value)
+                        break
+            self._engine.end_of_block(block.site.units)
+        for strand in strands:
+            self._flush(strand, None)
+
+    def _flush(self, strand: _MicroBatch, call: _Call | None) -> None:
+        """Passes gradients on: those that the call waits for, or all."""
+        due = [
+            key for key, (each, _) in strand.pending.items() if call is None or call in each.reaches
+        ]
+        if due:
+            pairs = [strand.pending.pop(key) for key in due]
+            edges = [each.edge for each, _ in pairs]
+            torch.autograd.backward(edges, [gradient for _, gradient in pairs], retain_graph=True)
+
+    def _repeat(self, strand: _MicroBatch, call: _Call) -> None:
+        """The block's forward once more, with a graph, and its backward."""
+        copies = {
+            each: self._activations.take(each.value).detach().requires_grad_()
+            for each in call.inputs()
+        }
+        leaves = [copies[leaf] if isinstance(leaf, _Input) else leaf for leaf in call.leaves]
+        args, kwargs = tree_unflatten(leaves, call.tree)
+        kept = self._random.state()
+        self._random.set(call.random)
+        try:
+            with call.modes.set():
+                output = call.block.forward(*args, **kwargs)
+        finally:
+            self._random.set(kept)
+        outputs = tree_flatten(output)[0]
+        pairs = [
+            (outputs[index], gradient)
+            for index, gradient in zip(call.which, call.gradients, strict=True)
+            if gradient is not None
+        ]
+        call.gradients.clear()
+        # What later blocks gave to the same tensor goes first into the sum, as in plain autograd.
+        for each, copy in copies.items():
+            before = strand.pending.pop(each.key, None)
+            if before is not None:
+                pairs.append((copy, before[1]))
+        torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
+        for each, copy in copies.items():
+            if copy.grad is not None:
+                strand.pending[each.key] = each, copy.grad
+
+
+def _configs_of(model: nn.Module) -> list[Any]:
+    """The configurations of transformers models in it that say whether to keep a cache, each
+    once."""
+    configs = (getattr(module, "config", None) for module in model.modules())
+    found = [c for c in configs if isinstance(getattr(c, "use_cache", None), bool)]
+    return list({id(config): config for config in found}.values())
+
+
+def _is_plain(leaf: Any) -> bool:
+    """An activation, as opposed to a parameter or no tensor at all."""
+    return isinstance(leaf, torch.Tensor) and not isinstance(leaf, (nn.Parameter, Handle))

@@ -1,0 +1,442 @@
+"""`infinity.accumulate`: the gradients of plain accumulation, in whatever order blocks are run.
+
+The reference is `for batch in micro_batches: loss_of(batch).backward()` over the plain model. Where
+every parameter and every tensor between blocks has one use, sums are made in the same order and all
+bits are equal. Elsewhere (tied weights, shared blocks, inputs that several blocks read) some sums
+are made in another order: each such sum of n terms is off by at most (n - 1) * 2**-24 relative to
+the sum of magnitudes, which a relative 2e-5 of the norm of all gradients leaves wide room for.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import weakref
+from collections.abc import Callable
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import infinity
+from infinity.errors import InfinityError, UnsupportedError
+from infinity.testing.models import DecoderBlock, TinyDecoder
+from infinity.testing.simulated_device import SimulatedDevice
+
+from .harness import (
+    Named,
+    OffloadedSide,
+    PlainSide,
+    differences,
+    held_units,
+    offloaded,
+    seed_everything,
+    smallest_host_nbytes,
+    swap_config,
+    to_device,
+)
+from .test_zoo import FailAt
+from .zoo import ZOO, Entry
+
+pytestmark = pytest.mark.timeout(120)
+
+EXACT = [
+    "llama", "mistral", "qwen3", "gptj", "phi3", "gpt_neox", "mixtral", "qwen3_moe", "deepseek_v3",
+    "rwkv", "vit", "swin", "convnext", "resnet", "clip", "llava", "qwen2_vl", "wav2vec2", "lora",
+    "lora-experts", "Mlp", "ParentReads", "CalledSideways", "Frozen", "NestedLists", "InPlace",
+    "KeywordTensors", "PassesThrough", "CustomFunction", "Attention", "Parametrized", "UsedTwice",
+]  # fmt: skip
+ROUNDED = [
+    "gpt2", "t5", "bart", "albert", "zamba2", "longt5", "funnel", "deberta_v2", "detr", "mllama",
+    "whisper", "hrm_text", "TinyDecoder", "TiedAcross", "Conditional",
+]  # fmt: skip
+RANDOM = ["gpt2-dropout", "bert-dropout", "lora-all-linear-dropout", "Dropout", "Checkpointed"]
+
+SEEDS = (1, 2, 3)
+
+
+def build(entry: Entry) -> nn.Module:
+    """In training no cache is kept; with one some models mask attention by other kernels."""
+    model = entry.build(0).train()
+    for module in model.modules():
+        if isinstance(getattr(getattr(module, "config", None), "use_cache", None), bool):
+            module.config.use_cache = False
+    return model
+
+
+def plain(entry: Entry, seeds: tuple[int, ...]) -> tuple[list[Tensor], Named]:
+    model = build(entry)
+    losses = []
+    seed_everything(5)
+    for seed in seeds:
+        loss = entry.loss(model, entry.batch(seed)) / len(seeds)
+        loss.backward()
+        losses.append(loss.detach())
+    return losses, PlainSide(model).gradients()
+
+
+def accumulated(
+    entry: Entry, seeds: tuple[int, ...], config: dict[str, Any], device: Any = None
+) -> tuple[list[Tensor], Named]:
+    with offloaded(build(entry), config, device=device) as model:
+        place = "cpu" if device is None else device.torch_device
+
+        def loss_of(seed: int) -> Tensor:
+            return entry.loss(model, to_device(entry.batch(seed), place)) / len(seeds)
+
+        seed_everything(5)
+        losses = infinity.accumulate(model, loss_of, seeds)
+        assert not held_units(model)
+        return [loss.cpu() for loss in losses], OffloadedSide(model).gradients()
+
+
+def check(name: str, seeds: tuple[int, ...], directory: Path, *, is_exact: bool) -> None:
+    entry = ZOO[name]
+    expected_losses, expected = plain(entry, seeds)
+    losses, gradients = accumulated(entry, seeds, swap_config(directory))
+    assert all(map(torch.equal, expected_losses, losses))
+    found = differences(expected, gradients)
+    if is_exact:
+        assert not found
+        return
+    total = torch.stack([g.double().norm() for g in expected.values() if g is not None]).norm()
+    for key, gradient in expected.items():
+        other = gradients[key]
+        assert (gradient is None) == (other is None), key
+        if gradient is not None and other is not None:
+            assert (gradient.double() - other.double()).norm() <= 2e-5 * total, key
+
+
+@pytest.mark.parametrize("name", [name for name in EXACT if name in ZOO])
+def test_gradients_are_those_of_plain_accumulation(name: str, swap_directory: Path) -> None:
+    check(name, SEEDS, swap_directory, is_exact=True)
+
+
+@pytest.mark.parametrize("name", ROUNDED)
+def test_sums_of_several_uses_differ_by_their_order_alone(name: str, swap_directory: Path) -> None:
+    check(name, SEEDS, swap_directory, is_exact=False)
+
+
+@pytest.mark.parametrize("name", RANDOM)
+def test_one_micro_batch_draws_the_numbers_of_a_plain_backward(
+    name: str, swap_directory: Path
+) -> None:
+    """Also in the repeated forward of a block."""
+    check(name, (1,), swap_directory, is_exact=name != "gpt2-dropout" and name != "bert-dropout")
+
+
+# -- Where things rest -----------------------------------------------------------------------------
+
+PLACES = [
+    ("device", "host", "io_uring", True),
+    ("host", "host", "threads", True),
+    ("nvme", "nvme", "threads", True),
+    (["host", "nvme"], "nvme", "threads", False),
+]
+
+
+def train(config: dict[str, Any], device: Any = None) -> tuple[list[float], dict[str, Tensor]]:
+    """Three steps of three micro-batches with dropout, clipping and weight decay."""
+    entry = ZOO["gpt2-dropout"]
+    torch.manual_seed(0)
+    with offloaded(build(entry), config, device=device) as model:
+        place = "cpu" if device is None else device.torch_device
+        optimizer = infinity.AdamW(model, lr=1e-2, weight_decay=0.1, max_grad_norm=0.5)
+        losses = []
+        seed_everything(9)
+        for step in range(3):
+            seeds = range(3 * step, 3 * step + 3)
+            found = infinity.accumulate(
+                model, lambda s: entry.loss(model, to_device(entry.batch(s), place)) / 3, seeds
+            )
+            losses += [loss.item() for loss in found]
+            optimizer.step()
+            optimizer.zero_grad()
+        return losses, OffloadedSide(model).weights()
+
+
+@pytest.fixture(scope="module")
+def trained_on_host() -> tuple[list[float], dict[str, Tensor]]:
+    return train(swap_config(None, placement="host"))
+
+
+@pytest.mark.parametrize("is_simulated", [False, True], ids=["cpu", "simulated"])
+@pytest.mark.parametrize(("activations", "state", "engine", "prefetch"), PLACES)
+def test_where_state_and_activations_rest_changes_no_bit(
+    trained_on_host: Any,
+    swap_directory: Path,
+    io_engines: frozenset[str],
+    activations: Any,
+    state: str,
+    engine: str,
+    prefetch: bool,
+    is_simulated: bool,
+) -> None:
+    config = swap_config(
+        swap_directory, placement=state, prefetch=prefetch,
+        engine=engine if engine in io_engines else "threads",
+    )  # fmt: skip
+    config["placement"]["activations"] = activations
+    device = SimulatedDevice(seed=4, delay_s=2e-4) if is_simulated else None
+    losses, weights = train(config, device)
+    assert losses == trained_on_host[0]
+    assert not differences(trained_on_host[1], weights)
+
+
+@pytest.mark.parametrize("tier", ["host", "nvme"])
+def test_in_the_smallest_budget_inputs_go_and_return(tier: str, swap_directory: Path) -> None:
+    """On a device with its own memory, and with no room to spare for reading ahead."""
+    entry = ZOO["llama"]
+    config = swap_config(swap_directory)
+    config["placement"]["activations"] = tier
+    least = smallest_host_nbytes(lambda: build(entry), config, SimulatedDevice())
+    room_nbytes = 0 if tier == "nvme" else 1 << 18
+    config["tiers"]["host"]["capacity"] = least + room_nbytes
+    expected_losses, expected = plain(entry, SEEDS)
+    losses, gradients = accumulated(entry, SEEDS, config, SimulatedDevice(seed=1, delay_s=2e-4))
+    assert losses == expected_losses
+    assert not differences(expected, gradients)
+
+
+# -- What it is for --------------------------------------------------------------------------------
+
+
+class _Stack(nn.Module):
+    def __init__(self, width: int, count: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(count)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+def _square_loss(model: nn.Module) -> Callable[[Tensor], Tensor]:
+    return lambda x: model(x).square().mean()
+
+
+def test_weights_are_read_as_often_for_16_micro_batches_as_for_one(swap_directory: Path) -> None:
+    """The budget holds two of six blocks, so that every fetch of a block is a read."""
+    read_nbytes = []
+    for count in (1, 4, 16):
+        config = swap_config(swap_directory, prefetch=False, update_chunk="16KiB")
+        torch.manual_seed(0)
+        model = _Stack(128, 6)
+        config["tiers"]["host"]["capacity"] = smallest_host_nbytes(lambda: _Stack(128, 6), config)
+        with offloaded(model, config):
+            engine = infinity.engine_of(model)
+            optimizer = infinity.AdamW(model, lr=1e-3)
+            batches = [torch.randn(2, 128) for _ in range(count)]
+            for _ in range(2):
+                before = engine.counters.snapshot().get("nvme_read_nbytes", 0)
+                infinity.accumulate(model, _square_loss(model), batches)
+                optimizer.step()
+                optimizer.zero_grad()
+                engine.flush()
+                read_nbytes.append(engine.counters.snapshot()["nvme_read_nbytes"] - before)
+    steady = read_nbytes[1::2]
+    assert steady[0] > 0 and len(set(steady)) == 1, steady
+
+
+def test_no_two_micro_batches_have_logits_at_once(swap_directory: Path) -> None:
+    alive: list[weakref.ref[Tensor]] = []
+    counts: list[int] = []
+
+    class Head(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            logits = super().forward(x)
+            alive.append(weakref.ref(logits))
+            counts.append(sum(each() is not None for each in alive))
+            return logits
+
+    class Model(_Stack):
+        def __init__(self) -> None:
+            super().__init__(32, 3)
+            self.head = Head(32, 512)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(super().forward(x)).logsumexp(-1).mean()
+
+    with offloaded(Model(), swap_config(swap_directory)) as model:
+        gc.disable()
+        try:
+            infinity.accumulate(model, model, [torch.randn(2, 32) for _ in range(5)])
+        finally:
+            gc.enable()
+    assert counts == [1] * 5
+
+
+class _Skips(nn.Module):
+    """Which blocks run depends on the input, and so does how often."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, x: Tensor, order: tuple[int, ...]) -> Tensor:
+        for index in order:
+            x = torch.tanh(self.blocks[index](x))
+        return x.square().sum()
+
+
+def test_each_micro_batch_takes_its_own_way_through_the_blocks(swap_directory: Path) -> None:
+    torch.manual_seed(0)
+    reference, model = _Skips(), _Skips()
+    model.load_state_dict(reference.state_dict())
+    ways = [(0, 1, 2, 3), (0, 3), (1,), (3, 1, 0), (2, 2, 1), ()]
+    batches = [(torch.randn(3, 16, requires_grad=True), way) for way in ways]
+    for x, way in batches:
+        reference(x, way).backward()
+    inputs = [x.grad for x, _ in batches]
+    for x, _ in batches:
+        x.grad = None
+    with offloaded(model, swap_config(swap_directory)):
+        infinity.accumulate(model, lambda batch: model(*batch), batches)
+        found = OffloadedSide(model).gradients()
+    for (name, parameter), (x, _), expected in itertools.zip_longest(
+        reference.named_parameters(), batches, inputs, fillvalue=(None, None)
+    ):
+        if name is not None:
+            torch.testing.assert_close(found[name], parameter.grad)
+        if x is not None:
+            assert torch.equal(x.grad, expected)
+
+
+# -- What it refuses, and what goes wrong ----------------------------------------------------------
+
+
+@contextmanager
+def decoder(swap_directory: Path, make: Callable[[], nn.Module]) -> Any:
+    torch.manual_seed(0)
+    with offloaded(make(), swap_config(swap_directory)) as model:
+        yield model
+
+
+def ids(seed: int) -> Tensor:
+    return torch.randint(4, 96, (2, 8), generator=torch.Generator().manual_seed(seed))
+
+
+class _Wrong(nn.Module):
+    def __init__(self, block: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([_WrongBlock(block), _WrongBlock(block)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.sum() + sum(block.aside.sum() for block in self.blocks if block.aside is not None)
+
+
+class _WrongBlock(nn.Module):
+    aside: Tensor | None = None
+
+    def __init__(self, function: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self, x)
+
+
+def _puts_aside(block: _WrongBlock, x: Tensor) -> Tensor:
+    y = block.linear(x)
+    block.aside = y.square()
+    return torch.tanh(y)
+
+
+def _changes_argument(block: _WrongBlock, x: Tensor) -> Tensor:
+    return block.linear(x.add_(1))
+
+
+@pytest.mark.parametrize(
+    ("function", "says"),
+    [
+        (_puts_aside, "inside blocks.1 reaches the loss otherwise"),
+        (_changes_argument, "blocks.0 changes an argument in place"),
+    ],
+)
+def test_blocks_that_cannot_be_repeated_are_refused(
+    function: Any, says: str, swap_directory: Path
+) -> None:
+    with offloaded(_Wrong(function), swap_config(swap_directory)) as model:
+        with pytest.raises(UnsupportedError, match=says):
+            infinity.accumulate(model, model, [torch.randn(2, 8) for _ in range(2)])
+        assert not held_units(model)
+        model(torch.randn(2, 8)).backward()  # The plain way still works.
+
+
+def test_wrong_moments_are_refused(swap_directory: Path) -> None:
+    with offloaded(_Stack(16, 2), swap_config(swap_directory)) as model:
+        batch = torch.randn(2, 16)
+        with torch.no_grad(), pytest.raises(InfinityError, match="no_grad"):
+            infinity.accumulate(model, lambda x: model(x).sum(), [batch])
+        with pytest.raises(InfinityError, match="inside another"):
+            infinity.accumulate(model, lambda x: infinity.accumulate(model, model, [x]), [batch])
+        assert infinity.accumulate(model, model, []) == []
+        infinity.accumulate(model, lambda x: model(x).sum(), [batch])
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_nothing_is_left_after_an_exception(error: Any, swap_directory: Path) -> None:
+    """At operations through the whole run; then the gradients are those of a run that never
+    failed."""
+    make = lambda: TinyDecoder(width=16, layers=3, heads=2, vocab=96)  # noqa: E731
+    with decoder(swap_directory, make) as model:
+
+        def run() -> Named:
+            infinity.accumulate(model, lambda s: model(ids(s), labels=ids(s)), SEEDS)
+            return OffloadedSide(model).gradients()
+
+        expected = run()
+        model.zero_grad()
+        counter = _FailIn(1 << 60, error)
+        with counter:
+            run()
+        total = (1 << 60) - counter.left
+        for count in range(0, total, max(1, total // 12)):
+            model.zero_grad()
+            with pytest.raises(error), _FailIn(count, error):
+                run()
+            assert not held_units(model)
+            assert not any("micro-batch" in t.name for t in _threads())
+        model.zero_grad()
+        assert not differences(expected, run())
+
+
+def _threads() -> list[Any]:
+    import threading
+
+    return threading.enumerate()
+
+
+class _FailIn(FailAt):
+    """FailAt reaches the thread it was entered in; here also the linear layers of others."""
+
+    def __enter__(self) -> Any:
+        self._linear = torch.nn.functional.linear
+
+        def linear(*args: Any, **kwargs: Any) -> Tensor:
+            self.left -= 1
+            if self.left < 0:
+                raise self.error("made to fail")
+            return self._linear(*args, **kwargs)
+
+        torch.nn.functional.linear = linear  # type: ignore[assignment]
+        return super().__enter__()
+
+    def __exit__(self, *args: Any) -> Any:
+        torch.nn.functional.linear = self._linear
+        return super().__exit__(*args)
+
+
+def test_decoder_blocks_are_blocks() -> None:
+    """The tests above would be empty otherwise."""
+    model = TinyDecoder(width=16, layers=3, heads=2, vocab=96)
+    assert sum(isinstance(module, DecoderBlock) for module in model.modules()) == 3
