@@ -1,12 +1,15 @@
-"""How long is a step with all state on NVMe, beside the same step wholly in memory?
+"""How long is a step with all state on NVMe, beside the same step in memory and beside its bytes?
 
     python bench/step.py --path /mnt/nvme0 --save bench/results/step.json
 
-A GPT-2-like model in bfloat16 with activation checkpointing trains twice in one process, by turns:
-once with everything on the host, once with parameters, masters and moments on NVMe through a host
-budget (gradients where `--gradients` says). Same kernels, same recomputation, same allocator
-settings, same batches; the losses must be equal to the last bit. Bytes are those the kernel counted
-for the process (/proc/self/io), so a cache would show.
+A GPT-2-like model in bfloat16 trains twice in one process, by turns: once with everything on the
+host, once with parameters, masters and moments on NVMe through a host budget. Same kernels, same
+micro-batches layer by layer (`infinity.accumulate`), same recomputation, same allocator settings;
+the losses must be equal to the last bit. C is the step in memory; B is the time that the bytes of
+the other step take in the same run, when reads and writes of that mix are all that happens. A step
+cannot be faster than the larger of the two.
+
+Bytes are those the kernel counted for the process (/proc/self/io), so a cache would show.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import platform
 import statistics
 import tempfile
 import time
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +31,15 @@ from rich.table import Table
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import infinity
+from infinity.config import SwapConfig
+from infinity.storage.arena import Arena
+from infinity.storage.engine import Priority, open_engine
+from infinity.storage.volume import Volume, VolumePath
 from infinity.training.allocator import keep_freed_memory
 
 KINDS = ("parameters", "master", "moments")
+VOCABULARY = 50257
+PIECE_NBYTES = 16 << 20
 
 
 def main() -> None:
@@ -38,7 +48,8 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--sequence", type=int, default=512)
-    parser.add_argument("--accumulations", type=int, nargs="+", default=[1, 4])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[512, 2048, 8192])
+    parser.add_argument("--micro-batch", type=int, default=4, help="sequences, at most")
     parser.add_argument("--host", default="2GiB")
     parser.add_argument("--compute", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument("--gradients", default="host", choices=["host", "nvme"])
@@ -49,9 +60,7 @@ def main() -> None:
     console = Console()
     with tempfile.TemporaryDirectory(dir=words.path, prefix="infinity-step-") as scratch:
         sides = {where: Side(where, words, Path(scratch)) for where in ("host", "nvme")}
-        found = [
-            measure(sides, accumulation, words, console) for accumulation in words.accumulations
-        ]
+        found = [measure(sides, tokens, words, console) for tokens in words.tokens]
         for side in sides.values():
             side.engine.close()
     report(found, words, console)
@@ -73,23 +82,23 @@ class Side:
         shape = GPT2Config(
             n_layer=words.layers, n_embd=words.width, n_head=words.width // 64,
             n_positions=words.sequence, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+            use_cache=False,
         )  # fmt: skip
         with infinity.init(config):
             model = GPT2LMHeadModel(shape)
         self.model = infinity.offload(model, config, seed=0).train()
-        self.model.gradient_checkpointing_enable({"use_reentrant": False})
         self.optimizer = infinity.AdamW(self.model, lr=1e-4, max_grad_norm=1.0)
         self.engine = infinity.engine_of(self.model)
         self.num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
 
-    def step(self, batches: list[torch.Tensor]) -> dict[str, float]:
+    def step(self, micro_batches: list[torch.Tensor]) -> dict[str, float]:
         """One optimizer step; what it took and moved."""
         counters, io, start_s = self.engine.counters.snapshot(), process_io(), time.perf_counter()
-        loss = 0.0
-        for ids in batches:
-            part = self.model(input_ids=ids, labels=ids, use_cache=False).loss / len(batches)
-            part.backward()
-            loss += part.item()
+        losses = infinity.accumulate(
+            self.model,
+            lambda ids: self.model(input_ids=ids, labels=ids).loss / len(micro_batches),
+            micro_batches,
+        )
         self.optimizer.step()
         self.optimizer.zero_grad()
         elapsed_s = time.perf_counter() - start_s
@@ -98,44 +107,47 @@ class Side:
             name: after.get(name, 0.0) - counters.get(name, 0.0)
             for name in ("read_wait_s", "write_wait_s", "update_s")
         }
-        moved = {name: (io_after[name] - io[name]) / self.num_parameters for name in io}
-        return {"seconds": elapsed_s, "loss": loss, **waits, **moved}
+        moved = {name: io_after[name] - io[name] for name in io}
+        return {"seconds": elapsed_s, "loss": sum(map(float, losses)), **waits, **moved}
 
 
 def process_io() -> dict[str, int]:
     """Bytes that this process has caused to be fetched from and sent to drives (proc(5))."""
     lines = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
-    return {"read_per_parameter": int(lines["read_bytes"]),
-            "written_per_parameter": int(lines["write_bytes"])}  # fmt: skip
+    return {"read_nbytes": int(lines["read_bytes"]), "written_nbytes": int(lines["write_bytes"])}
 
 
 def measure(
-    sides: dict[str, Side], accumulation: int, words: argparse.Namespace, console: Console
+    sides: dict[str, Side], tokens: int, words: argparse.Namespace, console: Console
 ) -> dict[str, Any]:
-    """Rounds of host and NVMe by turns, after one that is not counted."""
-    source = torch.Generator().manual_seed(accumulation)
-    batches = [
-        torch.randint(50257, (1, words.sequence), generator=source) for _ in range(accumulation)
-    ]
-    with console.status(f"{accumulation} x {words.sequence} tokens"):
-        rounds = [
-            {where: side.step(batches) for where, side in sides.items()}
-            for _ in range(words.rounds + 1)
-        ]
-    for each in rounds:
-        assert each["host"]["loss"] == each["nvme"]["loss"], "placement changed the loss"
+    """Rounds of host, NVMe and bare bytes by turns, after one that is not counted."""
+    source = torch.Generator().manual_seed(tokens)
+    ids = torch.randint(VOCABULARY, (tokens // words.sequence, words.sequence), generator=source)
+    micro_batches = list(ids.split(words.micro_batch))
+    rounds: list[dict[str, dict[str, float]]] = []
+    with console.status(f"{tokens} tokens") as status:
+        for number in range(words.rounds + 1):
+            status.update(f"{tokens} tokens, round {number} of {words.rounds}")
+            each = {where: side.step(micro_batches) for where, side in sides.items()}
+            assert each["host"]["loss"] == each["nvme"]["loss"], "placement changed the loss"
+            moved = each["nvme"]["read_nbytes"], each["nvme"]["written_nbytes"]
+            each["bytes"] = {"seconds": bare_s(*map(int, moved), words)}
+            rounds.append(each)
     rounds = rounds[1:]
     medians = {
         where: {
             name: statistics.median(each[where][name] for each in rounds)
             for name in rounds[0][where]
         }
-        for where in sides
+        for where in rounds[0]
     }
-    ratios = sorted(each["nvme"]["seconds"] / each["host"]["seconds"] for each in rounds)
+    ratios = sorted(
+        each["nvme"]["seconds"] / max(each["host"]["seconds"], each["bytes"]["seconds"])
+        for each in rounds
+    )
     return {
-        "tokens": accumulation * words.sequence,
-        "accumulation": accumulation,
+        "tokens": tokens,
+        "micro_batches": len(micro_batches),
         "ratio": statistics.median(ratios),
         "ratio_low": ratios[0],
         "ratio_high": ratios[-1],
@@ -144,23 +156,78 @@ def measure(
     }
 
 
+def bare_s(read_nbytes: int, written_nbytes: int, words: argparse.Namespace) -> float:
+    """Seconds for the storage engine to move so much in that mix, with nothing else to do.
+
+    In pieces of 16 MiB, eight on their way: a quarter of the bytes, and at least 1 GiB, is moved.
+    """
+    share = min(1.0, max(0.25, (1 << 30) / max(1, read_nbytes + written_nbytes)))
+    io = SwapConfig.load({}).io
+    arena = Arena(8 * PIECE_NBYTES)
+    engine = open_engine(
+        io.engine, arena=arena, block_nbytes=io.block_size, queue_depth=io.queue_depth,
+        num_threads=io.threads,
+    )  # fmt: skip
+    with tempfile.TemporaryDirectory(dir=words.path, prefix="infinity-bare-") as scratch:
+        volume = Volume(engine, [VolumePath(path=scratch)])
+        [extents] = volume.reserve([512 << 20])
+        places = (512 << 20) // PIECE_NBYTES
+
+        def submit(operation: str, number: int, berth: int) -> Any:
+            move = volume.read if operation == "read" else volume.write
+            return move(
+                extents,
+                offset_nbytes=number % places * PIECE_NBYTES,
+                nbytes=PIECE_NBYTES,
+                address=arena.address + berth * PIECE_NBYTES,
+                priority=Priority.STATE,
+            )
+
+        for number in range(places):  # Unwritten extents are slow to write.
+            submit("write", number, 0).wait()
+        plan = mix(int(read_nbytes * share), int(written_nbytes * share))
+        flying: deque[Any] = deque()
+        start_s = time.perf_counter()
+        for number, operation in enumerate(plan):
+            if len(flying) == 8:
+                flying.popleft().wait()
+            flying.append(submit(operation, number, number % 8))
+        while flying:
+            flying.popleft().wait()
+        elapsed_s = time.perf_counter() - start_s
+        volume.close()
+    engine.close()
+    arena.close()
+    return elapsed_s * (read_nbytes + written_nbytes) / max(1, len(plan) * PIECE_NBYTES)
+
+
+def mix(read_nbytes: int, written_nbytes: int) -> list[str]:
+    """Reads and writes of 16 MiB, evenly mixed."""
+    reads, writes = read_nbytes // PIECE_NBYTES, written_nbytes // PIECE_NBYTES
+    places = [((i + 0.5) / reads, "read") for i in range(reads)]
+    places += [((i + 0.5) / writes, "write") for i in range(writes)]
+    return [operation for _, operation in sorted(places)]
+
+
 def report(found: list[dict[str, Any]], words: argparse.Namespace, console: Console) -> None:
     table = Table(
-        "tokens", "in memory s", "NVMe s", "ratio", "low - high", "waits s", "read B/p",
-        "written B/p", title=f"{found[0]['num_parameters']:,} parameters, {words.compute}, "
-        f"host budget {words.host}, gradients on {words.gradients}",
+        "tokens", "NVMe s", "in memory s (C)", "bytes s (B)", "to max(C, B)", "low - high",
+        "waits s", "read B/p", "written B/p",
+        title=f"{found[0]['num_parameters']:,} parameters, {words.compute}, host budget "
+        f"{words.host}, gradients on {words.gradients}",
     )  # fmt: skip
     for each in found:
         host, nvme = each["medians"]["host"], each["medians"]["nvme"]
         table.add_row(
-            str(each["tokens"]),
-            f"{host['seconds']:.2f}",
+            f"{each['tokens']:,}",
             f"{nvme['seconds']:.2f}",
+            f"{host['seconds']:.2f}",
+            f"{each['medians']['bytes']['seconds']:.2f}",
             f"{each['ratio']:.2f}",
             f"{each['ratio_low']:.2f} - {each['ratio_high']:.2f}",
             f"{nvme['read_wait_s'] + nvme['write_wait_s']:.2f}",
-            f"{nvme['read_per_parameter']:.1f}",
-            f"{nvme['written_per_parameter']:.1f}",
+            f"{nvme['read_nbytes'] / each['num_parameters']:.1f}",
+            f"{nvme['written_nbytes'] / each['num_parameters']:.1f}",
         )
     console.print(table)
     if words.save is not None:

@@ -158,7 +158,8 @@ def _batch(
         tokens or train.batch_size * sequence,
         sequence,
         accumulation or train.accumulation,
-        recomputes=train.activation_checkpointing,
+        # By layers, a batch goes through once whatever its micro-batches, and is recomputed.
+        recomputes=train.activation_checkpointing or config.schedule.micro_batch is not None,
     )
 
 

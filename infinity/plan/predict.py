@@ -98,7 +98,7 @@ def forecast(config: SwapConfig, model: Model, hardware: Hardware, batch: Batch)
         is_tight=budgets.is_tight,
         job=job,
         step=predict(job, hardware.rates()),
-        warnings=tuple(_warnings(model, hardware, batch, window_nbytes)),
+        warnings=tuple(_warnings(config, model, hardware, batch, window_nbytes)),
     )
 
 
@@ -147,7 +147,7 @@ def _by_kind(model: Model, placement: Placement) -> dict[str, dict[str, int]]:
 
 
 def _warnings(
-    model: Model, hardware: Hardware, batch: Batch, window_nbytes: int | None
+    config: SwapConfig, model: Model, hardware: Hardware, batch: Batch, window_nbytes: int | None
 ) -> list[str]:
     said = []
     device = hardware.device
@@ -156,7 +156,8 @@ def _warnings(
             f"units are taken to be cut over {device.count} devices; the engine of this version "
             "uses one"
         )
-    if device.memory is not None and batch.recomputes:
+    is_parked = config.schedule.micro_batch and "device" not in config.placement.activations
+    if device.memory is not None and batch.recomputes and not is_parked:
         blocks = sum(site.attention_width > 0 for site in model.sites)
         values = batch.num_tokens / device.count * model.checkpoint_width * blocks
         kept_nbytes = values * _CHECKPOINT_ITEM_NBYTES
@@ -165,7 +166,8 @@ def _warnings(
             said.append(
                 f"the inputs of the blocks that the backward starts from take "
                 f"{format_nbytes(kept_nbytes)} a device, and {format_nbytes(free_nbytes)} are "
-                "free: this batch does not fit; make the micro-batch smaller and accumulate"
+                "free: this batch does not fit; make the micro-batch smaller, or set "
+                "schedule.micro_batch with placement.activations on host or nvme"
             )
     return said
 
