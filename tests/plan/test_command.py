@@ -34,7 +34,7 @@ n_positions = 64
 def plan(*arguments: str) -> str:
     result = RUNNER.invoke(app, ["plan", *arguments])
     assert result.exit_code == 0, result.output
-    return result.output
+    return result.stdout
 
 
 def test_a_shipped_model_on_a_shipped_machine() -> None:
