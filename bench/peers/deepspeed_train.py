@@ -1,0 +1,308 @@
+"""How fast does DeepSpeed ZeRO-3 train beside this engine, everything on the same drive?
+
+    python bench/peers/deepspeed_aio.py --install            makes bench/peers/.venv-deepspeed, once
+    python bench/peers/deepspeed_train.py --path /mnt/nvme0   compares, prints a table
+
+A GPT-2-like model in bfloat16 with an fp32 master, AdamW, clipping by the global norm, activations
+recomputed per block, micro-batches of one sequence. Both keep parameters and optimizer state on
+NVMe. Each runs in a process of its own and they take turns, step by step, under the same allocator
+settings; `--plain-allocator` leaves DeepSpeed with glibc's defaults, as it is shipped. DeepSpeed's
+settings are the best of those that were tried on the machine of `results/`. On its CPU accelerator
+it does not read parameters again that it has put on NVMe, which is to its advantage here.
+
+Both start from the same weights and see the same batches, so their losses must go the same way.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from deepspeed_aio import VENV, stop
+
+VOCABULARY = 50257
+# What `infinity train` sets for itself: large blocks stay in the process.
+ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "4294967296", "MALLOC_TRIM_THRESHOLD_": "34359738368",
+             "MALLOC_TOP_PAD_": "67108864"}  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--path", type=Path, default=Path.cwd())
+    parser.add_argument("--venv", type=Path, default=VENV)
+    parser.add_argument("--layers", type=int, default=24)
+    parser.add_argument("--width", type=int, default=1024)
+    parser.add_argument("--sequence", type=int, default=512)
+    parser.add_argument("--accumulation", type=int, default=1, help="micro-batches a step")
+    parser.add_argument("--host", default="2GiB", help="host budget of this engine")
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--warm-up", type=int, default=3)
+    parser.add_argument("--plain-allocator", action="store_true")
+    parser.add_argument("--save", type=Path)
+    parser.add_argument("--worker", choices=["deepspeed", "infinity"], help=argparse.SUPPRESS)
+    parser.add_argument("--scratch", type=Path, help=argparse.SUPPRESS)
+    words = parser.parse_args()
+    if words.worker is not None:
+        serve({"deepspeed": DeepSpeed, "infinity": Infinity}[words.worker](words), words)
+        return
+    with tempfile.TemporaryDirectory(dir=words.path, prefix="infinity-peer-") as scratch:
+        compare(words, Path(scratch))
+
+
+# -- The two sides, each in its own process --------------------------------------------------------
+
+
+def plain_model(words: argparse.Namespace, **options: Any) -> Any:
+    """Only transformers and torch: both sides build it, with the same weights."""
+    import torch
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    shape = GPT2Config(
+        n_layer=words.layers, n_embd=words.width, n_head=words.width // 64,
+        n_positions=words.sequence, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+        use_cache=False, **options,
+    )  # fmt: skip
+    return GPT2LMHeadModel(shape).train()
+
+
+def batches_of(step: int, words: argparse.Namespace) -> list[Any]:
+    """Text of four tokens' length over and over, so that there is something to learn."""
+    import torch
+
+    source = torch.Generator().manual_seed(step % 4)
+    shape = words.accumulation, 1, words.sequence
+    return list(torch.randint(VOCABULARY, shape, generator=source))
+
+
+class Infinity:
+    def __init__(self, words: argparse.Namespace) -> None:
+        import infinity
+        from infinity.training.allocator import keep_freed_memory
+
+        keep_freed_memory()
+        config = {
+            "tiers": {"host": {"capacity": words.host}, "nvme": [{"path": str(words.scratch)}]},
+            "placement": dict.fromkeys(("parameters", "master", "moments"), "nvme"),
+            "precision": {"compute": "bfloat16"},
+        }
+        self._accumulate = infinity.accumulate
+        self._words = words
+        self.model = infinity.offload(plain_model(words), config)
+        self.optimizer = infinity.AdamW(
+            self.model, lr=1e-4, betas=(0.9, 0.999), weight_decay=0.0, max_grad_norm=1.0
+        )
+        self.num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
+
+    def step(self, number: int) -> float:
+        parts = batches_of(number, self._words)
+        losses = self._accumulate(
+            self.model,
+            lambda ids: self.model(input_ids=ids, labels=ids).loss / len(parts),
+            parts,
+        )
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return sum(map(float, losses))
+
+
+class DeepSpeed:
+    def __init__(self, words: argparse.Namespace) -> None:
+        import deepspeed
+
+        if not words.plain_allocator:
+            self._keep_freed_memory()
+        os.environ.update(
+            RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="29611"
+        )
+        deepspeed.init_distributed("gloo")
+        nvme = {"device": "nvme", "nvme_path": str(words.scratch)}
+        config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": words.accumulation,
+            "gradient_clipping": 1.0,
+            "bf16": {"enabled": True},
+            "optimizer": {
+                "type": "AdamW",
+                "params": {"lr": 1e-4, "betas": [0.9, 0.999], "weight_decay": 0.0},
+            },
+            "zero_optimization": {
+                "stage": 3,
+                "sub_group_size": 10_000_000,
+                "stage3_param_persistence_threshold": 0,
+                "offload_param": {**nvme, "buffer_count": 6, "buffer_size": 60_000_000},
+                "offload_optimizer": {
+                    **nvme, "buffer_count": 8, "pipeline_read": True, "pipeline_write": True,
+                },
+            },
+            "aio": {"block_size": 1 << 20, "queue_depth": 32, "overlap_events": True,
+                    "intra_op_parallelism": 1, "single_submit": False},
+            "steps_per_print": 10**9,
+        }  # fmt: skip
+        self._words = words
+        model = plain_model(words)
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
+        self.engine, *_ = deepspeed.initialize(
+            model=model, model_parameters=model.parameters(), config=config
+        )
+
+    @staticmethod
+    def _keep_freed_memory() -> None:
+        """What the environment says is read when the process starts; see `Side`."""
+        assert "MALLOC_MMAP_THRESHOLD_" in os.environ
+
+    def step(self, number: int) -> float:
+        total = 0.0
+        for ids in batches_of(number, self._words):
+            loss = self.engine(input_ids=ids, labels=ids).loss
+            self.engine.backward(loss)
+            self.engine.step()
+            total += float(loss) / self._words.accumulation
+        return total
+
+
+def serve(side: Any, words: argparse.Namespace) -> None:
+    """Answers each line, a step's number, with a JSON object."""
+    say({"num_parameters": side.num_parameters})
+    for line in sys.stdin:
+        io, start_s = process_io(), time.perf_counter()
+        loss = side.step(int(line))
+        elapsed_s = time.perf_counter() - start_s
+        moved = {name: value - io[name] for name, value in process_io().items()}
+        peak_nbytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        say({"seconds": elapsed_s, "loss": loss, "peak_rss_nbytes": peak_nbytes, **moved})
+
+
+def say(answer: dict[str, Any]) -> None:
+    print(json.dumps({"peer": answer}), flush=True)
+
+
+def process_io() -> dict[str, int]:
+    """Bytes that this process has caused to be fetched from and sent to drives (proc(5))."""
+    lines = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return {"read_nbytes": int(lines["read_bytes"]), "written_nbytes": int(lines["write_bytes"])}
+
+
+# -- Turns -----------------------------------------------------------------------------------------
+
+
+class Side:
+    """One of the processes."""
+
+    def __init__(self, name: str, words: argparse.Namespace, scratch: Path) -> None:
+        environment = dict(os.environ)
+        python = sys.executable
+        if name == "deepspeed":
+            python = str(words.venv / "bin/python")
+            if not Path(python).exists():
+                stop(f"{words.venv} is not there; run deepspeed_aio.py with --install first")
+            headers = words.venv / "libaio/usr"
+            environment |= {
+                "PATH": f"{words.venv / 'bin'}:{os.environ['PATH']}",
+                "CPATH": str(headers / "include"),
+                "LIBRARY_PATH": str(headers / "lib" / sysconfig.get_config_var("MULTIARCH")),
+                "DS_ACCELERATOR": "cpu",
+                "TORCH_EXTENSIONS_DIR": str(words.venv / "extensions"),
+            }
+            if not words.plain_allocator:
+                environment |= ALLOCATOR
+        (scratch / name).mkdir()
+        options = [
+            text
+            for key in ("layers", "width", "sequence", "accumulation", "host")
+            for text in (f"--{key}", str(getattr(words, key)))
+        ]
+        if words.plain_allocator:
+            options.append("--plain-allocator")
+        self.name = name
+        self._process = subprocess.Popen(
+            [python, str(Path(__file__).resolve()), "--worker", name, "--scratch",
+             str(scratch / name), *options],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True,
+        )  # fmt: skip
+        self.num_parameters = self._answer()["num_parameters"]
+
+    def step(self, number: int) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{number}\n")
+        self._process.stdin.flush()
+        return self._answer()
+
+    def _answer(self) -> dict[str, Any]:
+        """The next line that is ours: DeepSpeed logs to stdout, too."""
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith('{"peer"'):
+                answer: dict[str, Any] = json.loads(line)["peer"]
+                return answer
+        code = self._process.wait()
+        return stop(f"the {self.name} process ended with code {code}; see above")
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+
+def compare(words: argparse.Namespace, scratch: Path) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    sides = [Side(name, words, scratch) for name in ("infinity", "deepspeed")]
+    rounds = []
+    for number in range(words.warm_up + words.steps):
+        rounds.append({side.name: side.step(number) for side in sides})
+        told = ", ".join(
+            f"{name} {each['seconds']:.2f} s, loss {each['loss']:.3f}"
+            for name, each in rounds[-1].items()
+        )
+        print(f"step {number + 1}: {told}", file=sys.stderr, flush=True)
+    for side in sides:
+        side.close()
+    rounds = rounds[words.warm_up :]
+    tokens = words.accumulation * words.sequence
+    table = Table(
+        "", "step s", "tokens/s", "read B/p", "written B/p", "peak RSS GB", "last loss",
+        title=f"{sides[0].num_parameters:,} parameters, {words.accumulation} x {words.sequence}",
+    )  # fmt: skip
+    results: dict[str, Any] = {}
+    for side in sides:
+        each = {
+            name: statistics.median(float(turn[side.name][name]) for turn in rounds)
+            for name in rounds[0][side.name]
+        }
+        results[side.name] = {**each, "rounds": [turn[side.name] for turn in rounds]}
+        table.add_row(
+            side.name,
+            f"{each['seconds']:.2f}",
+            f"{tokens / each['seconds']:.0f}",
+            f"{each['read_nbytes'] / side.num_parameters:.1f}",
+            f"{each['written_nbytes'] / side.num_parameters:.1f}",
+            f"{each['peak_rss_nbytes'] / 1e9:.1f}",
+            f"{rounds[-1][side.name]['loss']:.3f}",
+        )
+    ratio = statistics.median(
+        turn["deepspeed"]["seconds"] / turn["infinity"]["seconds"] for turn in rounds
+    )
+    console = Console()
+    console.print(table)
+    console.print(f"infinity is {ratio:.2f} times as fast (median of {len(rounds)} pairs)")
+    if words.save is not None:
+        settings = {name: str(value) for name, value in vars(words).items() if name != "save"}
+        written = {"settings": settings, "ratio": ratio, "results": results}
+        words.save.write_text(json.dumps(written, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
