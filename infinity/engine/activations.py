@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -45,6 +46,7 @@ class Parked:
     block: Block | None = None
     extents: tuple[Extent, ...] | None = None
     copying: Copy = FINISHED
+    is_bound_for_nvme: bool = False  # Once the copy into the block is over.
     moving: Ticket | None = None  # Between the block and the extents.
     is_reading: bool = False
 
@@ -70,6 +72,7 @@ class Activations:
         self._waiting: dict[Parked, None] = {}  # Insertion-ordered set of what is off the device.
         self._free: dict[int, list[tuple[Extent, ...]]] = {}  # Extents by size, for the next step.
         self._in_use: Parked | None = None
+        self._leaving: deque[tuple[Copy, Block]] = deque()  # Being copied to the device.
 
     # -- In ----------------------------------------------------------------------------------------
 
@@ -104,7 +107,9 @@ class Activations:
                 return
             if tier == "nvme":
                 self._to_block(parked, tensor, must=True)
-                self._start_write(parked)
+                parked.is_bound_for_nvme = True
+                if parked.copying.done():
+                    self._start_write(parked)
                 return
         raise AssertionError("the last tier takes what comes or raises")
 
@@ -133,6 +138,7 @@ class Activations:
 
     def _start_write(self, parked: Parked) -> None:
         assert self._volume is not None and parked.block is not None
+        parked.is_bound_for_nvme = False
         self._wait_copy(parked, "activations leave the device")
         span_nbytes = align_up(parked.nbytes, PAGE_NBYTES)
         free = self._free.setdefault(span_nbytes, [])
@@ -164,10 +170,22 @@ class Activations:
     # -- Giving blocks back ------------------------------------------------------------------------
 
     def _reap(self) -> None:
-        """Frees the blocks whose writes are over."""
+        """Frees the blocks whose bytes have left, and sends off those that may go. Never waits."""
+        while self._leaving and self._leaving[0][0].done():
+            self._free_leaving()
         for parked in list(self._waiting):
-            if parked.moving is not None and not parked.is_reading and parked.moving.done():
+            if parked.is_bound_for_nvme and parked.copying.done():
+                self._start_write(parked)
+            elif parked.moving is not None and not parked.is_reading and parked.moving.done():
                 self._end_move(parked)
+
+    def _free_leaving(self) -> None:
+        copy, block = self._leaving.popleft()
+        if not copy.done():
+            with self._counters.timed("copy_wait_s", "activations return", (copy,)):
+                copy.wait()
+        copy.wait()  # Over; lets go of what the copy keeps.
+        self._pool.free(block)
 
     def _end_move(self, parked: Parked) -> None:
         """Waits until the bytes are in the extents, where they were already if this is a read."""
@@ -189,8 +207,11 @@ class Activations:
         self._pool.free(block)
 
     def reclaim(self) -> bool:
-        """Frees one block that is on its way to NVMe, may go there, or was read ahead. For the
-        pool."""
+        """Frees one block that is on its way to the device or to NVMe, may go there, or was read
+        ahead. For the pool."""
+        if self._leaving:
+            self._free_leaving()
+            return True
         for parked in sorted(self._waiting, key=lambda each: each.moving is None):
             if parked is self._in_use or parked.block is None:
                 continue
@@ -263,8 +284,13 @@ class Activations:
             parked.shape, parked.stride, dtype=parked.dtype, device=self._device.torch_device
         )
         copy = self._device.copy(self._of_block(parked), self._flat(parked, tensor))
-        copy.wait()
+        copy.order()
         self._counters.add("activation_in_nbytes", parked.nbytes)
+        if parked.moving is None:
+            self._leaving.append((copy, parked.block))
+            parked.block, parked.is_bound_for_nvme = None, False
+        else:
+            copy.wait()  # It is still being written from the block.
         return tensor
 
     def _forget(self, parked: Parked) -> None:
@@ -285,6 +311,8 @@ class Activations:
 
     def clear(self) -> None:
         """Forgets everything, whether it was taken or not."""
+        while self._leaving:
+            self._free_leaving()
         for parked in list(self._waiting):
             parked.uses = 0
             # A failed write is the volume's to tell: it refuses the next one who asks.

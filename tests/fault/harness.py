@@ -165,7 +165,9 @@ def offload(model: nn.Module, config: dict[str, Any], **options: Any) -> Engine:
 
 
 @contextmanager
-def trapped(model: nn.Module, config: dict[str, Any]) -> Iterator[tuple[Engine, Trap]]:
+def trapped(
+    model: nn.Module, config: dict[str, Any], **options: Any
+) -> Iterator[tuple[Engine, Trap]]:
     """An offloaded model on storage with a trap in it. Closed at the end, and nothing is left."""
     traps: list[Trap] = []
 
@@ -173,7 +175,7 @@ def trapped(model: nn.Module, config: dict[str, Any]) -> Iterator[tuple[Engine, 
         traps.append(Trap(engine))
         return traps[-1]
 
-    engine = offload(model, config, wrap_storage=wrap)
+    engine = offload(model, config, wrap_storage=wrap, **options)
     try:
         yield engine, traps[0]
     finally:
