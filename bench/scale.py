@@ -1,0 +1,189 @@
+"""Does a step stay as cheap per parameter, and as small in memory, as the model grows?
+
+    python bench/scale.py --path /mnt/nvme0 --save scale.json --plot scale.png
+
+GPT-like models from 125 million parameters to more state than the machine has memory, each in a
+process of its own through the same host budget: everything on NVMe, gradients too, bfloat16 with
+an fp32 master, one micro-batch of one sequence. Bytes are those the kernel counted for the process,
+and peak memory is the kernel's (VmHWM).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+# (name, layers, width): the shapes of the GPT-3 paper's table 2.1.
+SHAPES = (
+    ("125M", 12, 768),
+    ("350M", 24, 1024),
+    ("1.3B", 24, 2048),
+    ("3B", 32, 2688),
+)  # fmt: skip
+STATE_NBYTES = 12 + 4  # Weight, residual, moments; a gradient.
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--path", type=Path, default=Path.cwd())
+    parser.add_argument("--host", default="1GiB")
+    parser.add_argument("--sequence", type=int, default=256)
+    parser.add_argument("--steps", type=int, default=3, help="counted, after two that are not")
+    parser.add_argument("--only", nargs="+", choices=[name for name, *_ in SHAPES])
+    parser.add_argument("--save", type=Path)
+    parser.add_argument("--plot", type=Path)
+    parser.add_argument("--worker", type=json.loads, help=argparse.SUPPRESS)
+    words = parser.parse_args()
+    if words.worker:
+        print("\n" + json.dumps(train(**words.worker)))
+        return
+    found = []
+    for name, layers, width in SHAPES:
+        if words.only and name not in words.only:
+            continue
+        needed_nbytes = (12 * layers * width * width + 51_000 * width) * STATE_NBYTES
+        if shutil.disk_usage(words.path).free < needed_nbytes * 1.1:
+            print(f"{name}: left out, the drive has no room for {needed_nbytes / 1e9:.0f} GB")
+            continue
+        print(f"{name} ...", file=sys.stderr, flush=True)
+        with tempfile.TemporaryDirectory(dir=words.path, prefix="infinity-scale-") as scratch:
+            case = {
+                "layers": layers, "width": width, "swap": scratch, "host": words.host,
+                "sequence": words.sequence, "steps": words.steps,
+            }  # fmt: skip
+            line = [sys.executable, str(Path(__file__).resolve()), "--worker", json.dumps(case)]
+            answer = subprocess.run(line, stdout=subprocess.PIPE, text=True, check=True).stdout
+        found.append({"name": name, **json.loads(answer.splitlines()[-1])})
+        print(found[-1], file=sys.stderr, flush=True)
+    report(found, words)
+
+
+def train(
+    layers: int, width: int, swap: str, host: str, sequence: int, steps: int
+) -> dict[str, Any]:
+    """In a process of its own: medians over the counted steps."""
+    import torch
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    import infinity
+    from infinity.training.allocator import keep_freed_memory
+
+    keep_freed_memory()
+    config = {
+        "tiers": {"host": {"capacity": host}, "nvme": [{"path": swap}]},
+        "placement": {"gradients": "nvme"},
+        "precision": {"compute": "bfloat16"},
+    }
+    shape = GPT2Config(
+        n_layer=layers, n_embd=width, n_head=width // 64, n_positions=sequence, use_cache=False,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+    )  # fmt: skip
+    start_s = time.perf_counter()
+    with infinity.init(config):
+        model = GPT2LMHeadModel(shape)
+    infinity.offload(model, config).train()
+    setup_s = time.perf_counter() - start_s
+    optimizer = infinity.AdamW(model, lr=1e-4, max_grad_norm=1.0)
+    numel = sum(parameter.numel() for parameter in model.parameters())
+    ids = torch.randint(50257, (1, sequence))
+    rounds = []
+    for _ in range(steps + 2):
+        io, start_s = process_io(), time.perf_counter()
+        infinity.accumulate(model, lambda ids: model(input_ids=ids, labels=ids).loss, [ids])
+        optimizer.step()
+        optimizer.zero_grad()
+        seconds = time.perf_counter() - start_s
+        rounds.append(
+            {"seconds": seconds, **{key: value - io[key] for key, value in process_io().items()}}
+        )
+    infinity.engine_of(model).close()
+    medians = {key: statistics.median(each[key] for each in rounds[2:]) for key in rounds[0]}
+    return {
+        "num_parameters": numel,
+        "step_s": medians["seconds"],
+        "ns_per_parameter": medians["seconds"] / numel * 1e9,
+        "read_per_parameter": medians["read_bytes"] / numel,
+        "written_per_parameter": medians["write_bytes"] / numel,
+        "peak_rss_nbytes": high_water_nbytes(),
+        "setup_s": setup_s,
+        "rounds": rounds,
+    }
+
+
+def process_io() -> dict[str, int]:
+    lines = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return {key: int(lines[key]) for key in ("read_bytes", "write_bytes")}
+
+
+def high_water_nbytes() -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    raise KeyError("VmHWM")
+
+
+def report(found: list[dict[str, Any]], words: argparse.Namespace) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(
+        "model", "parameters", "step s", "ns/parameter", "read B/p", "written B/p", "peak RSS GiB",
+        title=f"everything on NVMe, host budget {words.host}, {words.sequence} tokens",
+    )  # fmt: skip
+    for each in found:
+        table.add_row(
+            each["name"],
+            f"{each['num_parameters']:,}",
+            f"{each['step_s']:.1f}",
+            f"{each['ns_per_parameter']:.1f}",
+            f"{each['read_per_parameter']:.1f}",
+            f"{each['written_per_parameter']:.1f}",
+            f"{each['peak_rss_nbytes'] / (1 << 30):.2f}",
+        )
+    Console().print(table)
+    if words.save is not None:
+        environment = {
+            "cores": os.cpu_count(), "kernel": platform.release(),
+            "load_average": os.getloadavg(), "host": words.host, "sequence": words.sequence,
+        }  # fmt: skip
+        written = {"environment": environment, "results": found}
+        words.save.write_text(json.dumps(written, indent=1) + "\n")
+    if words.plot is not None:
+        draw(found, words)
+
+
+def draw(found: list[dict[str, Any]], words: argparse.Namespace) -> None:
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 3.4), constrained_layout=True)
+    numbers = [each["num_parameters"] for each in found]
+    left.plot(numbers, [each["ns_per_parameter"] for each in found], "o-")
+    left.set(ylabel="ns per parameter and step", title="time")
+    memory = [each["peak_rss_nbytes"] / (1 << 30) for each in found]
+    state = [number * STATE_NBYTES / (1 << 30) for number in numbers]
+    right.plot(numbers, memory, "o-", label="peak RSS")
+    right.plot(numbers, state, "--", color="grey", label="training state")
+    right.set(ylabel="GiB", title=f"memory, host budget {words.host}", yscale="log")
+    right.legend()
+    for axes in (left, right):
+        axes.set(xscale="log", xlabel="parameters")
+        axes.grid(alpha=0.3)
+        axes.set_ylim(bottom=0 if axes is left else None)
+    figure.savefig(words.plot, dpi=120)
+
+
+if __name__ == "__main__":
+    main()
