@@ -89,6 +89,14 @@ bool wait_interruptibly(const py::object& timeout_s, Wait is_finished) {
   }
 }
 
+io::RingFlags ring_flags_of(const std::string& name) {
+  if (name == "auto") return io::RingFlags::kAuto;
+  if (name == "defer_taskrun") return io::RingFlags::kDefer;
+  if (name == "coop_taskrun") return io::RingFlags::kCoop;
+  if (name == "none") return io::RingFlags::kNone;
+  throw py::value_error("unknown ring flags: " + name);
+}
+
 class PyTicket {
  public:
   explicit PyTicket(io::Ticket ticket) : ticket_(std::move(ticket)), pid_(getpid()) {}
@@ -141,13 +149,16 @@ class PyTicket {
 class PyEngine {
  public:
   PyEngine(bool is_uring, const Arena* arena, std::uint32_t block_nbytes,
-           std::uint32_t queue_depth, std::uint32_t num_threads, std::uint32_t max_pending) {
+           std::uint32_t queue_depth, std::uint32_t num_threads, std::uint32_t max_pending,
+           std::uint32_t num_rings, const std::string& ring_flags) {
     io::Options options;
     options.backend = is_uring ? io::Backend::kUring : io::Backend::kThreads;
     options.block_nbytes = block_nbytes;
     options.queue_depth = queue_depth;
     options.num_threads = num_threads;
     options.max_pending = max_pending;
+    options.num_rings = num_rings;
+    options.ring_flags = ring_flags_of(ring_flags);
     if (arena != nullptr) options.arena = {arena->address(), arena->capacity_nbytes()};
     auto opened = io::Engine::open(options);
     if (!opened.ok()) raise_storage_error(opened.error(), "io_uring");
@@ -262,9 +273,11 @@ class PyEngine {
     for (const io::LaneInfo& info : live().lanes()) {
       py::dict lane;
       lane["device"] = info.device;
+      lane["num_rings"] = info.num_rings;
       lane["ring_flags"] = info.ring_flags;
       lane["has_registered_buffers"] = info.has_registered_buffers;
       lane["has_registered_files"] = info.has_registered_files;
+      lane["has_fixed_vectors"] = info.has_fixed_vectors;
       lane["register_buffers_errno"] = info.register_buffers_errno;
       lane["num_pending"] = info.stats.num_pending;
       lane["num_in_flight"] = info.stats.num_in_flight;
@@ -342,8 +355,8 @@ void move_pages(Window& window, Arena& arena, std::size_t arena_offset_nbytes, s
   raise_os_error(code, range + "could not be moved");
 }
 
-py::dict probe_uring() {
-  const io::UringProbe probe = io::probe_uring();
+py::dict probe_uring(const std::string& ring_flags) {
+  const io::UringProbe probe = io::probe_uring(ring_flags_of(ring_flags));
   py::dict found;
   found["usable"] = probe.usable;
   found["errno"] = probe.code;
@@ -397,7 +410,7 @@ PYBIND11_MODULE(_core, module) {
   using namespace infinity;  // NOLINT: the module's body is the namespace.
   module.doc() = "Native part of infinity: the I/O engine, the arena and its windows.";
   module.attr("HAS_URING") = io::built_with_uring();
-  module.def("probe_uring", &probe_uring);
+  module.def("probe_uring", &probe_uring, py::arg("ring_flags") = "auto");
   module.def("can_remap", &can_remap);
   module.def("crc32c_pages", &crc32c_pages, py::arg("address"), py::arg("nbytes"));
   module.def("first_bad_page", &first_bad_page, py::arg("address"), py::arg("nbytes"),
@@ -439,11 +452,11 @@ PYBIND11_MODULE(_core, module) {
       .def("wait", &PyTicket::wait, py::arg("timeout_s") = py::none());
 
   py::class_<PyEngine>(module, "Engine")
-      .def(py::init<bool, const Arena*, std::uint32_t, std::uint32_t, std::uint32_t,
-                    std::uint32_t>(),
+      .def(py::init<bool, const Arena*, std::uint32_t, std::uint32_t, std::uint32_t, std::uint32_t,
+                    std::uint32_t, const std::string&>(),
            py::arg("is_uring"), py::arg("arena").none(true), py::arg("block_nbytes"),
            py::arg("queue_depth"), py::arg("num_threads"), py::arg("max_pending"),
-           py::keep_alive<1, 3>())
+           py::arg("num_rings"), py::arg("ring_flags"), py::keep_alive<1, 3>())
       .def("open", &PyEngine::open, py::arg("path"), py::arg("direct"))
       .def("close_file", &PyEngine::close_file, py::arg("file"))
       .def("alignment_nbytes", &PyEngine::alignment_nbytes, py::arg("file"))

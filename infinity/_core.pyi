@@ -14,9 +14,11 @@ class UringProbe(TypedDict):
 
 class LaneInfo(TypedDict):
     device: int
+    num_rings: int
     ring_flags: int
     has_registered_buffers: bool
     has_registered_files: bool
+    has_fixed_vectors: bool
     register_buffers_errno: int
     num_pending: int
     num_in_flight: int
@@ -25,7 +27,7 @@ class LaneInfo(TypedDict):
     stall_s: float
     queue_wait: list[int]
 
-def probe_uring() -> UringProbe: ...
+def probe_uring(ring_flags: str = "auto") -> UringProbe: ...
 def can_remap() -> bool: ...
 def direct_alignment(fd: int) -> tuple[int, int]:
     """Memory and offset alignment of an open file in bytes; (0, 0) when the kernel does not say."""
@@ -82,6 +84,8 @@ class Engine:
         queue_depth: int,
         num_threads: int,
         max_pending: int,
+        num_rings: int,
+        ring_flags: str,
     ) -> None: ...
     def open(self, path: str, direct: bool) -> int: ...
     def close_file(self, file: int) -> None: ...

@@ -15,6 +15,7 @@ import argparse
 import json
 import os
 import resource
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -66,16 +67,23 @@ def install(venv: Path) -> None:
              f"deepspeed=={VERSION}"])  # fmt: skip
     except subprocess.CalledProcessError as error:
         stop(f"DeepSpeed cannot be installed here: pip ended with code {error.returncode}")
-    headers = venv / "libaio"
-    headers.mkdir(exist_ok=True)
+    if not Path("/usr/include/libaio.h").exists():
+        _fetch_headers(venv / "libaio")
+    with Peer(venv, 1 << 20) as peer:  # Compiles the extension, which takes minutes.
+        print(f"ready: {peer.hello}")
+
+
+def _fetch_headers(headers: Path) -> None:
+    """libaio's headers and its library to link with, unpacked below the environment."""
+    shutil.rmtree(headers, ignore_errors=True)  # Two versions of the package would be one too many.
+    headers.mkdir()
+    run = subprocess.check_call
     try:
         run(["apt-get", "download", "-q", "libaio-dev"], cwd=headers)
         (package,) = headers.glob("libaio-dev*.deb")
         run(["dpkg", "-x", str(package), str(headers)])
     except (subprocess.CalledProcessError, OSError, ValueError) as error:
         stop(f"the headers of libaio cannot be had ({error}); install libaio-dev yourself")
-    with Peer(venv, 1 << 20) as peer:  # Compiles the extension, which takes minutes.
-        print(f"ready: {peer.hello}")
 
 
 def _torch_home() -> Path:

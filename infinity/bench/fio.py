@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from infinity.bench.measure import Sample
 from infinity.bench.scratch import Share
@@ -23,16 +23,23 @@ from infinity.sizes import MIB, format_nbytes
 
 _RW: dict[TransferKind, str] = {"read": "read", "write": "write", "mixed": "rw"}
 
+Access = Literal["sequential", "strided", "random"]
+
 
 @dataclass(frozen=True, slots=True)
 class FioSettings:
-    """What is varied to find fio's best: bytes of one request, and how many are in flight."""
+    """What is varied to find fio's best: bytes of one request, and how many are in flight.
+
+    `access` "strided" leaves out every other block, "random" jumps between blocks.
+    """
 
     block_nbytes: int
     depth: int
+    access: Access = "sequential"
 
     def __str__(self) -> str:
-        return f"{format_nbytes(self.block_nbytes).replace('.0 ', ' ')} x {self.depth}"
+        text = f"{format_nbytes(self.block_nbytes).replace('.0 ', ' ')} x {self.depth}"
+        return text if self.access == "sequential" else f"{text}, {self.access}"
 
 
 # From few large to many small requests in flight; the best is found by trying.
@@ -62,7 +69,8 @@ def command(
     direct: bool = True,
     nbytes: int | None = None,
 ) -> list[str]:
-    """One job per file over its share of the region, or over the first `nbytes` of it.
+    """One job per file over its share of the region, or over the first `nbytes` of it. Access that
+    is not sequential moves half of that range's bytes.
 
     No file is made or laid out. Buffers are not altered between writes, which would cost fio CPU
     time that the engine does not spend.
@@ -70,18 +78,28 @@ def command(
     words = [
         "fio", "--output-format=json", "--ioengine=io_uring", "--fixedbufs=1", "--registerfiles=1",
         f"--direct={int(direct)}", f"--bs={settings.block_nbytes}", f"--iodepth={settings.depth}",
-        f"--rw={_RW[kind]}", "--mem=malloc", "--scramble_buffers=0", "--allow_file_create=0",
-        "--thread", "--lat_percentiles=1",
+        f"--rw={_rw(kind, settings)}", "--mem=malloc", "--scramble_buffers=0",
+        "--allow_file_create=0", "--thread", "--lat_percentiles=1",
         "--percentile_list=" + ":".join(f"{100 * point:g}" for point in QUANTILES),
     ]  # fmt: skip
     if kind == "read":
         words.append("--readonly")
     for index, share in enumerate(shares):
+        range_nbytes = min(share.nbytes, nbytes or share.nbytes)
         words += [
             f"--name=path{index}", f"--filename={share.path}", f"--offset={share.offset_nbytes}",
-            f"--size={min(share.nbytes, nbytes or share.nbytes)}",
+            f"--size={range_nbytes}",
         ]  # fmt: skip
+        if settings.access != "sequential":
+            words.append(f"--io_size={range_nbytes // 2}")
     return words
+
+
+def _rw(kind: TransferKind, settings: FioSettings) -> str:
+    if settings.access == "random":
+        return f"rand{_RW[kind]}"
+    # "read:65536" skips so many bytes behind each block.
+    return _RW[kind] + (f":{settings.block_nbytes}" if settings.access == "strided" else "")
 
 
 def environment(*, huge_pages: bool) -> dict[str, str]:

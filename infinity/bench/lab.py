@@ -12,7 +12,7 @@ from infinity.bench.runner import run_group
 from infinity.config.schema import Io
 from infinity.sizes import GIB, MIB
 from infinity.storage.arena import Arena
-from infinity.storage.engine import StorageEngine, open_engine
+from infinity.storage.engine import RingFlags, StorageEngine, open_engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,14 +62,23 @@ class Lab:
     huge_pages: bool = True
     on_step: Callable[[str], object] = field(default=lambda _: None)
 
-    def engine(self, *, block_nbytes: int | None = None, depth: int | None = None) -> StorageEngine:
-        """The configured engine, or one of another block size or depth."""
+    def engine(
+        self,
+        *,
+        block_nbytes: int | None = None,
+        depth: int | None = None,
+        num_rings: int | None = None,
+        ring_flags: RingFlags | None = None,
+    ) -> StorageEngine:
+        """The configured engine, or one with other settings."""
         return open_engine(
             self.io.engine,
             arena=self.arena,
             block_nbytes=block_nbytes or self.io.block_size,
             queue_depth=depth or self.io.queue_depth,
             num_threads=self.io.threads,
+            num_rings=num_rings or self.io.rings,
+            ring_flags=ring_flags or self.io.flags,
         )
 
     def measure(self, group: Group, rounds: int, *, warm_ups: int = 1) -> Result:

@@ -15,7 +15,13 @@ from infinity.bench.measure import Contender, Group, Result
 from infinity.bench.raw_ring import RawRing
 from infinity.bench.scratch import RegionName, Scratch
 from infinity.bench.statistics import summarize
-from infinity.bench.transfer import EngineLatency, EngineTransfer, FileSet, TransferKind
+from infinity.bench.transfer import (
+    EngineLatency,
+    EngineTransfer,
+    FileSet,
+    TransferKind,
+    plan_moves,
+)
 from infinity.sizes import MIB, format_nbytes
 from infinity.storage.engine import StorageEngine
 from infinity.storage.probe import explain_missing_uring
@@ -95,14 +101,18 @@ class Site:
         if self.lab.with_fio:
             share_nbytes = nbytes // len(self.scratch.directories)
             found.append(self.fio(kind, self._best_fio[kind], share_nbytes))
-        if with_ring and is_built() and explain_missing_uring() is None:
+        if with_ring and has_raw_ring():
             block_nbytes, depth = self.lab.io.block_size, self.lab.io.queue_depth
-            ring = RawRing(
-                f"ring {fio.FioSettings(block_nbytes, depth)}", files, kind,
-                nbytes=nbytes, block_nbytes=block_nbytes, depth=depth,
-            )  # fmt: skip
+            moves = plan_moves(kind, nbytes=nbytes, extent_nbytes=block_nbytes)
+            name = f"ring {fio.FioSettings(block_nbytes, depth)}"
+            ring = RawRing(name, files, moves, depth=depth)
             found.append(stack.enter_context(ring))
         return found
+
+
+def has_raw_ring() -> bool:
+    """Whether the ceiling of the raw ring can be measured here."""
+    return is_built() and explain_missing_uring() is None
 
 
 @contextlib.contextmanager

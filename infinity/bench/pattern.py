@@ -18,16 +18,16 @@ _BASE = np.random.default_rng(20).integers(0, 1 << 63, CHUNK_NBYTES // 8, dtype=
 
 
 def fill(memory: memoryview, *, offset_nbytes: int, seed: int) -> None:
-    """Writes what belongs at `offset_nbytes` of a region. Offset: a multiple of 1 MiB."""
-    for words, mask in _chunks(memory, offset_nbytes, seed):
-        np.bitwise_xor(_BASE[: len(words)], mask, out=words)
+    """Writes what belongs at `offset_nbytes` of a region. Offset and length: multiples of 8."""
+    for words, base, mask in _chunks(memory, offset_nbytes, seed):
+        np.bitwise_xor(base, mask, out=words)
 
 
 def matches(memory: memoryview, *, offset_nbytes: int, seed: int) -> bool:
     """Whether every byte is what `fill` writes."""
     wanted = np.empty_like(_BASE)
-    for words, mask in _chunks(memory, offset_nbytes, seed):
-        np.bitwise_xor(_BASE[: len(words)], mask, out=wanted[: len(words)])
+    for words, base, mask in _chunks(memory, offset_nbytes, seed):
+        np.bitwise_xor(base, mask, out=wanted[: len(words)])
         if not np.array_equal(words, wanted[: len(words)]):
             return False
     return True
@@ -39,9 +39,15 @@ def poison(memory: memoryview) -> None:
 
 
 def _chunks(memory: memoryview, offset_nbytes: int, seed: int):
-    assert offset_nbytes % CHUNK_NBYTES == 0 and len(memory) % 8 == 0
+    """The words of each chunk that `memory` lies in, the part of the base, and its mask."""
+    assert offset_nbytes % 8 == 0 and len(memory) % 8 == 0
     words = np.frombuffer(memory, dtype=np.uint64)
-    step = CHUNK_NBYTES // 8
-    for at in range(0, len(words), step):
-        index = offset_nbytes // CHUNK_NBYTES + at // step + 1
-        yield words[at : at + step], np.uint64((seed << 32 | index) * _ODD % (1 << 64))
+    first = offset_nbytes // 8  # word of the region
+    per_chunk = CHUNK_NBYTES // 8
+    at = 0
+    while at < len(words):
+        index, inside = divmod(first + at, per_chunk)
+        count = min(per_chunk - inside, len(words) - at)
+        mask = np.uint64((seed << 32 | index + 1) * _ODD % (1 << 64))
+        yield words[at : at + count], _BASE[inside : inside + count], mask
+        at += count

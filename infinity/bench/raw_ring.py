@@ -10,9 +10,10 @@ import contextlib
 import errno
 import itertools
 import os
+from collections.abc import Sequence
 
 from infinity.bench.measure import Sample, clock
-from infinity.bench.transfer import FileSet, TransferKind, compare, next_seed, plan_moves, prepare
+from infinity.bench.transfer import FileSet, Move, compare, next_seed, prepare
 from infinity.errors import StorageError
 from infinity.sizes import GIB
 from infinity.storage.engine import Operation, Segment
@@ -21,23 +22,15 @@ from infinity.uring import Raw, RegisteredBuffer, Ring, RingError, SetupFlag
 
 
 class RawRing:
-    """`nbytes` in blocks of `block_nbytes`, `depth` in flight. A context manager."""
+    """The moves in their order, each a request to the kernel, `depth` of them in flight. A context
+    manager."""
 
-    def __init__(
-        self,
-        name: str,
-        files: FileSet,
-        kind: TransferKind,
-        *,
-        nbytes: int,
-        block_nbytes: int,
-        depth: int,
-    ) -> None:
+    def __init__(self, name: str, files: FileSet, moves: Sequence[Move], *, depth: int) -> None:
         self.name = name
         self._files = files
-        self._nbytes = nbytes
+        self._nbytes = sum(move.nbytes for move in moves)
         self._depth = depth
-        self._moves = plan_moves(kind, nbytes=nbytes, extent_nbytes=block_nbytes)
+        self._moves = moves
         self._stack = contextlib.ExitStack()
         try:
             self._open()
@@ -82,7 +75,7 @@ class RawRing:
             for extent, at in slice_extents(
                 scratch.regions[move.region], offset_nbytes=move.offset_nbytes, nbytes=move.nbytes
             ):
-                start_nbytes = move.offset_nbytes + at
+                start_nbytes = move.place + at
                 address = arena.address + start_nbytes
                 segment = Segment(
                     fds[extent.path_index], extent.offset_nbytes, address, extent.nbytes

@@ -81,7 +81,7 @@ class Scratch:
     def _open(self, arena: Arena, weights: Sequence[float]) -> None:
         check_room(self._roots, weights, 2 * self.nbytes)
         for root in self._roots:
-            self._stack.callback(_remove_directory, root)
+            self._stack.callback(remove_directory, root)
         engine = open_engine("auto", arena=arena)
         self._stack.callback(engine.close)
         paths = [
@@ -161,8 +161,9 @@ def _takes_direct(path: str) -> bool:
     return True
 
 
-def _remove_directory(root: Path) -> None:
-    """The lock file is ours; anything else there is not, and keeps the directory."""
+def remove_directory(root: Path) -> None:
+    """Removes a swap directory that is closed. The lock file is ours; anything else there is not,
+    and keeps the directory."""
     with contextlib.suppress(OSError):
         (root / "infinity.lock").unlink()
     with contextlib.suppress(OSError):

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from infinity.bench import nvme
+from infinity.bench import checked, extents, nvme
 from infinity.bench.lab import Lab
 from infinity.bench.measure import Result
 from infinity.errors import ConfigError
 
 SECTIONS = (
-    "read", "write", "mixed", "sweep", "latency", "stripes", "host", "optimizer", "device",
-    "pipeline",
+    "read", "write", "mixed", "extents", "sweep", "latency", "verify", "stripes", "host",
+    "optimizer", "device", "pipeline",
 )  # fmt: skip
-_ON_DRIVES = ("read", "write", "mixed", "sweep", "latency")
+_ON_DRIVES = ("read", "write", "mixed", "extents", "sweep", "latency")
 
 
 QUICK_SECTIONS = ("read", "write", "mixed", "latency", "host", "optimizer")
@@ -41,6 +41,9 @@ def run(lab: Lab, sections: Sequence[str]) -> Iterator[Result]:
         for directory in lab.directories:
             with nvme.open_site(lab, [directory]) as site:
                 yield from _drive(site, sections)
+    if "verify" in sections:
+        for directory in lab.directories:
+            yield from checked.verify(lab, directory)
     if "stripes" in sections and len(lab.directories) > 1:
         yield from nvme.stripes(lab)
     if "host" in sections or "optimizer" in sections:
@@ -56,6 +59,9 @@ def _drive(site: nvme.Site, sections: Sequence[str]) -> Iterator[Result]:
     for kind in nvme.KINDS:
         if kind in sections:
             yield from nvme.bandwidth(site, kind)
+    if "extents" in sections:
+        for kind in ("read", "write"):
+            yield from extents.extents(site, kind)
     if "sweep" in sections:
         for kind in nvme.KINDS:
             yield from nvme.sweep(site, kind)

@@ -13,7 +13,7 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from infinity.bench import pattern
@@ -39,12 +39,18 @@ def next_seed() -> int:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """One extent: `nbytes` at `offset_nbytes` of a region, and of the arena."""
+    """One extent: `nbytes` at `offset_nbytes` of a region, and at `place_nbytes` of the arena,
+    without one at the same offset."""
 
     operation: Operation
     region: RegionName
     offset_nbytes: int
     nbytes: int
+    place_nbytes: int | None = None
+
+    @property
+    def place(self) -> int:
+        return self.offset_nbytes if self.place_nbytes is None else self.place_nbytes
 
 
 def plan_moves(kind: TransferKind, *, nbytes: int, extent_nbytes: int) -> list[Move]:
@@ -84,7 +90,7 @@ class FileSet:
         return self.engine.submit(move.operation, self.segments(move), priority)
 
     def segments(self, move: Move) -> list[Segment]:
-        address = self.arena.address + move.offset_nbytes
+        address = self.arena.address + move.place
         return [
             Segment(
                 self._files[extent.path_index], extent.offset_nbytes, address + at, extent.nbytes
@@ -97,18 +103,21 @@ class FileSet:
         ]
 
 
-class EngineTransfer:
-    """`nbytes` through the engine, `extent_nbytes` per request."""
+class MovesTransfer:
+    """`moves` through the engine: a request each, or one request for all of them."""
 
     def __init__(
-        self, name: str, files: FileSet, kind: TransferKind, *, nbytes: int, extent_nbytes: int
+        self, name: str, files: FileSet, moves: Sequence[Move], *, in_one_request: bool = False
     ) -> None:
         self.name = name
         self._files = files
-        self._nbytes = nbytes
-        self._moves = plan_moves(kind, nbytes=nbytes, extent_nbytes=extent_nbytes)
+        self._nbytes = sum(move.nbytes for move in moves)
+        self._moves = moves
         # Cut before the clock starts: laying out is the business of whoever owns the extents.
-        self._requests = [(move.operation, files.segments(move)) for move in self._moves]
+        self._requests = [(move.operation, files.segments(move)) for move in moves]
+        if in_one_request:
+            segments = [segment for _, segments in self._requests for segment in segments]
+            self._requests = [(moves[0].operation, segments)]
 
     def run(self) -> Sample:
         seed = next_seed()
@@ -124,6 +133,15 @@ class EngineTransfer:
         # The last first: one sleep for all, where waiting in order would wake for each.
         for ticket in reversed(tickets):
             ticket.wait()
+
+
+class EngineTransfer(MovesTransfer):
+    """`nbytes` through the engine in the order of the region, `extent_nbytes` per request."""
+
+    def __init__(
+        self, name: str, files: FileSet, kind: TransferKind, *, nbytes: int, extent_nbytes: int
+    ) -> None:
+        super().__init__(name, files, plan_moves(kind, nbytes=nbytes, extent_nbytes=extent_nbytes))
 
 
 class EngineLatency:
@@ -173,35 +191,46 @@ class EngineLatency:
 
 def prepare(files: FileSet, moves: Sequence[Move], seed: int) -> None:
     """Memory that proves the transfer: poison where bytes arrive, `seed` where they leave from."""
-    for operation, low, high in _spans(moves):
-        memory = files.arena.memory(low, high - low)
-        if operation == "read":
+    for span in _spans(moves):
+        memory = files.arena.memory(span.place, span.nbytes)
+        if span.operation == "read":
             pattern.poison(memory)
         else:
-            pattern.fill(memory, offset_nbytes=low, seed=seed)
+            pattern.fill(memory, offset_nbytes=span.offset_nbytes, seed=seed)
 
 
 def compare(files: FileSet, moves: Sequence[Move], seed: int) -> bool:
     """Whether memory and file hold what they should after the moves. Reads back what was written,
     into poisoned memory."""
-    ok = True
-    for operation, low, high in _spans(moves):
-        memory = files.arena.memory(low, high - low)
-        if operation == "write":
-            pattern.poison(memory)
-            files.submit(Move("read", "busy", low, high - low)).wait()
-        expected_seed = STILL_SEED if operation == "read" else seed
-        ok = pattern.matches(memory, offset_nbytes=low, seed=expected_seed) and ok
-    return ok
+    spans = _spans(moves)
+    written = [span for span in spans if span.operation == "write"]
+    for span in written:
+        pattern.poison(files.arena.memory(span.place, span.nbytes))
+    tickets = [files.submit(replace(span, operation="read")) for span in written]
+    for ticket in tickets:
+        ticket.wait()
+    return all(
+        pattern.matches(
+            files.arena.memory(span.place, span.nbytes),
+            offset_nbytes=span.offset_nbytes,
+            seed=STILL_SEED if span.operation == "read" else seed,
+        )
+        for span in spans
+    )
 
 
-def _spans(moves: Sequence[Move]) -> list[tuple[Operation, int, int]]:
-    """The range that all moves of one operation cover; they leave no gap."""
-    spans = []
-    for operation in ("read", "write"):
-        mine = [move for move in moves if move.operation == operation]
-        if mine:
-            low = min(move.offset_nbytes for move in mine)
-            high = max(move.offset_nbytes + move.nbytes for move in mine)
-            spans.append((operation, low, high))
+def _spans(moves: Sequence[Move]) -> list[Move]:
+    """The moves in the order of the region, those made one that go on in it and in memory."""
+    spans: list[Move] = []
+    for move in sorted(moves, key=lambda each: (each.operation, each.offset_nbytes)):
+        last = spans[-1] if spans else None
+        if (
+            last is not None
+            and last.operation == move.operation
+            and last.offset_nbytes + last.nbytes == move.offset_nbytes
+            and last.place + last.nbytes == move.place
+        ):
+            spans[-1] = replace(last, nbytes=last.nbytes + move.nbytes)
+        else:
+            spans.append(replace(move, place_nbytes=move.place))
     return spans

@@ -53,8 +53,8 @@ def bench(
         typer.Option(
             "--only",
             metavar="A,B",
-            help="Some of: read, write, mixed, sweep, latency, stripes, host, optimizer, device, "
-            "pipeline.",
+            help="Some of: read, write, mixed, extents, sweep, latency, verify, stripes, host, "
+            "optimizer, device, pipeline.",
         ),
     ] = None,
     size: _Size = None,

@@ -68,15 +68,18 @@ def tune(
         found = {
             "block_nbytes": choice.best.block_nbytes,
             "queue_depth": choice.best.depth,
+            "rings": None if choice.rings is None else dataclasses.asdict(choice.rings),
             "rounds": choice.rounds,
             "cpu_s_per_gb": choice.cpu_s_per_gb,
             "scores": scores,
+            "ring_scores": {str(who): round(score, 4) for who, score in choice.ring_scores.items()},
             "paths": [dataclasses.asdict(path) for path in choice.paths],
         }
         typer.echo(json.dumps(found, indent=1))
         return
     console = Console(stderr=True)
-    for who, score in sorted(choice.scores.items(), key=lambda item: -item[1]):
-        mark = "  <- chosen" if who == choice.best else ""
-        console.print(f"  {who!s:<14} {score:6.1%} of the best{mark}", highlight=False)
+    for scores, chosen in ((choice.scores, choice.best), (choice.ring_scores, choice.rings)):
+        for who, score in sorted(scores.items(), key=lambda item: -item[1]):
+            mark = "  <- chosen" if who == chosen else ""
+            console.print(f"  {who!s:<28} {score:6.1%} of the best{mark}", highlight=False)
     typer.echo(fragment, nl=False)

@@ -59,6 +59,7 @@ UpdatesMode = Literal["deferred", "at_step"]
 OptimizerName = Literal["adamw"]
 LrSchedule = Literal["constant", "linear", "cosine"]
 IoEngineName = Literal["auto", "io_uring", "threads"]
+RingFlagsName = Literal["auto", "defer_taskrun", "coop_taskrun", "none"]
 
 
 class Section(BaseModel):
@@ -232,8 +233,19 @@ class Io(Section):
     block_size: Annotated[int, Size(minimum=64 * KIB, maximum=GIB, multiple=PAGE_NBYTES)] = Field(
         4 * MIB, description="Largest single request to a drive."
     )
-    queue_depth: Annotated[int, Integer(1, 4096)] = Field(
+    queue_depth: Annotated[int, Integer(1, 1024)] = Field(
         2, description="Requests in flight on one path. More adds latency, seldom bandwidth."
+    )
+    rings: Annotated[int, Integer(1, 16)] = Field(
+        1,
+        description="For experts: io_uring instances per drive, each with a thread, that share its "
+        "queue and depth. More than one pays only where one thread cannot feed the drive; each "
+        "pins the arena once more against the memlock limit.",
+    )
+    flags: Annotated[RingFlagsName, Choice(RingFlagsName)] = Field(
+        "auto",
+        description='For experts: the flags of the rings. "auto" takes the first of the others, in '
+        "this order, that the kernel grants; one that is named and refused is an error.",
     )
     threads: Annotated[int, Integer(1, 1024)] = Field(
         4, description="Workers of the thread engine."

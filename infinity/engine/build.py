@@ -269,6 +269,8 @@ def _open_volume(
         block_nbytes=config.io.block_size,
         queue_depth=config.io.queue_depth,
         num_threads=config.io.threads,
+        num_rings=config.io.rings,
+        ring_flags=config.io.flags,
     )
     if wrap_storage is not None:
         storage = wrap_storage(storage)

@@ -124,6 +124,8 @@ def _files(config: SwapConfig, scratch: Scratch, arena: Arena) -> Iterator[FileS
         block_nbytes=config.io.block_size,
         queue_depth=config.io.queue_depth,
         num_threads=config.io.threads,
+        num_rings=config.io.rings,
+        ring_flags=config.io.flags,
     )
     try:
         yield FileSet(engine, scratch, arena)

@@ -1,7 +1,9 @@
 """The storage engine as everyone else sees it: segments in, a ticket out.
 
-A request is a list of segments with one ticket. The engine cuts it into blocks, keeps a few of them
-in flight per device, most urgent first, and examines every completion. A buffer belongs to the
+A request is a list of segments with one ticket. The engine cuts it into blocks, and gathers small
+segments and small requests that go on where another ends in the file into one, wherever in memory
+they are. It keeps a few blocks in flight per device, most urgent first, and examines every
+completion. A buffer belongs to the
 request until its ticket is done, also when the request fails or is cancelled.
 
 Requests that overlap in a file, one of them writing, are carried out in the order in which they
@@ -17,7 +19,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol, get_args
 
 from infinity.errors import ConfigError, UnsupportedError
 from infinity.sizes import PAGE_NBYTES
@@ -28,14 +30,16 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DeviceStats", "EngineName", "EngineStats", "FileStats", "LatencyHistogram", "Operation",
-    "Priority", "Segment", "StorageEngine", "Ticket", "open_engine",
+    "Priority", "RingFlags", "Segment", "StorageEngine", "Ticket", "open_engine",
 ]  # fmt: skip
 
 EngineName = Literal["auto", "io_uring", "threads"]
 Operation = Literal["read", "write"]
+RingFlags = Literal["auto", "defer_taskrun", "coop_taskrun", "none"]
 
 MAX_BLOCK_NBYTES = 1 << 30
 MAX_QUEUE_DEPTH = 1024
+MAX_RINGS = 16
 
 _log = logging.getLogger(__name__)
 _warned_fallbacks: set[str] = set()
@@ -144,25 +148,32 @@ def open_engine(
     queue_depth: int = 4,
     num_threads: int = 4,
     max_pending: int = 1024,
+    num_rings: int = 1,
+    ring_flags: RingFlags = "auto",
 ) -> StorageEngine:
     """Opens the engine `name`; "auto" takes io_uring, or threads with one warning that says why.
 
     `arena` is registered with the rings when the memlock limit permits, and kept alive by the
     engine. `queue_depth` counts blocks of `block_nbytes` in flight per device; smaller ones are
     issued until they weigh the same. `num_threads` threads serve one device in the thread engine.
-    `max_pending` bounds the unfinished requests per device and priority. The environment variable
-    INFINITY_IO_ENGINE overrides "auto" only.
-    Raises UnsupportedError when `name` is "io_uring" and the kernel refuses it.
+    `max_pending` bounds the unfinished requests per device and priority. `num_rings` rings share
+    the window and the queue of one device, each with a thread; `ring_flags` are what they are set
+    up with, "auto" the best that the kernel grants (io/README.md); the thread engine has no use for
+    either. The environment variable INFINITY_IO_ENGINE overrides "auto" only.
+    Raises UnsupportedError when `name` is "io_uring" and the kernel refuses it, or when it refuses
+    flags that were asked for by name.
     """
     # Here, not above: the protocol can be imported without the native module.
     from infinity.storage.native import NativeEngine
-    from infinity.storage.probe import explain_missing_uring
+    from infinity.storage.probe import explain_missing_uring, grants_ring_flags
 
     _check_options(
         block_nbytes=block_nbytes,
         queue_depth=queue_depth,
         num_threads=num_threads,
         max_pending=max_pending,
+        num_rings=num_rings,
+        ring_flags=ring_flags,
     )
     chosen = os.environ.get("INFINITY_IO_ENGINE", "auto") if name == "auto" else name
     if chosen not in ("auto", "io_uring", "threads"):
@@ -176,6 +187,11 @@ def open_engine(
             raise UnsupportedError(f"the io_uring engine cannot start: {cause}")
         if cause is not None:
             _warn_of_fallback(cause)
+        elif not grants_ring_flags(ring_flags):
+            raise UnsupportedError(
+                f"this kernel ({os.uname().release}) refuses rings with {ring_flags}; "
+                'flags = "auto" takes the best that it grants'
+            )
     return NativeEngine(
         is_uring=is_uring,
         arena=arena,
@@ -183,19 +199,33 @@ def open_engine(
         queue_depth=queue_depth,
         num_threads=num_threads,
         max_pending=max_pending,
+        num_rings=num_rings,
+        ring_flags=ring_flags,
     )
 
 
 def _check_options(
-    *, block_nbytes: int, queue_depth: int, num_threads: int, max_pending: int
+    *,
+    block_nbytes: int,
+    queue_depth: int,
+    num_threads: int,
+    max_pending: int,
+    num_rings: int,
+    ring_flags: RingFlags,
 ) -> None:
     if not PAGE_NBYTES <= block_nbytes <= MAX_BLOCK_NBYTES or block_nbytes % PAGE_NBYTES:
         raise ConfigError(
             f"{block_nbytes=}, expected a multiple of {PAGE_NBYTES} up to {MAX_BLOCK_NBYTES}"
         )
-    for key, value in (("queue_depth", queue_depth), ("num_threads", num_threads)):
-        if not 1 <= value <= MAX_QUEUE_DEPTH:
-            raise ConfigError(f"{key}={value}, expected 1..{MAX_QUEUE_DEPTH}")
+    for key, value, maximum in (
+        ("queue_depth", queue_depth, MAX_QUEUE_DEPTH),
+        ("num_threads", num_threads, MAX_QUEUE_DEPTH),
+        ("num_rings", num_rings, MAX_RINGS),
+    ):
+        if not 1 <= value <= maximum:
+            raise ConfigError(f"{key}={value}, expected 1..{maximum}")
+    if ring_flags not in get_args(RingFlags):
+        raise ConfigError(f"{ring_flags=}, expected one of {', '.join(get_args(RingFlags))}")
     if max_pending < 1:
         raise ConfigError(f"{max_pending=}, expected at least 1")
 

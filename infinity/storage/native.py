@@ -12,7 +12,7 @@ from infinity import _core
 from infinity.errors import StorageError
 from infinity.sizes import format_nbytes
 from infinity.storage.arena import Arena
-from infinity.storage.engine import Operation, Priority, Segment, Ticket
+from infinity.storage.engine import Operation, Priority, RingFlags, Segment, Ticket
 from infinity.storage.statistics import DeviceStats, EngineStats, FileStats, histogram
 
 _log = logging.getLogger(__name__)
@@ -33,6 +33,8 @@ class NativeEngine:
         queue_depth: int,
         num_threads: int,
         max_pending: int,
+        num_rings: int,
+        ring_flags: RingFlags,
     ) -> None:
         self.name = "io_uring" if is_uring else "threads"
         self._has_reported_buffers = arena is None or not is_uring
@@ -43,6 +45,8 @@ class NativeEngine:
             queue_depth=queue_depth,
             num_threads=num_threads,
             max_pending=max_pending,
+            num_rings=num_rings,
+            ring_flags=ring_flags,
         )
 
     def __enter__(self) -> NativeEngine:

@@ -30,6 +30,12 @@ def probe_uring() -> _core.UringProbe:
 
 
 @functools.cache
+def grants_ring_flags(ring_flags: str) -> bool:
+    """Whether a ring can be set up with what `[io] flags` names."""
+    return _core.probe_uring(ring_flags)["usable"]
+
+
+@functools.cache
 def find_uring_refusal() -> Refusal | None:
     """None when io_uring works, else cause and remedy."""
     found = probe_uring()

@@ -48,8 +48,9 @@ Engine::Engine(const Options& options) : options_(options), pid_(getpid()) {}
 Result<std::unique_ptr<Engine>> Engine::open(const Options& options) {
   INF_ASSERT(options.block_nbytes > 0 && options.block_nbytes % kDefaultAlignmentNbytes == 0);
   INF_ASSERT(options.queue_depth > 0 && options.num_threads > 0 && options.max_pending > 0);
+  INF_ASSERT(options.num_rings > 0);
   if (options.backend == Backend::kUring) {
-    if (const UringProbe probe = probe_uring(); !probe.usable) {
+    if (const UringProbe probe = probe_uring(options.ring_flags); !probe.usable) {
       return Error{probe.code, Operation::kSetup, -1, 0, 0, probe.step};
     }
   }
@@ -155,7 +156,7 @@ Result<std::uint32_t> Engine::alignment_nbytes(std::int32_t id) const {
 Result<Ticket> Engine::build(Operation operation, std::span<const Segment> segments,
                              Priority priority) const {
   auto request = std::make_shared<Request>();
-  // In the order of the file, where neighbours become one block or one command of the device.
+  // In the order of the file, where neighbours share a block.
   std::vector<Segment> sorted(segments.begin(), segments.end());
   std::stable_sort(sorted.begin(), sorted.end(), [](const Segment& a, const Segment& b) {
     return std::tie(a.file, a.offset_nbytes) < std::tie(b.file, b.offset_nbytes);

@@ -121,16 +121,15 @@ bool Lane::take(Block& block) noexcept {
       drop_rest(part);
       continue;
     }
+    shape_block(*part, options_.block_nbytes, options_.arena, block);
     // Nothing less urgent slips past a block that must wait for room.
-    const std::uint64_t span = next_span(*part, options_.block_nbytes, options_.arena);
-    if (num_in_flight_ != 0 && num_in_flight_nbytes_ + span > window_nbytes()) return false;
-    block = cut_block(*part, options_.block_nbytes, options_.arena);
-    queue_.charge(part);
-    if (part->is_cut()) queue_.remove(part);
+    if (num_in_flight_ != 0 && num_in_flight_nbytes_ + block.nbytes > window_nbytes()) return false;
+    const bool is_whole = part->segment_index == 0 && part->cut_nbytes == 0;
     block.issued_at = Clock::now();
-    if (!part->is_started) info_.stats.queue_wait.add(block.issued_at - part->enqueued_at);
-    part->is_started = true;
-    ++part->num_in_flight;
+    queue_.charge(part);
+    cut(*part, block.nbytes);
+    start(*part, block);
+    if (is_whole && part->is_cut() && !part->is_alone) gather(block);
     ++num_in_flight_;
     num_in_flight_nbytes_ += block.nbytes;
     File& file = *block.file;
@@ -139,6 +138,30 @@ bool Lane::take(Block& block) noexcept {
     return true;
   }
   return false;
+}
+
+// Only whole requests share a block: one that fails can then be taken apart.
+void Lane::gather(Block& block) noexcept {
+  const Priority priority = block.parts.front()->priority;
+  const std::uint64_t room_nbytes =
+      window_nbytes() - std::min(window_nbytes(), num_in_flight_nbytes_);
+  const std::uint64_t limit_nbytes = std::min<std::uint64_t>(options_.block_nbytes, room_nbytes);
+  while (Part* next = queue_.choose()) {
+    const bool is_fresh = next->segment_index == 0 && next->cut_nbytes == 0 && !next->is_alone;
+    if (next->priority != priority || !is_fresh || next->owner->failed()) return;
+    if (!extend_block(*next, limit_nbytes, block)) return;
+    next->segment_index = next->segments.size();
+    start(*next, block);
+  }
+}
+
+// `block` has just taken bytes of `part`.
+void Lane::start(Part& part, Block& block) noexcept {
+  block.parts.push_back(&part);
+  if (part.is_cut()) queue_.remove(&part);
+  if (!part.is_started) info_.stats.queue_wait.add(block.issued_at - part.enqueued_at);
+  part.is_started = true;
+  ++part.num_in_flight;
 }
 
 Verdict Lane::settle(Block& block, std::int64_t result) noexcept {
@@ -158,28 +181,46 @@ Verdict Lane::settle(Block& block, std::int64_t result) noexcept {
   }
   (is_read ? stats.num_reads : stats.num_writes) += 1;
   if (judgement.verdict == Verdict::kFailed) {
-    ++stats.num_errors;
-    block.part->owner->fail({judgement.code, block.operation, block.file->id, offset_nbytes,
-                             nbytes, judgement.detail});
+    if (block.parts.size() > 1) {
+      ++stats.num_retries;
+      take_apart(block);
+    } else {
+      ++stats.num_errors;
+      block.parts.front()->owner->fail({judgement.code, block.operation, block.file->id,
+                                        offset_nbytes, nbytes, judgement.detail});
+    }
   }
   retire(block, nbytes);
+  if (death_code_ != 0) die(death_code_, death_detail_);  // Nothing else takes what came back.
   return judgement.verdict;
+}
+
+// Whose fault it was is not known, and the answer to one request is never that of another.
+void Lane::take_apart(Block& block) noexcept {
+  for (Part* part : block.parts) {
+    part->segment_index = 0;
+    part->is_alone = true;
+    push(part);
+  }
 }
 
 void Lane::retire(Block& block, std::uint64_t nbytes) noexcept {
   File& file = *block.file;
-  INF_ASSERT(file.num_in_flight > 0 && block.part->num_in_flight > 0 && num_in_flight_ > 0);
+  INF_ASSERT(file.num_in_flight > 0 && num_in_flight_ > 0);
   const Clock::time_point now = Clock::now();
   const auto latency = now - block.issued_at;
   file.stats.in_flight += latency;
   const bool is_read = block.operation == Operation::kRead;
   (is_read ? file.stats.read_latency : file.stats.write_latency).add(latency);
-  block.part->owner->note_block(file.id, block.issued_at, now);
   --num_in_flight_;
   num_in_flight_nbytes_ -= nbytes;
   if (--file.num_in_flight == 0) file.stats.busy += now - file.busy_since;
-  if (--block.part->num_in_flight == 0 && block.part->is_cut()) finish(block.part);
-  block.part = nullptr;
+  for (Part* part : block.parts) {
+    INF_ASSERT(part->num_in_flight > 0);
+    part->owner->note_block(file.id, block.issued_at, now);
+    if (--part->num_in_flight == 0 && part->is_cut()) finish(part);
+  }
+  block.parts.clear();
 }
 
 // Lets go of the part. Whoever waits for the lane is told after the request is done, so that an

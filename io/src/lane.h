@@ -63,18 +63,24 @@ class Lane {
   [[nodiscard]] virtual std::chrono::nanoseconds cpu() const noexcept = 0;
 
   // Takes the next block, if there is one and the window has room for it; it is in flight from here
-  // on. `mutex_` must be held.
+  // on. Small requests that are next in the queue and go on where it ends travel with it. `mutex_`
+  // must be held.
   [[nodiscard]] bool take(Block& block) noexcept;
 
   // Whether nothing more fits the window. `mutex_` must be held.
   [[nodiscard]] bool is_full() const noexcept { return num_in_flight_nbytes_ >= window_nbytes(); }
 
   // Books the kernel's answer. kAgain: issue the block, which was moved on, once more. Otherwise
-  // the block is gone, and its request with it if that was its last.
+  // the block is gone, and each of its requests with it if that was its last. Requests that shared
+  // a block that failed are queued again, each to get an answer of its own.
   [[nodiscard]] Verdict settle(Block& block, std::int64_t result) noexcept;
 
   // Fails everything queued, now and later: the lane can do no more work. `mutex_` must be held.
   void die(int code, const char* detail) noexcept;
+
+  [[nodiscard]] std::uint64_t window_nbytes() const noexcept {
+    return std::uint64_t{options_.queue_depth} * options_.block_nbytes;
+  }
 
   // Blocks that may be in flight at once, however small.
   [[nodiscard]] std::uint32_t max_in_flight() const noexcept;
@@ -86,13 +92,13 @@ class Lane {
   bool is_stopping_ = false;
 
  private:
-  [[nodiscard]] std::uint64_t window_nbytes() const noexcept {
-    return std::uint64_t{options_.queue_depth} * options_.block_nbytes;
-  }
   [[nodiscard]] std::uint32_t& num_pending(Priority priority) noexcept {
     return num_pending_[static_cast<std::size_t>(priority)];
   }
 
+  void gather(Block& block) noexcept;
+  void start(Part& part, Block& block) noexcept;
+  void take_apart(Block& block) noexcept;
   void retire(Block& block, std::uint64_t nbytes) noexcept;
   void drop_rest(Part* part) noexcept;
   void finish(Part* part) noexcept;

@@ -8,7 +8,7 @@ namespace infinity::io {
 
 bool built_with_uring() noexcept { return false; }
 
-UringProbe probe_uring() noexcept { return {false, ENOSYS, "build", 0}; }
+UringProbe probe_uring(RingFlags) noexcept { return {false, ENOSYS, "build", 0}; }
 
 std::unique_ptr<Lane> make_uring_lane(const Options&) { return nullptr; }
 

@@ -6,6 +6,8 @@
 
 #include <liburing.h>
 
+#include "infinity_io/probe.h"
+
 #ifndef IORING_SETUP_SINGLE_ISSUER
 #define IORING_SETUP_SINGLE_ISSUER (1U << 12)
 #endif
@@ -15,18 +17,30 @@
 
 namespace infinity::io {
 
-// Tries SINGLE_ISSUER|DEFER_TASKRUN (6.1), COOP_TASKRUN (5.19), then nothing. `flags` receives what
-// was granted. Returns 0 or a positive errno. The calling thread must be the one that uses the ring.
-[[nodiscard]] inline int set_up_ring(io_uring& ring, unsigned num_entries,
+// Linux 6.15; liburing 2.3 does not name them.
+inline constexpr int kReadVectorFixed = 60;
+inline constexpr int kWriteVectorFixed = 61;
+
+// Tries what `wanted` names; kAuto: SINGLE_ISSUER|DEFER_TASKRUN (6.1), COOP_TASKRUN (5.19), then
+// nothing. `flags` receives what was granted. Returns 0 or a positive errno. The calling thread
+// must be the one that uses the ring.
+[[nodiscard]] inline int set_up_ring(io_uring& ring, unsigned num_entries, RingFlags wanted,
                                      std::uint32_t& flags) noexcept {
-  constexpr std::uint32_t kLadder[] = {
-      IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_DEFER_TASKRUN, IORING_SETUP_COOP_TASKRUN, 0};
+  struct Rung {
+    RingFlags name;
+    std::uint32_t flags;
+  };
+  constexpr Rung kLadder[] = {
+      {RingFlags::kDefer, IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_DEFER_TASKRUN},
+      {RingFlags::kCoop, IORING_SETUP_COOP_TASKRUN},
+      {RingFlags::kNone, 0}};
   int code = EINVAL;
-  for (const std::uint32_t rung : kLadder) {
+  for (const Rung& rung : kLadder) {
+    if (wanted != RingFlags::kAuto && wanted != rung.name) continue;
     io_uring_params params{};
-    params.flags = rung | IORING_SETUP_CLAMP;
+    params.flags = rung.flags | IORING_SETUP_CLAMP;
     code = -io_uring_queue_init_params(num_entries, &ring, &params);
-    flags = rung;
+    flags = rung.flags;
     if (code != EINVAL) break;
   }
   return code;

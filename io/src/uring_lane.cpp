@@ -1,8 +1,9 @@
-// One ring, owned by one thread.
+// One ring, or a few, each owned by one thread. They take blocks from one queue, each up to its
+// share of the window.
 //
-// The thread sleeps in io_uring_enter. New work wakes it through an eventfd on which a poll is
-// armed; a full window needs no waking, since the next completion does it. Only this thread touches
-// the ring (SINGLE_ISSUER); others speak to it through the queue and `forgotten_`.
+// A thread sleeps in io_uring_enter. New work wakes it through an eventfd on which a poll is armed;
+// one whose share is full needs no waking, since the next completion does it. Only its thread
+// touches a ring (SINGLE_ISSUER); others speak to it through the queue and `forgotten_`.
 #include <algorithm>
 #include <bit>
 #include <cerrno>
@@ -29,73 +30,88 @@ constexpr unsigned kMaxWorkers = 4;  // of the kernel's own pool, for what it mu
 
 struct Slot {
   Block block;
+  std::uint64_t taken_nbytes = 0;  // of the window, until the block is settled
   std::uint32_t generation = 0;  // A stale completion trips an assert instead of hurting bytes.
   bool is_busy = false;
 };
 
 class UringLane final : public Lane {
  public:
-  explicit UringLane(const Options& options)
-      : Lane(options), slots_(max_in_flight()), file_slots_(kNumFileSlots, nullptr) {
+  explicit UringLane(const Options& options);
+  Error start() override;
+  void stop() noexcept override;
+  void forget(File* file) noexcept override;
+
+ private:
+  class Ring;
+
+  void wake() noexcept override;
+  std::chrono::nanoseconds cpu() const noexcept override;
+
+  // What one ring found out when it was set up. `mutex_` must be held.
+  void note(const LaneInfo& found) noexcept;
+
+  std::vector<std::unique_ptr<Ring>> rings_;
+};
+
+class UringLane::Ring {
+ public:
+  explicit Ring(UringLane& lane)
+      : lane_(lane),
+        share_nbytes_(std::max<std::uint64_t>(1, lane.window_nbytes() / lane.options_.num_rings)),
+        slots_(lane.max_in_flight()),
+        file_slots_(kNumFileSlots, nullptr) {
     free_slots_.reserve(slots_.size());
     for (std::uint32_t slot = 0; slot < slots_.size(); ++slot) free_slots_.push_back(slot);
   }
 
-  Error start() override {
+  Error start() {
     wake_fd_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     if (wake_fd_ < 0) return {errno, Operation::kSetup, -1, 0, 0, "cannot create an eventfd"};
-    if (const int code = thread_.start(&UringLane::body, this, "infinity-uring")) {
+    if (const int code = thread_.start(&Ring::body, this, "infinity-uring")) {
       ::close(wake_fd_);
       return {code, Operation::kSetup, -1, 0, 0, "cannot start the ring's thread"};
     }
-    std::unique_lock lock(mutex_);
+    std::unique_lock lock(lane_.mutex_);
     answered_.wait(lock, [this] { return is_answered_; });
     if (setup_code_ == 0) return {};
     lock.unlock();
-    thread_.join();
-    ::close(wake_fd_);
+    join();
     return {setup_code_, Operation::kSetup, -1, 0, 0, "io_uring_setup refused the ring"};
   }
 
-  void stop() noexcept override {
-    {
-      std::lock_guard lock(mutex_);
-      is_stopping_ = true;
-      notify();
-    }
+  void join() noexcept {
     thread_.join();
     ::close(wake_fd_);
   }
 
-  void forget(File* file) noexcept override {
-    std::unique_lock lock(mutex_);
+  void forget(File* file) noexcept {
+    std::unique_lock lock(lane_.mutex_);
     const auto is_free = [this] { return forgotten_ == nullptr || has_ended_; };
     answered_.wait(lock, is_free);  // Another file's turn.
-    if (has_ended_ || file->ring_slot < 0) return;
+    if (has_ended_) return;
     forgotten_ = file;
     notify();
     answered_.wait(lock, is_free);
   }
 
- private:
-  static void body(void* self) noexcept { static_cast<UringLane*>(self)->run(); }
+  [[nodiscard]] std::chrono::nanoseconds cpu() const noexcept { return thread_.cpu(); }
 
-  void wake() noexcept override {
-    if (is_asleep_) notify();
-  }
-
-  std::chrono::nanoseconds cpu() const noexcept override { return thread_.cpu(); }
-
+  // The lane's mutex must be held for both.
+  [[nodiscard]] bool is_asleep() const noexcept { return is_asleep_; }
   void notify() noexcept {
     is_asleep_ = false;
     const std::uint64_t one = 1;
     [[maybe_unused]] const ssize_t written = write(wake_fd_, &one, sizeof one);
   }
 
+ private:
+  static void body(void* self) noexcept { static_cast<Ring*>(self)->run(); }
+
   void run() noexcept {
     const int code = set_up();
     {
-      std::lock_guard lock(mutex_);
+      std::lock_guard lock(lane_.mutex_);
       setup_code_ = code;
       is_answered_ = true;
       answered_.notify_all();
@@ -123,7 +139,9 @@ class UringLane final : public Lane {
     // One entry per slot, one for the wake-up, and room to be rounded to a power of two.
     const auto num_entries = static_cast<unsigned>(std::bit_ceil(slots_.size() + 2));
     std::uint32_t flags = 0;
-    if (const int code = set_up_ring(ring_, num_entries, flags)) return code;
+    const RingFlags wanted = lane_.options_.ring_flags;
+    if (const int code = set_up_ring(ring_, num_entries, wanted, flags)) return code;
+    has_ring_ = true;
     io_uring_ring_dontfork(&ring_);
     unsigned workers[2] = {kMaxWorkers, kMaxWorkers};
     io_uring_register_iowq_max_workers(&ring_, workers);
@@ -131,20 +149,31 @@ class UringLane final : public Lane {
     found.ring_flags = flags;
     found.register_buffers_errno = register_arena();
     found.has_registered_buffers =
-        options_.arena.nbytes != 0 && found.register_buffers_errno == 0;
+        lane_.options_.arena.nbytes != 0 && found.register_buffers_errno == 0;
+    found.has_fixed_vectors = found.has_registered_buffers && has_fixed_vector_opcodes();
     const std::vector<int> none(kNumFileSlots, -1);
     found.has_registered_files =
         io_uring_register_files(&ring_, none.data(), kNumFileSlots) == 0;
-    std::lock_guard lock(mutex_);
-    info_ = found;
     has_buffers_ = found.has_registered_buffers;
     has_files_ = found.has_registered_files;
+    has_fixed_vectors_ = found.has_fixed_vectors;
+    std::lock_guard lock(lane_.mutex_);
+    lane_.note(found);
     return 0;
+  }
+
+  [[nodiscard]] bool has_fixed_vector_opcodes() noexcept {
+    io_uring_probe* opcodes = io_uring_get_probe_ring(&ring_);
+    if (opcodes == nullptr) return false;
+    const bool has_both = io_uring_opcode_supported(opcodes, kReadVectorFixed) != 0 &&
+                          io_uring_opcode_supported(opcodes, kWriteVectorFixed) != 0;
+    io_uring_free_probe(opcodes);
+    return has_both;
   }
 
   // 0, or the errno with which the kernel refused (ENOMEM: RLIMIT_MEMLOCK).
   [[nodiscard]] int register_arena() noexcept {
-    const ArenaRange& arena = options_.arena;
+    const ArenaRange& arena = lane_.options_.arena;
     if (arena.nbytes == 0) return 0;
     std::vector<iovec> buffers;
     for (std::uint64_t at = 0; at < arena.nbytes; at += kRegisteredBufferNbytes) {
@@ -157,25 +186,33 @@ class UringLane final : public Lane {
 
   // Moves queued blocks into the free slots. False when the thread has nothing left to live for.
   [[nodiscard]] bool fill() noexcept {
-    std::lock_guard lock(mutex_);
+    std::lock_guard lock(lane_.mutex_);
     if (forgotten_ != nullptr) {
       release_file_slot(forgotten_);
       forgotten_ = nullptr;
       answered_.notify_all();
     }
-    while (!free_slots_.empty()) {
+    while (has_room()) {
       const std::uint32_t index = free_slots_.back();
-      if (!take(slots_[index].block)) break;
+      Slot& slot = slots_[index];
+      if (!lane_.take(slot.block)) break;
       free_slots_.pop_back();
-      slots_[index].is_busy = true;
+      slot.is_busy = true;
+      slot.taken_nbytes = slot.block.nbytes;
+      num_taken_nbytes_ += slot.taken_nbytes;
       prepare(index);
     }
     const bool is_unused = free_slots_.size() == slots_.size();
-    if (is_stopping_ && is_unused) return false;
+    if (lane_.is_stopping_ && is_unused) return false;
     if (!is_wake_armed_) arm_wake();
-    is_window_full_ = free_slots_.empty() || is_full();
-    is_asleep_ = !is_window_full_;
+    is_window_full_ = !has_room() || lane_.is_full();
+    is_asleep_ = has_room() && (is_unused || !lane_.is_full());
+    if (!has_room() && !lane_.is_full() && !lane_.queue_.empty()) lane_.wake();  // Another ring.
     return true;
+  }
+
+  [[nodiscard]] bool has_room() const noexcept {
+    return !free_slots_.empty() && num_taken_nbytes_ < share_nbytes_;
   }
 
   void prepare(std::uint32_t index) noexcept {
@@ -183,18 +220,26 @@ class UringLane final : public Lane {
     const Block& block = slot.block;
     io_uring_sqe* sqe = io_uring_get_sqe(&ring_);
     INF_ASSERT(sqe != nullptr);  // The ring has more entries than there are slots.
-    void* address = reinterpret_cast<void*>(block.address);  // NOLINT
     const int fd = block.file->fd;
     const bool is_read = block.operation == Operation::kRead;
-    if (has_buffers_ && options_.arena.holds(block.address, block.nbytes)) {
-      const auto buffer = static_cast<int>((block.address - options_.arena.address) /
-                                           kRegisteredBufferNbytes);
-      is_read ? io_uring_prep_read_fixed(sqe, fd, address, block.nbytes, block.offset_nbytes, buffer)
-              : io_uring_prep_write_fixed(sqe, fd, address, block.nbytes, block.offset_nbytes,
-                                          buffer);
+    const iovec* pieces = block.pieces.data();
+    const auto num_pieces = static_cast<unsigned>(block.pieces.size());
+    const int buffer = has_buffers_ ? registered_buffer(block, lane_.options_.arena) : -1;
+    if (num_pieces > 1) {
+      is_read ? io_uring_prep_readv(sqe, fd, pieces, num_pieces, block.offset_nbytes)
+              : io_uring_prep_writev(sqe, fd, pieces, num_pieces, block.offset_nbytes);
+      if (buffer >= 0 && has_fixed_vectors_) {
+        sqe->opcode = static_cast<std::uint8_t>(is_read ? kReadVectorFixed : kWriteVectorFixed);
+        sqe->buf_index = static_cast<std::uint16_t>(buffer);
+      }
+    } else if (buffer >= 0) {
+      is_read ? io_uring_prep_read_fixed(sqe, fd, pieces->iov_base, block.nbytes,
+                                         block.offset_nbytes, buffer)
+              : io_uring_prep_write_fixed(sqe, fd, pieces->iov_base, block.nbytes,
+                                          block.offset_nbytes, buffer);
     } else {
-      is_read ? io_uring_prep_read(sqe, fd, address, block.nbytes, block.offset_nbytes)
-              : io_uring_prep_write(sqe, fd, address, block.nbytes, block.offset_nbytes);
+      is_read ? io_uring_prep_read(sqe, fd, pieces->iov_base, block.nbytes, block.offset_nbytes)
+              : io_uring_prep_write(sqe, fd, pieces->iov_base, block.nbytes, block.offset_nbytes);
     }
     if (const int file_slot = file_slot_of(block.file); file_slot >= 0) {
       sqe->fd = file_slot;
@@ -215,21 +260,25 @@ class UringLane final : public Lane {
 
   // Registers the file at its first use. -1: no free slot, use the descriptor itself.
   [[nodiscard]] int file_slot_of(File* file) noexcept {
-    if (file->ring_slot >= 0 || !has_files_) return file->ring_slot;
-    const auto free = std::find(file_slots_.begin(), file_slots_.end(), nullptr);
-    if (free == file_slots_.end()) return -1;
-    const auto index = static_cast<unsigned>(free - file_slots_.begin());
-    if (io_uring_register_files_update(&ring_, index, &file->fd, 1) != 1) return -1;
-    *free = file;
-    return file->ring_slot = static_cast<int>(index);
+    if (!has_files_) return -1;
+    auto slot = std::find(file_slots_.begin(), file_slots_.end(), file);
+    if (slot == file_slots_.end()) {
+      slot = std::find(file_slots_.begin(), file_slots_.end(), nullptr);
+      if (slot == file_slots_.end()) return -1;
+      const auto index = static_cast<unsigned>(slot - file_slots_.begin());
+      if (io_uring_register_files_update(&ring_, index, &file->fd, 1) != 1) return -1;
+      *slot = file;
+    }
+    return static_cast<int>(slot - file_slots_.begin());
   }
 
   void release_file_slot(File* file) noexcept {
-    const auto index = static_cast<unsigned>(file->ring_slot);
+    const auto slot = std::find(file_slots_.begin(), file_slots_.end(), file);
+    if (slot == file_slots_.end()) return;
     const int none = -1;
-    io_uring_register_files_update(&ring_, index, &none, 1);
-    file_slots_[index] = nullptr;
-    file->ring_slot = -1;
+    io_uring_register_files_update(&ring_, static_cast<unsigned>(slot - file_slots_.begin()), &none,
+                                   1);
+    *slot = nullptr;
   }
 
   // Returns the number of completions examined.
@@ -255,10 +304,11 @@ class UringLane final : public Lane {
     INF_ASSERT(index < slots_.size());
     Slot& slot = slots_[index];
     INF_ASSERT(slot.is_busy && slot.generation == static_cast<std::uint32_t>(cqe.user_data >> 32));
-    if (settle(slot.block, cqe.res) == Verdict::kAgain) {
+    if (lane_.settle(slot.block, cqe.res) == Verdict::kAgain) {
       prepare(index);
     } else {
       slot.is_busy = false;
+      num_taken_nbytes_ -= slot.taken_nbytes;
       free_slots_.push_back(index);
     }
   }
@@ -278,14 +328,16 @@ class UringLane final : public Lane {
   void break_down(int code) noexcept {
     const char* detail = "the ring failed; its completions are lost";
     tear_down();
+    {
+      std::lock_guard lock(lane_.mutex_);
+      lane_.die(code, detail);  // First, so that no other ring goes on with what comes back.
+    }
     for (Slot& slot : slots_) {
       if (!slot.is_busy) continue;
-      while (settle(slot.block, -code) == Verdict::kAgain) {
+      while (lane_.settle(slot.block, -code) == Verdict::kAgain) {
       }
       slot.is_busy = false;
     }
-    std::lock_guard lock(mutex_);
-    die(code, detail);
   }
 
   void tear_down() noexcept {
@@ -293,13 +345,16 @@ class UringLane final : public Lane {
     if (has_buffers_) io_uring_unregister_buffers(&ring_);  // Unpins now, not some time later.
     io_uring_queue_exit(&ring_);
     has_ring_ = false;
-    std::lock_guard lock(mutex_);
+    std::lock_guard lock(lane_.mutex_);
     has_ended_ = true;
     forgotten_ = nullptr;
     answered_.notify_all();
   }
 
-  // Shared with the callers, guarded by `mutex_`.
+  UringLane& lane_;
+  const std::uint64_t share_nbytes_;  // of the window; the last block may go over it
+
+  // Shared with the callers, guarded by the lane's mutex.
   int wake_fd_ = -1;
   std::condition_variable answered_;
   bool is_answered_ = false;
@@ -309,17 +364,73 @@ class UringLane final : public Lane {
   File* forgotten_ = nullptr;
   Thread thread_;
 
-  // The ring thread's own.
+  // The thread's own.
   io_uring ring_{};
-  bool has_ring_ = true;
+  bool has_ring_ = false;
   bool has_buffers_ = false;
   bool has_files_ = false;
+  bool has_fixed_vectors_ = false;
   bool is_wake_armed_ = false;
   bool is_window_full_ = false;
+  std::uint64_t num_taken_nbytes_ = 0;
   std::vector<Slot> slots_;
   std::vector<std::uint32_t> free_slots_;
   std::vector<File*> file_slots_;
 };
+
+UringLane::UringLane(const Options& options) : Lane(options) {
+  for (std::uint32_t index = 0; index < options.num_rings; ++index) {
+    rings_.push_back(std::make_unique<Ring>(*this));
+  }
+}
+
+Error UringLane::start() {
+  for (std::size_t index = 0; index < rings_.size(); ++index) {
+    if (const Error error = rings_[index]->start()) {
+      rings_.resize(index);
+      stop();
+      return error;
+    }
+  }
+  return {};
+}
+
+void UringLane::stop() noexcept {
+  {
+    std::lock_guard lock(mutex_);
+    is_stopping_ = true;
+    for (const auto& ring : rings_) ring->notify();
+  }
+  for (const auto& ring : rings_) ring->join();
+}
+
+void UringLane::forget(File* file) noexcept {
+  for (const auto& ring : rings_) ring->forget(file);
+}
+
+void UringLane::wake() noexcept {
+  for (const auto& ring : rings_) {
+    if (ring->is_asleep()) return ring->notify();
+  }
+}
+
+std::chrono::nanoseconds UringLane::cpu() const noexcept {
+  std::chrono::nanoseconds sum{0};
+  for (const auto& ring : rings_) sum += ring->cpu();
+  return sum;
+}
+
+void UringLane::note(const LaneInfo& found) noexcept {
+  const bool is_first = info_.num_rings++ == 0;
+  const auto all = [is_first](bool before, bool here) { return here && (is_first || before); };
+  info_.ring_flags = found.ring_flags;
+  info_.has_registered_buffers = all(info_.has_registered_buffers, found.has_registered_buffers);
+  info_.has_registered_files = all(info_.has_registered_files, found.has_registered_files);
+  info_.has_fixed_vectors = all(info_.has_fixed_vectors, found.has_fixed_vectors);
+  if (found.register_buffers_errno != 0) {
+    info_.register_buffers_errno = found.register_buffers_errno;
+  }
+}
 
 }  // namespace
 

@@ -12,8 +12,9 @@ namespace {
 constexpr std::uint32_t kNeededFeatures =
     IORING_FEAT_NODROP | IORING_FEAT_SUBMIT_STABLE | IORING_FEAT_EXT_ARG;
 
-constexpr int kNeededOpcodes[] = {IORING_OP_READ, IORING_OP_WRITE, IORING_OP_READ_FIXED,
-                                  IORING_OP_WRITE_FIXED, IORING_OP_POLL_ADD};
+constexpr int kNeededOpcodes[] = {IORING_OP_READ,       IORING_OP_WRITE,      IORING_OP_READV,
+                                  IORING_OP_WRITEV,     IORING_OP_READ_FIXED, IORING_OP_WRITE_FIXED,
+                                  IORING_OP_POLL_ADD};
 
 UringProbe examine(io_uring& ring, std::uint32_t flags) noexcept {
   if ((ring.features & kNeededFeatures) != kNeededFeatures) return {false, ENOSYS, "features", flags};
@@ -33,10 +34,10 @@ UringProbe examine(io_uring& ring, std::uint32_t flags) noexcept {
 
 bool built_with_uring() noexcept { return true; }
 
-UringProbe probe_uring() noexcept {
+UringProbe probe_uring(RingFlags wanted) noexcept {
   io_uring ring{};
   std::uint32_t flags = 0;
-  if (const int code = set_up_ring(ring, 4, flags)) return {false, code, "io_uring_setup", 0};
+  if (const int code = set_up_ring(ring, 4, wanted, flags)) return {false, code, "io_uring_setup", 0};
   const UringProbe probe = examine(ring, flags);
   io_uring_queue_exit(&ring);
   return probe;

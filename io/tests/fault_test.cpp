@@ -33,8 +33,20 @@ struct Outcome {
   bool has_failed = false;
 };
 
+// What a request of `nbytes` is made of: one segment, or pages that lie apart in memory.
+std::vector<Segment> segments_of(const Segment& whole, bool is_scattered) {
+  if (!is_scattered) return {whole};
+  std::vector<Segment> pages;
+  const std::uint64_t count = whole.nbytes / 4096;
+  for (std::uint64_t at = 0; at < count; ++at) {
+    pages.push_back({whole.file, whole.offset_nbytes + at * 4096,
+                     whole.address + at * 3 % count * 4096, 4096});
+  }
+  return pages;
+}
+
 // Two files, four writes, then four reads; every ticket must end well or with the right error.
-Outcome climb(Backend backend, const Kind& kind, std::uint64_t rung) {
+Outcome climb(Backend backend, const Kind& kind, std::uint64_t rung, bool is_scattered) {
   std::atomic<std::uint64_t> num_answers{0};
   std::atomic<std::int32_t> hit_file{-1};
   TempFile files[2] = {TempFile(kFileNbytes), TempFile(kFileNbytes)};
@@ -56,10 +68,9 @@ Outcome climb(Backend backend, const Kind& kind, std::uint64_t rung) {
     std::vector<Ticket> tickets;
     for (std::uint64_t half = 0; half < 4; ++half) {
       const std::uint64_t offset = half / 2 * (kFileNbytes / 2);
-      tickets.push_back(submit(*engine, operation,
-                               {{ids[half % 2], offset,
-                                 memory.address() + half % 2 * kFileNbytes + offset,
-                                 kFileNbytes / 2}}));
+      const Segment whole{ids[half % 2], offset,
+                          memory.address() + half % 2 * kFileNbytes + offset, kFileNbytes / 2};
+      tickets.push_back(submit(*engine, operation, segments_of(whole, is_scattered)));
     }
     for (const Ticket& ticket : tickets) {
       wait(ticket);
@@ -87,18 +98,22 @@ Outcome climb(Backend backend, const Kind& kind, std::uint64_t rung) {
 
 TEST(EveryAnswerOfTheKernelMayBeBad) {
   on_each_backend([](Backend backend) {
-    for (const Kind& kind : kKinds) {
-      std::uint64_t rung = 1;
-      bool has_failed = false;
-      for (Outcome outcome = climb(backend, kind, rung); outcome.num_answers >= rung;
-           outcome = climb(backend, kind, ++rung)) {
-        has_failed |= outcome.has_failed;
-        // Which requests the endless kinds hit, and how the rest goes, is a matter of timing.
-        CHECK(kind.repeats > 1 || outcome.has_failed == (kind.expected != 0));
+    for (const bool is_scattered : {false, true}) {
+      for (const Kind& kind : kKinds) {
+        std::uint64_t rung = 1;
+        bool has_failed = false;
+        for (Outcome outcome = climb(backend, kind, rung, is_scattered);
+             outcome.num_answers >= rung;
+             outcome = climb(backend, kind, ++rung, is_scattered)) {
+          has_failed |= outcome.has_failed;
+          // Which requests the endless kinds hit, and how the rest goes, is a matter of timing.
+          CHECK(kind.repeats > 1 || outcome.has_failed == (kind.expected != 0));
+        }
+        std::printf("  %s%s: %llu rungs\n", kind.name, is_scattered ? ", scattered" : "",
+                    static_cast<unsigned long long>(rung - 1));
+        CHECK(rung > 16);  // Eight blocks each way.
+        CHECK(has_failed == (kind.expected != 0));
       }
-      std::printf("  %s: %llu rungs\n", kind.name, static_cast<unsigned long long>(rung - 1));
-      CHECK(rung > 16);  // Eight blocks each way.
-      CHECK(has_failed == (kind.expected != 0));
     }
   });
 }

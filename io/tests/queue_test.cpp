@@ -1,8 +1,12 @@
 // What happens between submit() and the device: order, urgency, cancellation, back-pressure.
+#include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <condition_variable>
 #include <mutex>
 #include <thread>
+
+#include <pthread.h>
 
 #include "fixtures.h"
 
@@ -266,6 +270,189 @@ TEST(SegmentsThatContinueEachOtherBecomeOneBlock) {
     wait(submit(*engine, Operation::kRead, pages));
     CHECK(engine->stats()[0].stats.num_reads == 16);
   });
+}
+
+TEST(SegmentsScatteredInMemoryTravelTogetherWhereTheyTouchInTheFile) {
+  on_each_backend([](Backend backend) {
+    for (const bool is_registered : {false, true}) {
+      TempFile file(1024 * kKiB);
+      Memory source(1024 * kKiB), target(1024 * kKiB);
+      source.fill(5);
+      Options options = options_for(backend);
+      if (is_registered) options.arena = target.range();
+      auto engine = open_engine(options);
+      const std::int32_t id = open_file(*engine, file);
+      std::vector<Segment> pages, back;
+      for (std::uint64_t at = 0; at < 256; ++at) {
+        const std::uint64_t place = at * 101 % 256;  // 101 and 256 have no common factor.
+        pages.push_back({id, place * 4096, source.address() + at * 4096, 4096});
+        back.push_back({id, at * 101 % 256 * 4096, target.address() + at * 4096, 4096});
+      }
+      wait(submit(*engine, Operation::kWrite, pages));
+      wait(submit(*engine, Operation::kRead, back));
+      CHECK(std::memcmp(&source[0], &target[0], 1024 * kKiB) == 0);
+      const FileStats stats = engine->stats()[0].stats;
+      CHECK(stats.num_writes == 16 && stats.num_reads == 16);
+    }
+  });
+}
+
+TEST(SmallRequestsThatTouchInTheFileShareABlock) {
+  on_each_backend([](Backend backend) {
+    Subject subject(backend);
+    subject.memory.fill(3);
+    std::vector<unsigned char> source(&subject.memory[0], &subject.memory[0] + 8 * 4096);
+    subject.plug();
+    subject.wait_until_in_flight();
+    std::vector<Ticket> tickets;
+    for (std::uint64_t at = 0; at < 8; ++at) {
+      tickets.push_back(submit(*subject.engine, Operation::kWrite,
+                               {{subject.id, at * 4096, subject.memory.address() + at * 4096, 4096}},
+                               Priority::kState));
+    }
+    subject.gate.open();
+    CHECK(subject.engine->drain(10s));
+    CHECK((subject.blocks() == Blocks{100, 0}));
+    for (const Ticket& ticket : tickets) {
+      CHECK(ticket->done() && !ticket->failed());
+      CHECK(ticket->passages()[0].has_moved() && ticket->passages()[0].nbytes == 4096);
+    }
+    wait(submit(*subject.engine, Operation::kRead,
+                {{subject.id, 0, subject.memory.address() + 64 * 4096, 8 * 4096}}));
+    CHECK(std::memcmp(&subject.memory[64 * 4096], source.data(), source.size()) == 0);
+  });
+}
+
+TEST(RequestsOfOtherUrgencyOrDirectionShareNoBlock) {
+  on_each_backend([](Backend backend) {
+    Subject subject(backend);
+    subject.plug();
+    subject.wait_until_in_flight();
+    const auto submit_page = [&](Operation operation, std::uint64_t page, Priority priority) {
+      submit(*subject.engine, operation,
+             {{subject.id, page * 4096, subject.memory.address() + page * 4096, 4096}}, priority);
+    };
+    submit_page(Operation::kRead, 0, Priority::kForward);
+    submit_page(Operation::kRead, 1, Priority::kState);
+    submit_page(Operation::kWrite, 2, Priority::kState);
+    subject.gate.open();
+    CHECK(subject.engine->drain(10s));
+    CHECK((subject.offsets == std::vector<std::uint64_t>{100 * kBlockNbytes, 0, 4096, 8192}));
+  });
+}
+
+TEST(OnlyWholeRequestsShareABlock) {
+  on_each_backend([](Backend backend) {
+    Subject subject(backend);
+    subject.plug();
+    subject.wait_until_in_flight();
+    constexpr std::uint64_t kHalf = kBlockNbytes / 2;
+    submit(*subject.engine, Operation::kRead,
+           {{subject.id, 0, subject.memory.address(), 3 * kHalf}}, Priority::kState);
+    submit(*subject.engine, Operation::kRead,
+           {{subject.id, 3 * kHalf, subject.memory.address(), kHalf}}, Priority::kState);
+    subject.gate.open();
+    CHECK(subject.engine->drain(10s));
+    CHECK((subject.offsets ==
+           std::vector<std::uint64_t>{100 * kBlockNbytes, 0, kBlockNbytes, 3 * kHalf}));
+  });
+}
+
+// The drive has one bad page; eight requests of a page each share the block that meets it.
+TEST(ASharedBlockThatFailsIsTakenApart) {
+  on_each_backend([](Backend backend) {
+    constexpr std::uint64_t kBadPage = 5;
+    TempFile file(1024 * kKiB);
+    Memory memory(1024 * kKiB);
+    Gate gate;
+    std::atomic<int> num_answers{0};
+    Options options = options_for(backend);
+    options.queue_depth = 1;
+    options.tamper = [&](const Block& block, std::int64_t result) -> std::int64_t {
+      gate.pass();
+      ++num_answers;
+      const std::uint64_t bad = kBadPage * 4096;
+      const bool is_hit = block.offset_nbytes <= bad && bad < block.offset_nbytes + block.nbytes;
+      return is_hit ? -EIO : result;
+    };
+    auto engine = open_engine(options);
+    const std::int32_t id = open_file(*engine, file);
+    submit(*engine, Operation::kRead, {{id, 512 * kKiB, memory.address(), kBlockNbytes}});
+    while (engine->lanes()[0].stats.num_in_flight == 0) std::this_thread::yield();
+    std::vector<Ticket> tickets;
+    for (std::uint64_t page = 0; page < 8; ++page) {
+      tickets.push_back(
+          submit(*engine, Operation::kRead, {{id, page * 4096, memory.address(), 4096}}));
+    }
+    gate.open();
+    CHECK(engine->drain(10s));
+    CHECK(num_answers == 1 + 1 + 8);  // The plug, the shared block, and each on its own.
+    for (std::uint64_t page = 0; page < 8; ++page) {
+      CHECK(tickets[page]->failed() == (page == kBadPage));
+    }
+    const Error error = tickets[kBadPage]->error();
+    CHECK(error.code == EIO && error.offset_nbytes == kBadPage * 4096 && error.nbytes == 4096);
+    const FileStats stats = engine->stats()[0].stats;
+    CHECK(stats.num_errors == 1 && stats.num_retries == 1);
+  });
+}
+
+TEST(SeveralRingsWorkOffOneQueue) {
+  if (!probe_uring().usable) return;
+  constexpr std::uint64_t kNumBlocks = 96;
+  TempFile file(kNumBlocks * kBlockNbytes);
+  Memory source(kNumBlocks * kBlockNbytes), target(kNumBlocks * kBlockNbytes);
+  source.fill(11);
+  Options options = options_for(Backend::kUring);
+  options.num_rings = 3;
+  options.queue_depth = 6;
+  options.arena = source.range();
+  Gate gate;
+  std::mutex mutex;
+  std::vector<pthread_t> threads;
+  options.tamper = [&](const Block&, std::int64_t result) {
+    gate.pass();
+    std::lock_guard lock(mutex);
+    if (std::find(threads.begin(), threads.end(), pthread_self()) == threads.end()) {
+      threads.push_back(pthread_self());
+    }
+    return result;
+  };
+  auto engine = open_engine(options);
+  for (int round = 0; round < 3; ++round) {  // Every ring forgets the file when it is closed.
+    const std::int32_t id = open_file(*engine, file);
+    const Ticket write = submit(*engine, Operation::kWrite,
+                                {{id, 0, source.address(), kNumBlocks * kBlockNbytes}});
+    if (round == 0) {  // Nothing is answered: every ring has its share of the window.
+      while (engine->lanes()[0].stats.num_in_flight < 6) std::this_thread::yield();
+      gate.open();
+    }
+    wait(submit(*engine, Operation::kRead,
+                {{id, 0, target.address(), kNumBlocks * kBlockNbytes}}));
+    CHECK(write->done() && !write->failed());
+    CHECK(std::memcmp(&source[0], &target[0], kNumBlocks * kBlockNbytes) == 0);
+    CHECK(!engine->close_file(id));
+  }
+  CHECK(threads.size() == 3);
+  const LaneInfo info = engine->lanes()[0];
+  CHECK(info.num_rings == 3 && info.has_registered_files);
+  CHECK(engine->stats()[0].stats.max_in_flight == 6);
+}
+
+TEST(RingFlagsAreThoseThatWereAskedFor) {
+  for (const RingFlags wanted : {RingFlags::kDefer, RingFlags::kCoop, RingFlags::kNone}) {
+    const UringProbe probe = probe_uring(wanted);
+    if (!probe.usable) continue;  // An older kernel, or none that may be used.
+    TempFile file(256 * kKiB);
+    Memory memory(256 * kKiB);
+    Options options = options_for(Backend::kUring);
+    options.ring_flags = wanted;
+    auto engine = open_engine(options);
+    const std::int32_t id = open_file(*engine, file);
+    wait(submit(*engine, Operation::kRead, {{id, 0, memory.address(), 256 * kKiB}}));
+    CHECK(engine->lanes()[0].ring_flags == probe.ring_flags);
+    CHECK((probe.ring_flags == 0) == (wanted == RingFlags::kNone));
+  }
 }
 
 TEST(StatisticsSurviveTheFileAndTheEngine) {

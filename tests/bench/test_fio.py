@@ -35,6 +35,15 @@ def job(*, read: int = 0, write: int = 0, runtime_ms: int = 500, error: int = 0)
     }
 
 
+@pytest.mark.parametrize(("access", "rw"), [("strided", "read:65536"), ("random", "randread")])
+def test_access_with_gaps_moves_half_of_the_range(access: fio.Access, rw: str) -> None:
+    settings = fio.FioSettings(64 << 10, 8, access)
+    words = fio.command([Share("/a/f", 0, 16 * MIB)], "read", settings, nbytes=4 * MIB)
+    assert f"--rw={rw}" in words
+    assert words[-2:] == [f"--size={4 * MIB}", f"--io_size={2 * MIB}"]
+    assert str(settings) == f"64 KiB x 8, {access}"
+
+
 def test_each_file_is_a_job_over_its_share() -> None:
     shares = [Share("/a/f", 8 * MIB, 16 * MIB), Share("/b/f", 0, 16 * MIB)]
     words = fio.command(shares, "write", SETTINGS)

@@ -44,6 +44,15 @@ def test_two_swapped_chunks_are_seen(memory: memoryview) -> None:
     assert not holds(memory)
 
 
+@pytest.mark.parametrize("at", [64 * 1024, MIB - 64 * 1024, MIB - 8])
+def test_a_part_of_the_region_is_what_the_whole_has_there(memory: memoryview, at: int) -> None:
+    part = memoryview(bytearray(MIB + 64 * 1024))
+    pattern.fill(part, offset_nbytes=8 * MIB + at, seed=3)
+    assert part == memory[at : at + len(part)]
+    assert holds(part, offset_nbytes=8 * MIB + at)
+    assert not holds(part, offset_nbytes=8 * MIB + at - 8)
+
+
 def test_poison_is_no_pattern(memory: memoryview) -> None:
     pattern.poison(memory)
     assert not holds(memory)

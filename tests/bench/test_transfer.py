@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 
+from infinity.bench import extents
 from infinity.bench.lab import Lab
 from infinity.bench.nvme import KINDS, Site, open_site
 from infinity.bench.raw_ring import RawRing
-from infinity.bench.transfer import EngineLatency, EngineTransfer, FileSet, TransferKind, plan_moves
+from infinity.bench.transfer import (
+    EngineLatency,
+    EngineTransfer,
+    FileSet,
+    MovesTransfer,
+    TransferKind,
+    plan_moves,
+)
 from infinity.errors import StorageError
 from infinity.sizes import KIB, MIB
 from infinity.storage.engine import Priority
@@ -66,10 +75,39 @@ def test_the_engine_moves_the_right_bytes(
 def test_the_raw_ring_moves_the_right_bytes(files: FileSet, kind: TransferKind) -> None:
     if (cause := explain_missing_uring()) is not None:
         pytest.skip(f"io_uring does not work here: {cause}")
+    moves = plan_moves(kind, nbytes=NBYTES, extent_nbytes=MIB)
     for depth in (1, 3):
-        with RawRing("r", files, kind, nbytes=NBYTES, block_nbytes=MIB, depth=depth) as ring:
+        with RawRing("r", files, moves, depth=depth) as ring:
             sample = ring.run()
             assert sample.ok and sample.nbytes == NBYTES
+
+
+@pytest.mark.parametrize("kind", ["read", "write"])
+@pytest.mark.parametrize("plan", [extents.side_by_side, extents.apart])
+def test_small_extents_go_where_they_belong(files: FileSet, kind: TransferKind, plan) -> None:
+    moves = plan(kind, NBYTES)
+    places = sorted(move.place for move in moves)
+    assert places == list(range(0, NBYTES, extents.SMALL_NBYTES))
+    assert [move.offset_nbytes for move in moves] != [move.place for move in moves]
+    for in_one_request in (True, False):
+        sample = MovesTransfer("e", files, moves, in_one_request=in_one_request).run()
+        assert sample.ok and sample.nbytes == NBYTES
+    if explain_missing_uring() is None:
+        with RawRing("r", files, moves, depth=8) as ring:
+            assert ring.run().ok
+
+
+@pytest.mark.parametrize("kind", ["read", "write"])
+def test_two_extents_that_change_places_are_seen(files: FileSet, kind: TransferKind) -> None:
+    moves = extents.side_by_side(kind, NBYTES)
+    transfer = MovesTransfer("e", files, moves, in_one_request=True)
+    ((_, segments),) = transfer._requests
+    first, second = segments[:2]
+    segments[:2] = [
+        replace(first, address=second.address),
+        replace(second, address=first.address),
+    ]
+    assert transfer.run().ok is False
 
 
 @pytest.mark.parametrize("kind", ["read", "mixed"])

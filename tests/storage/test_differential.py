@@ -134,21 +134,51 @@ class Oracle:
 
 
 class Subject:
-    """The same operations through an engine."""
+    """The same operations through an engine, each in one segment or in several.
 
-    def __init__(self, engine: StorageEngine, arena: Arena, file: int) -> None:
+    Several go on in the file but not in memory: the pieces lie there in reverse order.
+    """
+
+    def __init__(self, engine: StorageEngine, arena: Arena, file: int, num_segments: int) -> None:
         self._engine, self._arena, self._file = engine, arena, file
+        self._num_segments = num_segments
 
     def run(self, operation: Operation) -> Outcome:
         address = place(self._arena, operation)
-        segment = Segment(self._file, operation.offset_nbytes, address, operation.nbytes)
-        name = "write" if operation.is_write else "read"
+        segments = self._cut(operation, address)
+        if operation.is_write and operation.memory is not None:
+            for segment in segments:
+                at = segment.offset_nbytes - operation.offset_nbytes
+                memory = self._memory(segment)
+                memory[:] = operation.data[at : at + segment.nbytes]
         try:
-            self._engine.submit(name, [segment], Priority.STATE).wait()
+            self._engine.submit(
+                "write" if operation.is_write else "read", segments, Priority.STATE
+            ).wait()
         except StorageError as error:
             assert error.errno is not None
             return Outcome(error.errno)
-        return Outcome(0, result_of(self._arena, operation))
+        assert operation.memory is not None, "an operation without memory cannot succeed"
+        if operation.is_write:
+            return Outcome(0)
+        return Outcome(0, b"".join(bytes(self._memory(segment)) for segment in segments))
+
+    def _cut(self, operation: Operation, address: int) -> list[Segment]:
+        unit = PAGE_NBYTES if operation.nbytes % PAGE_NBYTES == 0 else 1
+        step = -(-operation.nbytes // unit // self._num_segments) * unit
+        ranges = [(at, min(step, operation.nbytes - at)) for at in range(0, operation.nbytes, step)]
+        return [
+            Segment(
+                self._file,
+                operation.offset_nbytes + at,
+                address + operation.nbytes - at - nbytes,
+                nbytes,
+            )
+            for at, nbytes in ranges
+        ]
+
+    def _memory(self, segment: Segment) -> memoryview:
+        return self._arena.memory(segment.address - self._arena.address, segment.nbytes)
 
 
 def place(arena: Arena, operation: Operation) -> int:
@@ -182,12 +212,13 @@ def open_target(kind: Kind, path: Path, stack: ExitStack) -> str:
 Compare = Callable[[Kind, list[Operation]], list[Outcome]]
 
 
-@pytest.fixture(params=["io_uring", "threads"])
+@pytest.fixture(params=["io_uring", "threads", "io_uring in pieces", "threads in pieces"])
 def compare(request, arena: Arena, open_any, tmp_path: Path) -> Iterator[Compare]:
     """Runs a list of operations through the engine and the oracle, each on its own file."""
     if (cause := explain_missing_uring()) is not None:
         pytest.skip(f"the oracle needs io_uring, which does not work here: {cause}")
-    engine: StorageEngine = open_any(request.param, block_nbytes=BLOCK_NBYTES)
+    name, *in_pieces = request.param.split(" ", 1)
+    engine: StorageEngine = open_any(name, block_nbytes=BLOCK_NBYTES)
     numbers = itertools.count()
 
     with Ring(4) as ring, Arena(2 * MIB) as oracle_arena:
@@ -206,7 +237,7 @@ def compare(request, arena: Arena, open_any, tmp_path: Path) -> Iterator[Compare
                 if kind == "closed":
                     engine.close_file(file)
                     os.close(fd)
-                subject = Subject(engine, arena, file)
+                subject = Subject(engine, arena, file, num_segments=7 if in_pieces else 1)
                 oracle = Oracle(ring, oracle_arena, fd, alignment=alignment)
                 outcomes = []
                 for operation in operations:

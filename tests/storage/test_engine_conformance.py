@@ -16,11 +16,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from infinity.errors import ConfigError, StorageError
+from infinity.errors import ConfigError, StorageError, UnsupportedError
 from infinity.sizes import GIB, KIB, MIB, PAGE_NBYTES
 from infinity.storage.arena import Arena
 from infinity.storage.engine import Priority, Segment, StorageEngine, open_engine
 from infinity.storage.native import NativeEngine
+from infinity.storage.probe import explain_missing_uring, grants_ring_flags
 
 BLOCK_NBYTES = 64 * KIB
 Make = Callable[..., str]
@@ -148,6 +149,132 @@ def test_random_operations_agree_with_a_model(
     engine.submit("read", [Segment(file, 0, arena.address, len(model))], Priority.STATE).wait()
     assert arena.memory(0, len(model)) == model
     engine.close_file(file)
+
+
+@settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    lengths=st.lists(st.integers(0, 3 * BLOCK_NBYTES // PAGE_NBYTES), min_size=1, max_size=120),
+    num_requests=st.integers(1, 30),
+    has_gaps=st.booleans(),
+    direct=st.booleans(),
+)
+def test_random_segments_find_their_places(
+    engine: StorageEngine,
+    arena: Arena,
+    make_file: Make,
+    seed: int,
+    lengths: list[int],
+    num_requests: int,
+    has_gaps: bool,
+    direct: bool,
+) -> None:
+    """Segments of any length, neighbours in the file but not in memory, and the other way round.
+
+    Method: the segments lie side by side in the file, or with gaps, in the order of the list, and
+    side by side in memory in a random one. They are dealt to requests at random or in runs, written
+    from one half of the arena, read back to the other, and the file is compared as a whole: what no
+    segment covers must stay as it was.
+    """
+    unit = PAGE_NBYTES if direct else 313
+    prng = random.Random(seed)
+    offsets = [0]
+    for length in lengths:
+        offsets.append(offsets[-1] + (length + (prng.randrange(3) if has_gaps else 0)) * unit)
+    order = list(range(len(lengths)))
+    prng.shuffle(order)
+    places, total = [0] * len(lengths), 0
+    for index in order:
+        places[index] = total
+        total += lengths[index] * unit
+    model = bytearray(prng.randbytes(offsets[-1]))
+    path = make_file(bytes(model))
+    file = engine.open(path, direct=direct)
+    half = 32 * MIB
+    hands: list[list[int]] = [[] for _ in range(num_requests)]
+    in_runs = prng.random() < 0.5
+    for index in range(len(lengths)):
+        hand = index * num_requests // len(lengths) if in_runs else prng.randrange(num_requests)
+        hands[hand].append(index)
+    data = prng.randbytes(total)
+    arena.memory(0, total)[:] = data
+    arena.memory(half, total)[:] = bytes(total)
+    for operation, start in (("write", arena.address), ("read", arena.address + half)):
+        tickets = []
+        for hand in hands:
+            prng.shuffle(hand)
+            segments = [
+                Segment(file, offsets[each], start + places[each], lengths[each] * unit)
+                for each in hand
+            ]
+            tickets.append(engine.submit(operation, segments, Priority.STATE))
+        for ticket in tickets:
+            ticket.wait()
+    assert arena.memory(half, total) == data
+    for offset, place, length in zip(offsets, places, lengths, strict=False):
+        model[offset : offset + length * unit] = data[place : place + length * unit]
+    engine.close_file(file)
+    with open(path, "rb") as plain:
+        assert plain.read() == model
+
+
+def test_small_requests_that_touch_in_the_file_share_blocks(
+    open_any, native_name: str, arena: Arena, make_file: Make
+) -> None:
+    """Behind a long queue, 64 requests of a page each, scattered in memory, are four blocks."""
+    engine = open_any(native_name, queue_depth=1, num_threads=1, block_nbytes=BLOCK_NBYTES)
+    other = engine.open(make_file(32 * MIB, "other"), direct=True)
+    plug = [Segment(other, 0, arena.address, 32 * MIB)]
+    plugs = [engine.submit("read", plug, Priority.STATE) for _ in range(60)]
+    data = random_bytes(64 * PAGE_NBYTES, seed=12)
+    file = engine.open(make_file(data), direct=True)
+    places = list(range(64))
+    random.Random(12).shuffle(places)
+    memory = arena.address + 32 * MIB
+    tickets = []
+    for page, place in enumerate(places):
+        segment = Segment(file, page * PAGE_NBYTES, memory + place * PAGE_NBYTES, PAGE_NBYTES)
+        tickets.append(engine.submit("read", [segment], Priority.STATE))
+    assert not plugs[-1].done()  # So nothing behind it has been issued.
+    for ticket in plugs:
+        ticket.cancel()
+    for ticket in tickets:
+        ticket.wait()
+    for page, place in enumerate(places):
+        found = arena.memory(32 * MIB + place * PAGE_NBYTES, PAGE_NBYTES)
+        assert found == data[page * PAGE_NBYTES :][:PAGE_NBYTES]
+    (stats,) = [each for each in engine.stats().by_file if each.file == file]
+    assert stats.num_reads == 64 * PAGE_NBYTES // BLOCK_NBYTES
+
+
+@pytest.mark.parametrize("ring_flags", ["auto", "defer_taskrun", "coop_taskrun", "none"])
+def test_flags_that_are_named_are_those_of_the_ring(
+    open_any, arena: Arena, make_file: Make, ring_flags: str
+) -> None:
+    if not grants_ring_flags(ring_flags):
+        with pytest.raises(UnsupportedError):
+            open_any("io_uring", ring_flags=ring_flags)
+        return
+    engine = open_any("io_uring", ring_flags=ring_flags, num_rings=2)
+    data = random_bytes(MIB, seed=13)
+    file = engine.open(make_file(data), direct=True)
+    engine.submit("read", [Segment(file, 0, arena.address, MIB)], Priority.FORWARD).wait()
+    assert arena.memory(0, MIB) == data
+    (lane,) = engine.describe()
+    assert lane["num_rings"] == 2
+    assert (lane["ring_flags"] == 0) == (ring_flags == "none")
+
+
+def test_flags_that_the_kernel_refuses_are_named(
+    monkeypatch: pytest.MonkeyPatch, arena: Arena
+) -> None:
+    if explain_missing_uring() is not None:
+        pytest.skip("io_uring does not work here")
+    monkeypatch.setattr("infinity.storage.probe.grants_ring_flags", lambda flags: False)
+    with pytest.raises(UnsupportedError, match="refuses rings with defer_taskrun"):
+        open_engine("io_uring", arena=arena, ring_flags="defer_taskrun")
 
 
 @settings(
@@ -716,12 +843,38 @@ def test_requests_cross_the_boundary_of_two_registered_buffers(open_any, make_fi
             large.memory(start, 4 * MIB)[:] = bytes(4 * MIB)
             engine.submit("read", [segment], Priority.STATE).wait()
             assert large.memory(start, 4 * MIB) == data
-        assert engine.stats().num_errors == 0
+        # Blocks of two pages that lie apart: in one buffer, in the other, and in both.
+        ends = (GIB - 64 * PAGE_NBYTES, GIB + 64 * PAGE_NBYTES)
+        for places in ((ends[0], ends[0] + MIB // 8), (ends[1], ends[1] + MIB), ends):
+            pages = [data[:PAGE_NBYTES], data[PAGE_NBYTES : 2 * PAGE_NBYTES]]
+            segments = [
+                Segment(file, 2 * MIB + at * PAGE_NBYTES, large.address + place, PAGE_NBYTES)
+                for at, place in enumerate(places)
+            ]
+            for place, page in zip(places, pages, strict=True):
+                large.memory(place, PAGE_NBYTES)[:] = page
+            engine.submit("write", segments, Priority.STATE).wait()
+            for place in places:
+                large.memory(place, PAGE_NBYTES)[:] = bytes(PAGE_NBYTES)
+            engine.submit("read", segments, Priority.STATE).wait()
+            for place, page in zip(places, pages, strict=True):
+                assert large.memory(place, PAGE_NBYTES) == page
+        assert engine.stats().num_errors == engine.stats().num_retries == 0
         engine.close()
 
 
 @pytest.mark.parametrize(
-    "options", [{"block_nbytes": 1000}, {"block_nbytes": 0}, {"queue_depth": 0}, {"num_threads": 0}]
+    "options",
+    [
+        {"block_nbytes": 1000},
+        {"block_nbytes": 0},
+        {"queue_depth": 0},
+        {"num_threads": 0},
+        {"queue_depth": 1025},
+        {"num_rings": 0},
+        {"num_rings": 17},
+        {"ring_flags": "sqpoll"},
+    ],
 )
 def test_impossible_options_are_refused(arena: Arena, options: dict[str, int]) -> None:
     with pytest.raises(ConfigError, match=next(iter(options))):

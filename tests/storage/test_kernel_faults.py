@@ -1,4 +1,10 @@
-"""Faults that come through the kernel: a FUSE drive that fails, and file systems that are full."""
+"""Faults that come through the kernel: a FUSE drive that fails, file systems that are full, and block
+devices that lose blocks.
+
+The block devices are loop devices over an image that is cut or cannot grow: the kernel then fails
+the commands of the block layer itself, as a broken drive makes it do. Device-mapper's error targets
+would do the same; few containers and small kernels have them.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from infinity.errors import CapacityError, StorageError
-from infinity.sizes import KIB, MIB
+from infinity.sizes import KIB, MIB, PAGE_NBYTES
 from infinity.storage.arena import Arena
 from infinity.storage.engine import Priority, Segment, StorageEngine
 from infinity.storage.volume import Volume, VolumePath
@@ -127,14 +133,16 @@ def test_drive_that_is_pulled_fails_and_the_other_goes_on(
         round_trip(engine, arena, steady, 0)
 
 
-@pytest.fixture
-def small_ext4(tmp_path: Path) -> Iterator[Path]:
-    """A freshly made ext4 of 16 MiB on a loop device: no cache, no tmpfs, a real full disk."""
-    image, point = tmp_path / "image", tmp_path / "ext4"
+@contextmanager
+def ext4_on_loop(image: Path, point: Path, nbytes: int) -> Iterator[Path]:
+    """A freshly made ext4 without a journal on a loop device over a sparse image."""
     point.mkdir()
     image.write_bytes(b"")
-    os.truncate(image, 16 * MIB)
-    steps = (["mkfs.ext4", "-q", str(image)], ["mount", "-o", "loop", str(image), str(point)])
+    os.truncate(image, nbytes)
+    steps = (
+        ["mkfs.ext4", "-q", "-O", "^has_journal", str(image)],
+        ["mount", "-o", "loop", str(image), str(point)],
+    )
     for step in steps:
         try:
             done = subprocess.run(step, capture_output=True, text=True, check=False)
@@ -142,8 +150,17 @@ def small_ext4(tmp_path: Path) -> Iterator[Path]:
             pytest.skip(f"needs {step[0]}: apt-get install e2fsprogs")
         if done.returncode != 0:
             pytest.skip(f"needs the right to mount a loop device: {done.stderr.strip()}")
-    yield point
-    subprocess.run(["umount", "-l", str(point)], check=True)
+    try:
+        yield point
+    finally:
+        subprocess.run(["umount", "-l", str(point)], check=True)
+
+
+@pytest.fixture
+def small_ext4(tmp_path: Path) -> Iterator[Path]:
+    """16 MiB: no cache, no tmpfs, a real full disk."""
+    with ext4_on_loop(tmp_path / "image", tmp_path / "ext4", 16 * MIB) as point:
+        yield point
 
 
 def fill(point: Path) -> None:
@@ -191,3 +208,114 @@ def test_volume_on_a_full_disk_is_refused_before_its_file_grows(
             volume.reserve([12 * MIB])
         assert os.path.getsize(volume.file_paths[0]) == 0
     engine.close()
+
+
+def test_blocks_that_a_drive_has_lost_fail_and_the_others_are_read(
+    open_any: Callable[..., StorageEngine], native_name, arena, tmp_path: Path, small_ext4: Path
+) -> None:
+    """The image is cut at the place of the file's middle page: what lies behind it is EIO.
+
+    Method: every page is read by a request of its own, so most of them share a block, and with a
+    request for the whole file. Where each page lies is found by looking for it in the image.
+    """
+    num_pages = 256
+    path = small_ext4 / "data"
+    data = random.Random(2).randbytes(num_pages * PAGE_NBYTES)
+    path.write_bytes(data)
+    image = tmp_path / "image"
+    subprocess.run(["sync", "-f", str(path)], check=True)
+    raw = image.read_bytes()
+    pages = [data[at : at + PAGE_NBYTES] for at in range(0, len(data), PAGE_NBYTES)]
+    lies_at = [raw.index(page) for page in pages]
+    cut_nbytes = sorted(lies_at)[num_pages // 2]
+    engine = open_any(native_name)
+    file = engine.open(str(path), direct=True)
+    os.truncate(image, cut_nbytes)
+    tickets = [
+        engine.submit(
+            "read",
+            [Segment(file, at * PAGE_NBYTES, arena.address + at * PAGE_NBYTES, PAGE_NBYTES)],
+            Priority.STATE,
+        )
+        for at in range(num_pages)
+    ]
+    for at, ticket in enumerate(tickets):
+        if lies_at[at] < cut_nbytes:
+            ticket.wait()
+            assert arena.memory(at * PAGE_NBYTES, PAGE_NBYTES) == pages[at]
+            continue
+        with pytest.raises(StorageError) as caught:
+            ticket.wait()
+        error = caught.value
+        assert (error.errno, error.path) == (errno.EIO, str(path))
+        assert (error.offset_nbytes, error.nbytes) == (at * PAGE_NBYTES, PAGE_NBYTES)
+    assert engine.stats().num_errors == num_pages // 2
+    with pytest.raises(StorageError) as caught:
+        engine.submit("read", [Segment(file, 0, arena.address, len(data))], Priority.STATE).wait()
+    assert caught.value.errno == errno.EIO
+    engine.drain()
+    engine.close_file(file)
+
+
+def test_volume_on_a_drive_that_fails_writes_refuses_further_work(
+    open_any: Callable[..., StorageEngine], native_name, arena, tmp_path: Path, mount
+) -> None:
+    """A thin drive: 64 MiB by its own account, 16 MiB in truth; its block device fails the rest.
+
+    With ENOSPC, where the kernel tells why, else with EIO.
+    """
+    thin = mount("tmpfs", "size=16m")
+    engine = open_any(native_name)
+    with (
+        ext4_on_loop(thin / "image", tmp_path / "ext4", 64 * MIB) as point,
+        Volume(engine, [VolumePath(str(point / "drive"))]) as volume,
+    ):
+        (extents,) = volume.reserve([40 * MIB])
+        arena.memory(0, 40 * MIB)[:] = bytes([7]) * (40 * MIB)
+        tickets = [
+            volume.write(
+                extents, offset_nbytes=at, nbytes=8 * MIB, address=arena.address + at,
+                priority=Priority.WRITE_BACK,
+            )
+            for at in range(0, 40 * MIB, 8 * MIB)
+        ]  # fmt: skip
+        failures = []
+        for ticket in tickets:
+            try:
+                ticket.wait()
+            except StorageError as error:
+                failures.append(error)
+        assert failures
+        for error in failures:
+            assert error.errno in (errno.ENOSPC, errno.EIO)
+            assert (error.operation, error.path) == ("write", volume.file_paths[0])
+        with pytest.raises(StorageError) as caught:
+            volume.sync()
+        assert caught.value.errno == failures[0].errno
+
+
+def test_stripes_over_two_real_drives_come_back(
+    open_any: Callable[..., StorageEngine], native_name, arena, tmp_path: Path, small_ext4: Path
+) -> None:
+    """A loop device is a drive of its own: the engine gives it a queue, and the volume weighs it.
+
+    Its bandwidth is measured, whatever it is; test_striping.py holds unequal drives to their sum.
+    """
+    engine = open_any(native_name)
+    paths = [
+        VolumePath(str(tmp_path / "drive"), weight=1.0),
+        VolumePath(str(small_ext4 / "drive"), weight=0.5),
+    ]
+    with Volume(engine, paths, stripe_nbytes=256 * KIB) as volume:
+        (extents,) = volume.reserve([12 * MIB])
+        data = random.Random(3).randbytes(12 * MIB)
+        arena.memory(0, 12 * MIB)[:] = data
+        common = {"offset_nbytes": 0, "nbytes": 12 * MIB, "priority": Priority.STATE}
+        volume.write(extents, address=arena.address, **common).wait()
+        volume.read(extents, address=arena.address + 16 * MIB, **common).wait()
+        assert arena.memory(16 * MIB, 12 * MIB) == data
+        stats = engine.stats()
+        devices = {each.device for each in stats.by_device}
+        assert devices == {os.stat(path).st_dev for path in volume.file_paths}
+        assert len(devices) == 2
+        assert [each.write_nbytes for each in stats.by_file] == [8 * MIB, 4 * MIB]

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from infinity.config import InvalidConfigError, SwapConfig
 from infinity.config.problems import dotted, known_keys, suggest
 from infinity.errors import ConfigError
+from infinity.storage.engine import open_engine
 
 KEYS = known_keys(SwapConfig)
 
@@ -79,6 +80,35 @@ def test_single_fault_is_a_single_line() -> None:
     assert str(caught.value) == "config: io.threads: expected an integer from 1 to 1024; got 0"
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "expected"),
+    [
+        ("queue_depth", 1025, "an integer from 1 to 1024; got 1025"),
+        ("rings", 17, "an integer from 1 to 16; got 17"),
+        ("flags", "sqpoll", '"auto", "defer_taskrun", "coop_taskrun" or "none"; got "sqpoll"'),
+        ("block_size", "2GiB", "at most 1GiB"),
+    ],
+)
+def test_limits_of_the_engine_are_those_of_the_file(key: str, value: Any, expected: str) -> None:
+    """What the file accepts, the engine must open with: see the second test."""
+    assert expected in faults({"io": {key: value}})[f"io.{key}"]
+
+
+def test_engine_opens_with_the_largest_values_of_the_file() -> None:
+    io = SwapConfig.load(
+        {"io": {"queue_depth": 1024, "rings": 16, "threads": 1024, "block_size": "1GiB"}}
+    ).io
+    open_engine(
+        "auto",
+        arena=None,
+        block_nbytes=io.block_size,
+        queue_depth=io.queue_depth,
+        num_threads=io.threads,
+        num_rings=io.rings,
+        ring_flags=io.flags,
+    ).close()
+
+
 def test_fault_says_what_was_expected_and_what_came() -> None:
     found = faults(
         {
@@ -93,7 +123,7 @@ def test_fault_says_what_was_expected_and_what_came() -> None:
     assert found["tiers.device.kind"] == expected
     assert found["tiers.nvme[0].weight"] == 'expected "auto" or a number > 0; got 0'
     assert 'did you mean "io_uring"?' in found["io.engine"]
-    assert found["io.queue_depth"] == "expected an integer from 1 to 4096; got true"
+    assert found["io.queue_depth"] == "expected an integer from 1 to 1024; got true"
     assert 'did you mean "bfloat16"?' in found["precision.compute"]
     assert 'got "1e-5"' in found["optimizer.lr"] and "remove the quotes" in found["optimizer.lr"]
     assert found["optimizer.betas"] == "expected two numbers, such as [0.9, 0.999]; got 0.9"
@@ -143,7 +173,11 @@ def test_section_of_the_wrong_shape_is_told_how_it_is_written() -> None:
         ("", "learning_rate", "did you mean optimizer.lr?"),
         ("optimizer", "gradient_clipping", "did you mean optimizer.max_grad_norm?"),
         # Nothing like it anywhere.
-        ("io", "zebra", "known keys here: block_size, engine, queue_depth, stripe, threads"),
+        (
+            "io",
+            "zebra",
+            "known keys here: block_size, engine, flags, queue_depth, rings, stripe, threads",
+        ),
     ],
 )
 def test_unknown_key_is_told_the_nearest_known_one(table: str, key: str, hint: str) -> None:

@@ -1,6 +1,7 @@
 // Asynchronous file I/O in large blocks: the public face of the library.
 //
-// A request (segments, one ticket) is cut into blocks; each device has a lane that keeps at most
+// A request (segments, one ticket) is cut into blocks, and small requests that go on where another
+// ends are gathered into one; each device has a lane that keeps at most
 // `queue_depth` blocks in flight, or as many bytes in smaller ones, most urgent first. Two kinds of
 // lane, io_uring and threads, share everything but the system calls.
 //
@@ -26,6 +27,7 @@
 #include <sys/types.h>
 
 #include "infinity_io/block.h"
+#include "infinity_io/probe.h"
 #include "infinity_io/request.h"
 #include "infinity_io/status.h"
 
@@ -35,6 +37,8 @@ enum class Backend : std::uint8_t { kThreads, kUring };
 
 struct Options {
   Backend backend = Backend::kThreads;
+  RingFlags ring_flags = RingFlags::kAuto;
+  std::uint32_t num_rings = 1;  // per device, each with a thread; they share the queue
   ArenaRange arena;
   std::uint32_t block_nbytes = 4U << 20;
   std::uint32_t queue_depth = 4;   // blocks in flight per device
@@ -54,12 +58,14 @@ struct LaneStats {
   Histogram queue_wait;               // of requests, from submit() to the issue of the first block
 };
 
-// What the set-up of one lane found out, and its statistics.
+// What the set-up of one lane found out, and its statistics. With several rings: what all have.
 struct LaneInfo {
   std::uint64_t device = 0;
+  std::uint32_t num_rings = 0;  // 0: threads
   std::uint32_t ring_flags = 0;
   bool has_registered_buffers = false;
   bool has_registered_files = false;
+  bool has_fixed_vectors = false;  // registered buffers also for blocks of several pieces
   int register_buffers_errno = 0;
   LaneStats stats;
 };

@@ -11,6 +11,10 @@ namespace infinity::io {
 // True when the library was built with liburing.
 [[nodiscard]] bool built_with_uring() noexcept;
 
+// What a ring is set up with. kAuto takes the first of the others, in this order, that the kernel
+// grants.
+enum class RingFlags : std::uint8_t { kAuto, kDefer, kCoop, kNone };
+
 struct UringProbe {
   bool usable = false;
   int code = 0;                  // errno of the step that failed
@@ -19,7 +23,7 @@ struct UringProbe {
 };
 
 // Sets up a real ring, asks for the opcodes we use and lets one no-op through. Below a millisecond.
-[[nodiscard]] UringProbe probe_uring() noexcept;
+[[nodiscard]] UringProbe probe_uring(RingFlags wanted = RingFlags::kAuto) noexcept;
 
 struct DirectAlignment {
   std::uint32_t memory_nbytes = 0;  // 0: the kernel or the file system does not say

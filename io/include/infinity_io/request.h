@@ -52,8 +52,8 @@ struct FileStats {
 
 class Lane;
 
-// An open file. `stats` and the counters are guarded by the lane's mutex, `is_open` by the engine's;
-// `ring_slot` belongs to the lane's thread. The rest does not change from open to close.
+// An open file. `stats` and the counters are guarded by the lane's mutex, `is_open` by the engine's.
+// The rest does not change from open to close.
 struct File {
   std::int32_t id = -1;
   int fd = -1;
@@ -62,7 +62,6 @@ struct File {
   bool direct = false;
   std::uint32_t alignment_nbytes = 1;  // of offsets and lengths; 1 when buffered
   Lane* lane = nullptr;
-  int ring_slot = -1;  // index in the ring's table of registered files, or -1
   std::uint32_t num_parts = 0;   // queued or in flight
   std::uint32_t num_in_flight = 0;
   std::chrono::steady_clock::time_point busy_since;
@@ -76,6 +75,8 @@ struct FileRange {
   std::int32_t file = -1;
   std::uint64_t start_nbytes = 0;
   std::uint64_t end_nbytes = 0;
+
+  [[nodiscard]] std::uint64_t nbytes() const noexcept { return end_nbytes - start_nbytes; }
 };
 
 // The segments of one request that live on one device, and how far they have been cut into blocks.
@@ -93,6 +94,7 @@ struct Part {
   std::vector<Part*> dependents;  // the same, seen from the other side
   std::chrono::steady_clock::time_point enqueued_at;
   bool is_started = false;  // a block of it has been issued
+  bool is_alone = false;    // shares no block: one that it shared has failed
   std::size_t segment_index = 0;
   std::uint64_t cut_nbytes = 0;  // of the current segment
   std::uint32_t num_in_flight = 0;

@@ -1,0 +1,111 @@
+"""What `[io] verify` costs: a volume that keeps checksums beside one that does not.
+
+The cost is the share of the bandwidth that is left, and the difference of the CPU seconds per GB.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Literal
+
+from infinity.bench import pattern
+from infinity.bench.lab import Lab
+from infinity.bench.measure import Group, Result, Sample, clock
+from infinity.bench.nvme import EXTENT_NBYTES
+from infinity.bench.scratch import DIRECTORY_NAME, check_room, remove_directory
+from infinity.bench.transfer import next_seed
+from infinity.sizes import format_nbytes
+from infinity.storage.arena import Arena
+from infinity.storage.engine import Priority
+from infinity.storage.volume import Extent, Volume, VolumePath
+
+
+class VolumeTransfer:
+    """`nbytes` in extents of 16 MiB through a volume, waited for in order, as a pass over units
+    does: the check of one extent runs while the next ones are on their way."""
+
+    def __init__(
+        self,
+        name: str,
+        volume: Volume,
+        extents: Sequence[Extent],
+        arena: Arena,
+        operation: Literal["read", "write"],
+        nbytes: int,
+    ) -> None:
+        self.name = name
+        self._volume = volume
+        self._extents = extents
+        self._arena = arena
+        self._operation = operation
+        self._nbytes = nbytes
+        self._seed = next_seed()
+        self._write()
+
+    def run(self) -> Sample:
+        memory = self._arena.memory(0, self._nbytes)
+        if self._operation == "read":
+            pattern.poison(memory)
+            seconds, cpu_s = clock(self._read)
+        else:
+            self._seed = next_seed()
+            pattern.fill(memory, offset_nbytes=0, seed=self._seed)
+            seconds, cpu_s = clock(self._submit_writes)
+            pattern.poison(memory)
+            self._read()
+        ok = pattern.matches(memory, offset_nbytes=0, seed=self._seed)
+        return Sample(self._nbytes, seconds, cpu_s, ok=ok)
+
+    def _write(self) -> None:
+        pattern.fill(self._arena.memory(0, self._nbytes), offset_nbytes=0, seed=self._seed)
+        self._submit_writes()
+
+    def _submit_writes(self) -> None:
+        self._move(self._volume.write)
+
+    def _read(self) -> None:
+        self._move(self._volume.read)
+
+    def _move(self, move) -> None:
+        tickets = [
+            move(
+                self._extents, offset_nbytes=at, nbytes=min(EXTENT_NBYTES, self._nbytes - at),
+                address=self._arena.address + at, priority=Priority.STATE,
+            )
+            for at in range(0, self._nbytes, EXTENT_NBYTES)
+        ]  # fmt: skip
+        for ticket in tickets:
+            ticket.wait()
+
+
+def verify(lab: Lab, directory: Path) -> Iterator[Result]:
+    """Reading and writing with and without checksums, on one drive, in turns."""
+    nbytes = min(lab.effort.nbytes, 4 * lab.effort.sweep_nbytes)
+    roots = [directory / f"{DIRECTORY_NAME}-{name}" for name in ("plain", "checked")]
+    check_room(roots, [1.0, 1.0], 2 * nbytes)
+    lab.on_step(f"writing files in {directory}")
+    with lab.engine() as engine, contextlib.ExitStack() as stack:
+        volumes = []
+        for root, has_checksums in zip(roots, (False, True), strict=True):
+            stack.callback(remove_directory, root)
+            volume = Volume(engine, [VolumePath(str(root))], verify=has_checksums)
+            stack.callback(volume.close)
+            (extents,) = volume.reserve([nbytes])
+            volumes.append((volume, extents))
+        for operation in ("read", "write"):
+            plain, checked = (
+                VolumeTransfer(name, volume, extents, lab.arena, operation, nbytes)
+                for name, (volume, extents) in zip(
+                    ("verify = false", "verify = true"), volumes, strict=True
+                )
+            )
+            group = Group(
+                f"verify {operation}",
+                f"{format_nbytes(nbytes)} in {format_nbytes(EXTENT_NBYTES)}, {directory}",
+                [checked],
+                [plain],
+                {"operation": operation, "paths": str(directory), "extent_nbytes": EXTENT_NBYTES},
+            )
+            yield lab.measure(group, lab.effort.rounds)

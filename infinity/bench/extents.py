@@ -1,0 +1,104 @@
+"""Small extents: what batching makes of them, in the file side by side or apart, in memory either.
+
+Side by side in the file they should be worth what large ones are: they are gathered into blocks,
+wherever in memory they lie. Apart in the file each is a command of its own to the drive, and the
+ceiling is what the drive does with such commands from the same list, given to it by fio and by a
+raw ring.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Iterator, Sequence
+
+from infinity.bench import fio
+from infinity.bench.measure import Contender, Group, Result
+from infinity.bench.nvme import EXTENT_NBYTES, Site, has_raw_ring
+from infinity.bench.raw_ring import RawRing
+from infinity.bench.transfer import EngineTransfer, FileSet, Move, MovesTransfer, TransferKind
+from infinity.sizes import KIB, format_nbytes
+
+SMALL_NBYTES = 64 * KIB
+_MAX_DEPTH = 256  # of small blocks in the engine's window
+
+
+def side_by_side(kind: TransferKind, nbytes: int) -> list[Move]:
+    """Extents that are neighbours in the file and shuffled in memory."""
+    places = _shuffled(nbytes // SMALL_NBYTES)
+    return [_move(kind, block, place) for block, place in enumerate(places)]
+
+
+def apart(kind: TransferKind, nbytes: int) -> list[Move]:
+    """Extents that are neighbours in memory: every other block of the file, in random order."""
+    blocks = _shuffled(nbytes // SMALL_NBYTES)
+    return [_move(kind, 2 * block, place) for place, block in enumerate(blocks)]
+
+
+def _move(kind: TransferKind, block: int, place: int) -> Move:
+    assert kind != "mixed"
+    region = "still" if kind == "read" else "busy"
+    return Move(kind, region, block * SMALL_NBYTES, SMALL_NBYTES, place * SMALL_NBYTES)
+
+
+def _shuffled(count: int) -> list[int]:
+    """The same order in every run."""
+    order = list(range(count))
+    random.Random(64).shuffle(order)
+    return order
+
+
+def extents(site: Site, kind: TransferKind) -> Iterator[Result]:
+    """Three groups: side by side against large extents, apart in one request, apart one by one."""
+    lab = site.lab
+    nbytes = min(lab.effort.sweep_nbytes, lab.effort.nbytes // 2)
+    many = format_nbytes(nbytes)
+    depth = min(_MAX_DEPTH, lab.io.queue_depth * lab.io.block_size // SMALL_NBYTES)
+    with lab.engine() as engine, contextlib.ExitStack() as stack:
+        files = FileSet(engine, site.scratch, lab.arena)
+
+        def ring(name: str, moves: Sequence[Move]) -> list[Contender]:
+            """With as much in flight as the engine has."""
+            if not has_raw_ring():
+                return []
+            label = f"ring {fio.FioSettings(SMALL_NBYTES, depth)}{name}"
+            return [stack.enter_context(RawRing(label, files, moves, depth=depth))]
+
+        def fio_of(access: fio.Access) -> list[Contender]:
+            if not lab.with_fio:
+                return []
+            return [site.fio(kind, fio.FioSettings(SMALL_NBYTES, depth, access), 2 * nbytes)]
+
+        def group(case: str, subjects: Sequence[Contender], ceilings: Sequence[Contender]) -> Group:
+            labels = site.labels(kind, extent_nbytes=SMALL_NBYTES, depth=lab.io.queue_depth)
+            case = f"{many} in 64 KiB, {case}"
+            return Group(f"extents {kind}", case, subjects, ceilings, labels, site.note)
+
+        near, far = side_by_side(kind, nbytes), apart(kind, nbytes)
+        in_order = sorted(far, key=lambda move: move.offset_nbytes)
+        large = EngineTransfer(
+            f"extents of {format_nbytes(EXTENT_NBYTES).replace('.0 ', ' ')}", files, kind,
+            nbytes=nbytes, extent_nbytes=EXTENT_NBYTES,
+        )  # fmt: skip
+        groups = [
+            group(
+                "side by side in the file, scattered in memory",
+                [
+                    MovesTransfer("one request", files, near, in_one_request=True),
+                    MovesTransfer("a request each", files, near),
+                ],
+                [large, *ring("", near)],
+            ),
+            group(
+                "apart in the file",
+                [MovesTransfer("one request", files, far, in_one_request=True)],
+                [*ring("", in_order), *fio_of("strided")],
+            ),
+            group(
+                "apart in the file, in random order",
+                [MovesTransfer("a request each", files, far)],
+                [*ring(", random", far), *fio_of("random")],
+            ),
+        ]
+        for each in groups:
+            yield lab.measure(each, lab.effort.rounds)
