@@ -24,6 +24,7 @@ import torch
 
 from infinity.ops.adam import AdamSettings
 from infinity.ops.adamw import AdamWSettings, torch_adamw_
+from infinity.ops.dynamic_8bit import State8Bit, num_scales
 from infinity.ops.lion import LionSettings
 from infinity.ops.native import apply_rule, instruction_sets
 from infinity.ops.optimizers import update_
@@ -46,10 +47,10 @@ class Case:
 
 
 class Arrays:
-    """Two models' worth of state in one arena: one fp32, one split."""
+    """Three models' worth of state in one arena: fp32, split, and moments of eight bits."""
 
     def __init__(self, numel: int) -> None:
-        self._arena = Arena(10 * 4 * numel, huge_pages=True)
+        self._arena = Arena(12 * 4 * numel, huge_pages=True)
         self._memory = torch.frombuffer(
             self._arena.memory(0, self._arena.capacity_nbytes), dtype=torch.uint8
         )
@@ -64,12 +65,19 @@ class Arrays:
             self._take(numel, torch.bfloat16) for _ in range(2)
         )
         self.residual = self._take(numel, torch.int16)
+        self.states_8bit = tuple(
+            State8Bit(self._take(numel, torch.uint8), self._take(num_scales(numel), torch.float32))
+            for _ in range(2)
+        )
         source = torch.Generator().manual_seed(0)
         for array in (self.weight, self.gradient, self.exp_avg, self.split_exp_avg):
             array.normal_(generator=source)
         for array in (self.exp_avg_sq, self.split_exp_avg_sq):
             array.uniform_(generator=source)
         self.narrow_gradient.copy_(self.gradient)
+        for state in self.states_8bit:  # Any codes and scales are numbers.
+            state.codes.random_(generator=source)
+            state.scales.uniform_(0.5, 2.0, generator=source)
         for start in range(0, numel, 1 << 20):
             part = slice(start, start + (1 << 20))
             self.narrow_weight[part], self.residual[part] = split(self.weight[part])
@@ -86,6 +94,13 @@ class Arrays:
     def split(self, gradient: torch.Tensor) -> Span:
         states = (self.split_exp_avg, self.split_exp_avg_sq)
         return Span(self.narrow_weight, gradient, states, self.residual)
+
+    @property
+    def fp32_8bit(self) -> Span:
+        return Span(self.weight, self.gradient, self.states_8bit)
+
+    def split_8bit(self, gradient: torch.Tensor) -> Span:
+        return Span(self.narrow_weight, gradient, self.states_8bit, self.residual)
 
 
 def make_cases(arrays: Arrays, threads: int) -> list[Case]:
@@ -130,6 +145,13 @@ def make_cases(arrays: Arrays, threads: int) -> list[Case]:
         ),
         # What the split replaces: an fp32 master and a bf16 copy for the forward.
         Case("torch fused adamw, bf16 copy", 34, torch_fused_and_copy, "stream fp32"),
+        # 4 bytes of moments per parameter, and a byte of scales in 32.
+        Case("adamw fp32, 8-bit moments", 16, native(arrays.fp32_8bit, adamw)),
+        Case(
+            "adamw split, 8-bit moments",
+            16,
+            native(arrays.split_8bit(arrays.gradient), adamw),
+        ),
         Case("adam fp32", FP32_NBYTES, native(fp32, AdamSettings(**adam)), "stream fp32"),
         Case("momentum sgd fp32", 20, native(one_state, sgd)),
         Case("lion fp32", 20, native(one_state, lion)),

@@ -20,7 +20,8 @@ using update::InstructionSet;
 using update::RuleKernels;
 using update::Span;
 
-// (weight, residual or 0, gradient, (state, ...), numel), addresses as integers.
+// (weight, residual or 0, gradient, states, numel), addresses as integers. `states` are as many as
+// the rule has; when they are 8-bit, the codes and the scales of each.
 using SpanTuple = std::tuple<std::uintptr_t, std::uintptr_t, std::uintptr_t,
                              std::vector<std::uintptr_t>, std::size_t>;
 
@@ -29,21 +30,30 @@ Pointer pointer_to(std::uintptr_t address) {
   return reinterpret_cast<Pointer>(address);  // NOLINT: addresses are what crosses the boundary.
 }
 
-Span to_span(const SpanTuple& fields, const RuleKernels& rule) {
+Span to_span(const SpanTuple& fields, const RuleKernels& rule, bool is_8bit) {
   const auto& [weight, residual, gradient, states, numel] = fields;
-  if (states.size() != rule.num_states) {
-    throw py::value_error(std::string(rule.name) + " needs " + std::to_string(rule.num_states) +
+  const std::size_t num_arrays = is_8bit ? 2 * rule.num_states : rule.num_states;
+  if (states.size() != num_arrays) {
+    throw py::value_error(std::string(rule.name) + " needs " + std::to_string(num_arrays) +
                           " arrays of state, got " + std::to_string(states.size()));
   }
   Span span{pointer_to<void*>(weight), pointer_to<std::int16_t*>(residual),
-            pointer_to<const void*>(gradient), {}, numel};
-  for (std::size_t i = 0; i < states.size(); ++i) span.states[i] = pointer_to<float*>(states[i]);
+            pointer_to<const void*>(gradient), {}, {}, {}, numel};
+  for (std::size_t i = 0; i < rule.num_states; ++i) {
+    if (is_8bit) {
+      span.codes[i] = pointer_to<std::uint8_t*>(states[2 * i]);
+      span.scales[i] = pointer_to<float*>(states[2 * i + 1]);
+    } else {
+      span.states[i] = pointer_to<float*>(states[i]);
+    }
+  }
   return span;
 }
 
 std::uint64_t apply(const std::string& rule_name, const std::vector<SpanTuple>& tuples,
                     const std::vector<float>& coefficients, bool is_split, bool is_gradient_bf16,
-                    float gradient_scale, std::size_t num_threads, const std::string& simd) {
+                    bool is_8bit, float gradient_scale, std::size_t num_threads,
+                    const std::string& simd) {
   const InstructionSet* set = update::find_instruction_set(simd);
   if (set == nullptr) throw py::value_error("this processor or build has no " + simd);
   const RuleKernels* rule = update::find_rule(*set, rule_name);
@@ -54,7 +64,7 @@ std::uint64_t apply(const std::string& rule_name, const std::vector<SpanTuple>& 
   }
   std::vector<Span> spans;
   spans.reserve(tuples.size());
-  for (const SpanTuple& fields : tuples) spans.push_back(to_span(fields, *rule));
+  for (const SpanTuple& fields : tuples) spans.push_back(to_span(fields, *rule, is_8bit));
 
   update::Job job;
   job.rule = rule;
@@ -62,6 +72,7 @@ std::uint64_t apply(const std::string& rule_name, const std::vector<SpanTuple>& 
   job.weight_format = is_split ? update::WeightFormat::kSplit : update::WeightFormat::kFp32;
   job.gradient_format =
       is_gradient_bf16 ? update::GradientFormat::kBf16 : update::GradientFormat::kFp32;
+  job.state_format = is_8bit ? update::StateFormat::k8Bit : update::StateFormat::kFp32;
   job.gradient_scale = gradient_scale;
   job.num_threads = num_threads;
   const py::gil_scoped_release released;
@@ -78,7 +89,7 @@ void bind_update(py::module_& module) {
     return names;
   });
   update.def("apply", &apply, py::arg("rule"), py::arg("spans"), py::arg("coefficients"),
-             py::kw_only(), py::arg("is_split"), py::arg("is_gradient_bf16"),
+             py::kw_only(), py::arg("is_split"), py::arg("is_gradient_bf16"), py::arg("is_8bit"),
              py::arg("gradient_scale"), py::arg("num_threads"), py::arg("simd"));
 }
 

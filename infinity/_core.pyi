@@ -116,8 +116,10 @@ class update:  # noqa: N801 (a submodule)
         *,
         is_split: bool,
         is_gradient_bf16: bool,
+        is_8bit: bool,
         gradient_scale: float,
         num_threads: int,
         simd: str,
     ) -> int:
-        """Spans are (weight, residual or 0, gradient, states, numel), addresses as integers."""
+        """Spans are (weight, residual or 0, gradient, states, numel), addresses as integers.
+        8-bit states are two addresses each: codes and scales."""

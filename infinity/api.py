@@ -69,7 +69,13 @@ class _Asked:
 
     def load(self, write: Callable[[str, torch.Tensor], None]) -> None:
         for name in self.names:
-            write(name, self.value_of(name))
+            value = self.value_of(name)
+            if not isinstance(value, torch.Tensor):
+                raise ConfigError(
+                    f"expected weights({name!r}) to give a tensor, got {type(value).__name__}; it "
+                    "is asked for every parameter of the model"
+                )
+            write(name, value)
 
 
 def accumulate(

@@ -44,7 +44,7 @@ struct State {
 
   Span span(WeightFormat weight_format, GradientFormat gradient_format) {
     Span made{weight.data(), nullptr, gradient.data(), {exp_avg.data(), exp_avg_sq.data()},
-              weight.size()};
+              {}, {}, weight.size()};
     if (weight_format == WeightFormat::kSplit) {
       made.weight = narrow_weight.data();
       made.residual = residual.data();
@@ -162,6 +162,69 @@ TEST(PoolTakesCallsFromManyThreads) {
   }
   for (std::thread& caller : callers) caller.join();
   CHECK(num_calls == 4000);
+}
+
+// Codes and scales in heap arrays of their own length.
+struct State8Bit {
+  std::vector<std::uint8_t> codes[2];
+  std::vector<float> scales[2];
+
+  explicit State8Bit(std::size_t numel) {
+    for (std::size_t s = 0; s < 2; ++s) {
+      for (std::size_t i = 0; i < numel; ++i) {
+        codes[s].push_back(static_cast<std::uint8_t>(i * 37U + s));
+      }
+      for (std::size_t i = 0; i < (numel + kBlockNumel - 1) / kBlockNumel; ++i) {
+        scales[s].push_back(1e-3F * static_cast<float>(i + 1));
+      }
+    }
+  }
+};
+
+void update_8bit(State& state, State8Bit& moments, const InstructionSet& set,
+                 std::size_t num_threads) {
+  Span span = state.span(WeightFormat::kSplit, GradientFormat::kFp32);
+  for (std::size_t s = 0; s < 2; ++s) {
+    span.states[s] = nullptr;
+    span.codes[s] = moments.codes[s].data();
+    span.scales[s] = moments.scales[s].data();
+  }
+  Job job;
+  job.rule = find_rule(set, "adamw");
+  job.coefficients = kAdamW;
+  job.weight_format = WeightFormat::kSplit;
+  job.state_format = StateFormat::k8Bit;
+  job.num_threads = num_threads;
+  CHECK(apply(job, {&span, 1}) == 0);
+}
+
+TEST(EightBitsHaveTheBitsOfScalarAtEveryLength) {
+  for (std::size_t numel = 1; numel < 600; numel += numel < 70 ? 1 : 13) {
+    State expected(numel);
+    State8Bit expected_moments(numel);
+    update_8bit(expected, expected_moments, *find_instruction_set("scalar"), 1);
+    for (const InstructionSet& set : instruction_sets()) {
+      State found(numel);
+      State8Bit found_moments(numel);
+      update_8bit(found, found_moments, set, 1);
+      CHECK(found.has_bits_of(expected));
+      for (std::size_t s = 0; s < 2; ++s) {
+        CHECK(found_moments.codes[s] == expected_moments.codes[s]);
+        CHECK(found_moments.scales[s] == expected_moments.scales[s]);
+      }
+    }
+  }
+}
+
+TEST(EightBitsDoNotDependOnThreads) {
+  constexpr std::size_t kNumel = 200'007;
+  State expected(kNumel), found(kNumel);
+  State8Bit expected_moments(kNumel), found_moments(kNumel);
+  update_8bit(expected, expected_moments, *find_instruction_set(""), 1);
+  update_8bit(found, found_moments, *find_instruction_set(""), 5);
+  CHECK(found.has_bits_of(expected));
+  CHECK(found_moments.codes[0] == expected_moments.codes[0]);
+  CHECK(found_moments.scales[1] == expected_moments.scales[1]);
 }
 
 int main() { return check::run_all_tests(); }

@@ -14,7 +14,7 @@ struct RuleKernels {
   const char* name;
   std::size_t num_states;
   std::size_t num_coefficients;
-  Kernel kernels[2][2];  // By WeightFormat, GradientFormat.
+  Kernel kernels[2][2][2];  // By StateFormat, WeightFormat, GradientFormat.
 };
 
 struct KernelTable {

@@ -3,6 +3,7 @@
 
 #include <immintrin.h>
 
+#include "dynamic_map.h"
 #include "lanes_pair.h"
 
 namespace infinity::update {
@@ -54,6 +55,68 @@ struct Avx2Vector {
     store_halves(residual, _mm256_and_si256(bits[0], low), _mm256_and_si256(bits[1], low));
   }
 
+  template <bool kIsSigned>
+  static Float decode(const std::uint8_t* codes) {
+    const __m256i wide = _mm256_cvtepu8_epi32(
+        _mm_loadl_epi64(static_cast<const __m128i*>(static_cast<const void*>(codes))));
+    const __m256i place = kIsSigned ? _mm256_sub_epi32(wide, _mm256_set1_epi32(kSignedZero)) : wide;
+    const __m256i q =
+        kIsSigned
+            ? _mm256_add_epi32(_mm256_slli_epi32(_mm256_abs_epi32(place), 2), _mm256_set1_epi32(2))
+            : _mm256_add_epi32(_mm256_slli_epi32(place, 1), _mm256_set1_epi32(3));
+    const Float number = _mm256_cvtepi32_ps(q);
+    const __m256i bits = _mm256_castps_si256(number);
+    const __m256i mantissa = _mm256_or_si256(
+        _mm256_and_si256(bits, _mm256_set1_epi32(0x007FFFFF)), _mm256_set1_epi32(0x3F800000));
+    const Float whole = _mm256_fmadd_ps(_mm256_castsi256_ps(mantissa), _mm256_set1_ps(9.0F),
+                                        _mm256_set1_ps(-8.0F));
+    // The low four bits of the biased exponent are e - 1.
+    const Float unit = lookup(kDynamicMap<kIsSigned>.units, _mm256_srli_epi32(bits, 23));
+    const Float value = _mm256_min_ps(_mm256_mul_ps(whole, unit), _mm256_set1_ps(1.0F));
+    if constexpr (!kIsSigned) return value;
+    const Float sign = _mm256_and_ps(_mm256_castsi256_ps(place), _mm256_set1_ps(-0.0F));
+    return _mm256_or_ps(value, sign);
+  }
+  template <bool kIsSigned>
+  static void encode(std::uint8_t* codes, Float a) {
+    constexpr const DynamicMap& map = kDynamicMap<kIsSigned>;
+    const Float magnitude = _mm256_andnot_ps(_mm256_set1_ps(-0.0F), a);
+    // Counted: a table of 32 would take as long.
+    __m256i segment = _mm256_setzero_si256();
+    for (int s = 0; s + 1 < kNumSegments; ++s) {
+      const Float threshold = _mm256_set1_ps(map.next_thresholds[s]);
+      const Float is_above = _mm256_cmp_ps(magnitude, threshold, _CMP_GE_OQ);
+      segment = _mm256_sub_epi32(segment, _mm256_castps_si256(is_above));
+    }
+    const Float found =
+        _mm256_fmadd_ps(magnitude, lookup(map.slopes, segment), lookup(map.offsets, segment));
+    __m256i place = _mm256_cvttps_epi32(_mm256_min_ps(found, lookup(map.lasts, segment)));
+    if constexpr (kIsSigned) {
+      const __m256i below = _mm256_srai_epi32(_mm256_castps_si256(a), 31);
+      place = _mm256_sub_epi32(_mm256_xor_si256(place, below), below);
+      place = _mm256_add_epi32(place, _mm256_set1_epi32(kSignedZero));
+    }
+    // Narrowed with saturation: what is below zero becomes zero.
+    const __m128i halves = _mm_packs_epi32(_mm256_castsi256_si128(place),
+                                           _mm256_extracti128_si256(place, 1));
+    _mm_storel_epi64(static_cast<__m128i*>(static_cast<void*>(codes)),
+                     _mm_packus_epi16(halves, halves));
+  }
+
+  using Magnitude = __m256i;
+  static Magnitude no_magnitude() { return _mm256_setzero_si256(); }
+  static Magnitude max_magnitude(Magnitude largest, Float a) {
+    const __m256i bits = _mm256_and_si256(_mm256_castps_si256(a), _mm256_set1_epi32(0x7FFFFFFF));
+    return _mm256_max_epi32(largest, bits);
+  }
+  static std::uint32_t largest(Magnitude bits) {
+    alignas(32) std::uint32_t lanes[kCount];
+    _mm256_store_si256(reinterpret_cast<__m256i*>(lanes), bits);
+    std::uint32_t found = 0;
+    for (const std::uint32_t lane : lanes) found = lane > found ? lane : found;
+    return found;
+  }
+
   static Count no_count() { return _mm256_setzero_si256(); }
   static Count count_nonfinite(Count count, Float a) {
     const __m256i exponent = _mm256_set1_epi32(0x7F800000);
@@ -69,6 +132,12 @@ struct Avx2Vector {
   }
 
  private:
+  // One of sixteen: the two halves, chosen by the index's fourth bit.
+  static Float lookup(const float* table, __m256i index) {
+    const Float low = _mm256_permutevar8x32_ps(_mm256_load_ps(table), index);
+    const Float high = _mm256_permutevar8x32_ps(_mm256_load_ps(table + 8), index);
+    return _mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32(index, 28)));
+  }
   static __m128i load_halves(const void* source) {
     return _mm_loadu_si128(static_cast<const __m128i*>(source));
   }

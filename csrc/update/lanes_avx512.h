@@ -3,6 +3,7 @@
 
 #include <immintrin.h>
 
+#include "dynamic_map.h"
 #include "lanes_pair.h"
 
 namespace infinity::update {
@@ -66,6 +67,59 @@ struct Avx512Vector {
     _mm512_storeu_si512(residual, pick(kLowHalves, bits[0], bits[1]));
   }
 
+  template <bool kIsSigned>
+  static Float decode(const std::uint8_t* codes) {
+    const Float code = _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(
+        _mm_loadu_si128(static_cast<const __m128i*>(static_cast<const void*>(codes)))));
+    const Float place = kIsSigned ? _mm512_sub_ps(code, _mm512_set1_ps(kSignedZero)) : code;
+    const Float q =
+        kIsSigned ? fma(_mm512_abs_ps(place), _mm512_set1_ps(4.0F), _mm512_set1_ps(2.0F))
+                  : fma(place, _mm512_set1_ps(2.0F), _mm512_set1_ps(3.0F));
+    const Float mantissa = _mm512_getmant_ps(q, _MM_MANT_NORM_1_2, _MM_MANT_SIGN_zero);
+    const Float whole = fma(mantissa, _mm512_set1_ps(9.0F), _mm512_set1_ps(-8.0F));
+    // The low four bits of the biased exponent are e - 1.
+    const __m512i exponent = _mm512_srli_epi32(_mm512_castps_si512(q), 23);
+    const Float unit = lookup(kDynamicMap<kIsSigned>.units, exponent);
+    const Float value = _mm512_min_ps(_mm512_mul_ps(whole, unit), _mm512_set1_ps(1.0F));
+    return kIsSigned ? with_sign_of(place, value) : value;
+  }
+  template <bool kIsSigned>
+  static void encode(std::uint8_t* codes, Float a) {
+    constexpr const DynamicMap& map = kDynamicMap<kIsSigned>;
+    const Float magnitude = _mm512_abs_ps(a);
+    const Float bounded = _mm512_max_ps(magnitude, _mm512_set1_ps(kLeastBinade));
+    const __m512i binade = _mm512_srli_epi32(_mm512_castps_si512(bounded), 23);
+    const Float threshold =
+        _mm512_permutex2var_ps(_mm512_load_ps(map.binade_thresholds), binade,
+                               _mm512_load_ps(map.binade_thresholds + kNumBinades / 2));
+    const __m512i below =
+        _mm512_permutex2var_epi32(_mm512_load_si512(map.binade_segments), binade,
+                                  _mm512_load_si512(map.binade_segments + kNumBinades / 2));
+    const __mmask16 is_next = _mm512_cmp_ps_mask(magnitude, threshold, _CMP_GE_OQ);
+    const __m512i segment = _mm512_mask_add_epi32(below, is_next, below, _mm512_set1_epi32(1));
+    const Float found =
+        _mm512_fmadd_ps(magnitude, lookup(map.slopes, segment), lookup(map.offsets, segment));
+    const Float whole = _mm512_min_ps(found, lookup(map.lasts, segment));
+    // Rounded toward zero, which is down for the magnitude.
+    __m512i place = _mm512_cvttps_epi32(kIsSigned ? with_sign_of(a, whole) : whole);
+    if constexpr (kIsSigned) {
+      place = _mm512_max_epi32(_mm512_add_epi32(place, _mm512_set1_epi32(kSignedZero)),
+                               _mm512_setzero_si512());
+    }
+    _mm_storeu_si128(static_cast<__m128i*>(static_cast<void*>(codes)),
+                     _mm512_cvtepi32_epi8(place));
+  }
+
+  using Magnitude = __m512i;
+  static Magnitude no_magnitude() { return _mm512_setzero_si512(); }
+  static Magnitude max_magnitude(Magnitude largest, Float a) {
+    const __m512i bits = _mm512_and_si512(_mm512_castps_si512(a), _mm512_set1_epi32(0x7FFFFFFF));
+    return _mm512_max_epi32(largest, bits);
+  }
+  static std::uint32_t largest(Magnitude bits) {
+    return static_cast<std::uint32_t>(_mm512_reduce_max_epi32(bits));
+  }
+
   static Count no_count() { return 0; }
   static Count count_nonfinite(Count count, Float a) {
     constexpr int kNonFinite = 0x81 | 0x18;  // Quiet and signalling NaN, both infinities.
@@ -75,6 +129,16 @@ struct Avx512Vector {
   static std::uint64_t total(Count count) { return count; }
 
  private:
+  // `magnitude`, which has no sign, with that of `a`.
+  static Float with_sign_of(Float a, Float magnitude) {
+    constexpr int kOrWithAnd = 0xF8;  // first | (second & third)
+    return _mm512_castsi512_ps(_mm512_ternarylogic_epi32(
+        _mm512_castps_si512(magnitude), _mm512_castps_si512(a),
+        _mm512_castps_si512(_mm512_set1_ps(-0.0F)), kOrWithAnd));
+  }
+  static Float lookup(const float* table, __m512i index) {
+    return _mm512_permutexvar_ps(index, _mm512_load_ps(table));
+  }
   static __m512i widen_high(const std::uint16_t* source) {
     const __m256i halves = _mm256_loadu_si256(
         static_cast<const __m256i*>(static_cast<const void*>(source)));

@@ -5,6 +5,7 @@
 #include <arm_neon.h>
 
 #include "lanes_pair.h"
+#include "lanes_scalar.h"
 
 namespace infinity::update {
 namespace {
@@ -53,6 +54,27 @@ struct NeonVector {
     vst1q_s16(residual, vreinterpretq_s16_u16(
                             vcombine_u16(vmovn_u32(bits[0]), vmovn_u32(bits[1]))));
   }
+
+  // Codes go one by one: there is no NEON machine here to write better for.
+  template <bool kIsSigned>
+  static Float decode(const std::uint8_t* codes) {
+    float values[kCount];
+    for (std::size_t i = 0; i < kCount; ++i) values[i] = ScalarLanes::decode<kIsSigned>(codes + i);
+    return vld1q_f32(values);
+  }
+  template <bool kIsSigned>
+  static void encode(std::uint8_t* codes, Float a) {
+    float values[kCount];
+    vst1q_f32(values, a);
+    for (std::size_t i = 0; i < kCount; ++i) ScalarLanes::encode<kIsSigned>(codes + i, values[i]);
+  }
+
+  using Magnitude = uint32x4_t;
+  static Magnitude no_magnitude() { return vdupq_n_u32(0); }
+  static Magnitude max_magnitude(Magnitude largest, Float a) {
+    return vmaxq_u32(largest, vandq_u32(vreinterpretq_u32_f32(a), vdupq_n_u32(0x7FFFFFFFU)));
+  }
+  static std::uint32_t largest(Magnitude bits) { return vmaxvq_u32(bits); }
 
   static Count no_count() { return vdupq_n_u32(0); }
   static Count count_nonfinite(Count count, Float a) {

@@ -6,7 +6,7 @@
 
 #include <cstdint>
 
-#include "span.h"
+#include "dynamic_map.h"
 
 namespace infinity::update {
 namespace {
@@ -55,6 +55,41 @@ struct ScalarLanes {
     *weight = static_cast<std::uint16_t>((bits + 0x8000U) >> 16);
     *residual = static_cast<std::int16_t>(static_cast<std::uint16_t>(bits));
   }
+
+  // The value of one code: dynamic_map.h.
+  template <bool kIsSigned>
+  static Float decode(const std::uint8_t* code) {
+    const int place = kIsSigned ? *code - kSignedZero : *code;
+    const int q = kIsSigned ? 4 * (place < 0 ? -place : place) + 2 : 2 * place + 3;
+    const int e = 31 - __builtin_clz(static_cast<unsigned>(q));
+    const float mantissa = static_cast<float>(q) / static_cast<float>(1 << e);
+    const float value = (9.0F * mantissa - 8.0F) * kDynamicMap<kIsSigned>.units[e - 1];
+    const float bounded = value < 1.0F ? value : 1.0F;
+    return place < 0 ? -bounded : bounded;
+  }
+  // The code of a number whose magnitude is at most about 1. Squares have no sign: it is dropped.
+  template <bool kIsSigned>
+  static void encode(std::uint8_t* code, Float a) {
+    constexpr const DynamicMap& map = kDynamicMap<kIsSigned>;
+    const float magnitude = a < 0.0F ? -a : a;
+    std::size_t segment = 0;
+    while (magnitude >= map.next_thresholds[segment]) ++segment;
+    const float found = __builtin_fmaf(magnitude, map.slopes[segment], map.offsets[segment]);
+    const float last = map.lasts[segment];
+    const auto place = static_cast<int>(found < last ? found : last);
+    const int above = a < 0.0F ? kSignedZero - place : kSignedZero + place;
+    const int result = kIsSigned ? (above < 0 ? 0 : above) : place;
+    *code = static_cast<std::uint8_t>(result);
+  }
+
+  // The bits of a magnitude.
+  using Magnitude = std::uint32_t;
+  static Magnitude no_magnitude() { return 0; }
+  static Magnitude max_magnitude(Magnitude largest, Float a) {
+    const std::uint32_t bits = float_to_bits(a) & 0x7FFFFFFFU;
+    return bits > largest ? bits : largest;
+  }
+  static std::uint32_t largest(Magnitude bits) { return bits; }
 
   static Count no_count() { return 0; }
   static Count count_nonfinite(Count count, Float a) {

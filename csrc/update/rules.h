@@ -8,6 +8,7 @@
 #include "rules/sgd.h"
 #include "rules/stream.h"
 #include "sweep.h"
+#include "sweep_blocks.h"
 
 namespace infinity::update {
 namespace {
@@ -20,10 +21,14 @@ constexpr RuleKernels kernels_of() {
   return {Rule::kName,
           Rule::kStates,
           sizeof(typename Rule::Coefficients) / sizeof(float),
-          {{&sweep<V, Rule, WeightFormat::kFp32, GradientFormat::kFp32>,
-            &sweep<V, Rule, WeightFormat::kFp32, GradientFormat::kBf16>},
-           {&sweep<L, Rule, WeightFormat::kSplit, GradientFormat::kFp32>,
-            &sweep<L, Rule, WeightFormat::kSplit, GradientFormat::kBf16>}}};
+          {{{&sweep<V, Rule, WeightFormat::kFp32, GradientFormat::kFp32>,
+             &sweep<V, Rule, WeightFormat::kFp32, GradientFormat::kBf16>},
+            {&sweep<L, Rule, WeightFormat::kSplit, GradientFormat::kFp32>,
+             &sweep<L, Rule, WeightFormat::kSplit, GradientFormat::kBf16>}},
+           {{&sweep_blocks<V, V, Rule, WeightFormat::kFp32, GradientFormat::kFp32>,
+             &sweep_blocks<V, V, Rule, WeightFormat::kFp32, GradientFormat::kBf16>},
+            {&sweep_blocks<V, L, Rule, WeightFormat::kSplit, GradientFormat::kFp32>,
+             &sweep_blocks<V, L, Rule, WeightFormat::kSplit, GradientFormat::kBf16>}}}};
 }
 
 template <class V, class L, class... Rules>

@@ -12,20 +12,28 @@ inline constexpr std::size_t kMaxStates = 2;
 // a span are its tail, where torch's kernels round one sum in another order (see rules/adamw.h).
 inline constexpr std::size_t kReferenceLanes = 8;
 
+// Elements that share a scale in 8-bit states: docs/formats/moments_8bit.md.
+inline constexpr std::size_t kBlockNumel = 256;
+
 enum class WeightFormat : unsigned char { kFp32, kSplit };
 enum class GradientFormat : unsigned char { kFp32, kBf16 };
+enum class StateFormat : unsigned char { kFp32, k8Bit };
 
-// One tensor, or a part of one that starts at a multiple of kReferenceLanes elements and, unless it
-// is the last part, ends at one. Arrays do not overlap; any alignment of their element is enough.
+// One tensor, or a part of one that starts at a multiple of kReferenceLanes elements (with 8-bit
+// states, of kBlockNumel) and, unless it is the last part, ends at one. Arrays do not overlap; any
+// alignment of their element is enough. As many states as the rule has, in one of the two formats:
+// the first has a sign, the second are squares and have none.
 struct Span {
   void* weight = nullptr;            // fp32, or bf16 when split.
   std::int16_t* residual = nullptr;  // Low half of the fp32 master; split only.
   const void* gradient = nullptr;    // fp32 or bf16; read only.
-  float* states[kMaxStates] = {};    // As many as the rule has.
+  float* states[kMaxStates] = {};    // fp32 states.
+  std::uint8_t* codes[kMaxStates] = {};  // 8-bit states: one code per element,
+  float* scales[kMaxStates] = {};        // and one scale per block of them.
   std::size_t numel = 0;
 };
 
-// Elements [start, stop) of a span; `start` is a multiple of kReferenceLanes. `is_last` when `stop`
+// Elements [start, stop) of a span; `start` is a multiple as above. `is_last` when `stop`
 // is the span's end. Returns how many scaled gradients were not finite.
 using Kernel = std::uint64_t (*)(const Span& span, std::size_t start, std::size_t stop,
                                  bool is_last, const float* coefficients, float gradient_scale);

@@ -15,7 +15,7 @@ namespace {
 // stream), short enough that threads end together. A multiple of every vector, so a cut is where
 // an uncut update would have started a vector too.
 constexpr std::size_t kItemNumel = std::size_t{1} << 16;
-static_assert(kItemNumel % kReferenceLanes == 0);
+static_assert(kItemNumel % kReferenceLanes == 0 && kItemNumel % kBlockNumel == 0);
 
 struct Item {
   const Span* span;
@@ -41,7 +41,8 @@ class DefaultFloatEnvironment {
 }  // namespace
 
 std::uint64_t apply(const Job& job, std::span<const Span> spans) {
-  const Kernel kernel = job.rule->kernels[static_cast<std::size_t>(job.weight_format)]
+  const Kernel kernel = job.rule->kernels[static_cast<std::size_t>(job.state_format)]
+                                         [static_cast<std::size_t>(job.weight_format)]
                                          [static_cast<std::size_t>(job.gradient_format)];
   std::vector<Item> items;
   std::size_t numel = 0;

@@ -14,6 +14,7 @@ struct Job {
   const float* coefficients = nullptr;  // As many as the rule has.
   WeightFormat weight_format = WeightFormat::kFp32;
   GradientFormat gradient_format = GradientFormat::kFp32;
+  StateFormat state_format = StateFormat::kFp32;
   float gradient_scale = 1.0F;  // Gradients are multiplied by it as they are read.
   std::size_t num_threads = 1;
 };

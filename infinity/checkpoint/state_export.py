@@ -9,13 +9,15 @@ from torch import nn
 
 from infinity.engine.engine import engine_of
 from infinity.engine.optimizer import AdamW
+from infinity.ops.dynamic_8bit import State8Bit, decode
 from infinity.state.units import Piece
 
 
 def optimizer_state_dict(model: nn.Module, optimizer: AdamW) -> dict[str, Any]:
     """What `torch.optim.AdamW(...).load_state_dict` takes: settings, step counts and moments.
 
-    Every moment is a copy on the host, fp32, in the parameter's shape and strides: twice the fp32
+    Every moment is a copy on the host, fp32 (widened where they are of eight
+    bits), in the parameter's shape and strides: twice the fp32
     size of the model, outside the host budget. Parameters are numbered as in the optimizer's
     groups, so give the plain optimizer the same parameters in the same groups.
     """
@@ -33,7 +35,10 @@ def optimizer_state_dict(model: nn.Module, optimizer: AdamW) -> dict[str, Any]:
                     whole = moments[part.spec.name][piece.value].as_strided(
                         (part.spec.numel,), (1,)
                     )
-                    whole[part.start : part.start + part.values.numel()] = part.values
+                    values = part.values
+                    if part.scales is not None:
+                        values = decode(State8Bit(values, part.scales), piece.value)
+                    whole[part.start : part.start + values.numel()] = values
         answer = optimizer.state_dict()
         names = [name for group in optimizer.named_state()["groups"] for name in group["params"]]
     for index, entry in answer["state"].items():

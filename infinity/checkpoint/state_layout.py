@@ -2,7 +2,8 @@
 
 A pure function of the unit. Names say what a tensor is, so that any safetensors reader can use the
 files: `layers.0.weight` in the compute dtype, `layers.0.weight.residual` (or `.master`),
-`.exp_avg`, `.exp_avg_sq`, `.gradient`. Every one has the parameter's full shape.
+`.exp_avg`, `.exp_avg_sq`, `.gradient`. Every one has the parameter's full shape; but moments of
+eight bits also have the scales of their blocks, `.exp_avg.scales`, flat.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from infinity.checkpoint.safetensors_format import TensorInfo
+from infinity.ops.dynamic_8bit import num_scales
 from infinity.state.units import Piece, TensorSpec, Unit
 
 # Pieces that are streamed; gradients are few and taken one by one.
@@ -27,10 +29,12 @@ class StateTensor:
     piece: Piece
     spec: TensorSpec
     dtype: torch.dtype
+    is_scales: bool = False  # Of the codes that have the name without the last part.
 
     @property
     def info(self) -> TensorInfo:
-        return TensorInfo(name=self.name, dtype=self.dtype, shape=self.spec.facts.shape)
+        shape = (num_scales(self.spec.numel),) if self.is_scales else self.spec.facts.shape
+        return TensorInfo(name=self.name, dtype=self.dtype, shape=shape)
 
 
 def state_tensors(
@@ -53,7 +57,11 @@ def state_tensors(
                 and spec.facts.dtype is not torch.bfloat16
             )
             if dtype is not None and has_piece(piece) and not is_zero:
-                yield StateTensor(f"{spec.name}.{_suffix(unit, piece)}", piece, spec, dtype)
+                name = f"{spec.name}.{_suffix(unit, piece)}"
+                yield StateTensor(name, piece, spec, dtype)
+                if unit.is_8bit(piece):
+                    name = f"{name}.{scales_suffix(spec)}"
+                    yield StateTensor(name, piece, spec, torch.float32, is_scales=True)
         if has_gradient(spec):
             name = f"{spec.name}.gradient"
             yield StateTensor(name, Piece.GRADIENTS, spec, torch.float32)
@@ -61,6 +69,16 @@ def state_tensors(
 
 def _suffix(unit: Unit, piece: Piece) -> str:
     return "residual" if piece is Piece.MASTER and unit.has_residual else piece.value
+
+
+def scales_suffix(spec: TensorSpec) -> str:
+    """Blocks are counted in memory order, which codes in a file do not show: where it is not
+    that of a file, the name says which it is, and a model with another one does not find it."""
+    if is_row_major(spec):
+        return "scales"
+    strides = spec.facts.stride
+    order = sorted(range(len(strides)), key=lambda dimension: -strides[dimension])
+    return "scales_" + "_".join(map(str, order))
 
 
 def is_row_major(spec: TensorSpec) -> bool:

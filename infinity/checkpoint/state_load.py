@@ -42,6 +42,7 @@ from infinity.engine.gradients import in_memory_order
 from infinity.engine.optimizer import AdamW
 from infinity.engine.state_access import Part, StateAccess
 from infinity.errors import ConfigError
+from infinity.ops.dynamic_8bit import BLOCK_NUMEL
 from infinity.state.units import Piece, TensorSpec, Unit
 
 if TYPE_CHECKING:
@@ -136,6 +137,7 @@ class Checkpoint:
             for tensor in tensors_of(state, unit):
                 if tensor.piece is not Piece.GRADIENTS:
                     expected[tensor.name] = tensor.info
+        self._check_moments(expected)
         gradients = {f"{s.name}.gradient" for unit in state.units for s in unit.trainable()}
         _compare_names(
             set(expected), {name for name in self._places if name not in gradients}, self.path
@@ -158,6 +160,19 @@ class Checkpoint:
                             f"{self.path / BUFFERS_NAME}: buffer {name!r} has shape "
                             f"{reader.tensors[name].shape}, the model has {tuple(buffer.shape)}"
                         )
+
+    def _check_moments(self, expected: Mapping[str, TensorInfo]) -> None:
+        """Raises ConfigError where moments are kept in another format than the model's."""
+        for name, info in expected.items():
+            if name.endswith((".exp_avg", ".exp_avg_sq")) and name in self._places:
+                there = self._places[name][1].dtype
+                if (there is torch.uint8) != (info.dtype is torch.uint8):
+                    word = "8bit" if there is torch.uint8 else "float32"
+                    raise ConfigError(
+                        f"{self.path}: its moments are {word} and the model's are not; set "
+                        f"precision.moments to {word!r} to go on with it. A conversion would not "
+                        "be the continuation of that run"
+                    )
 
     def has(self, name: str) -> bool:
         return name in self._places
@@ -277,10 +292,14 @@ def _load_piece(
 ) -> None:
     if state.store.home(unit, piece) is None:
         return
-    names = {tensor.spec: tensor.name for tensor in tensors if tensor.piece is piece}
+    of_piece = [tensor for tensor in tensors if tensor.piece is piece]
+    names = {tensor.spec: tensor.name for tensor in of_piece if not tensor.is_scales}
+    scales = {tensor.spec: tensor.name for tensor in of_piece if tensor.is_scales}
     whole: tuple[TensorSpec, torch.Tensor] | None = None
     for part in state.parts(unit, piece, keep=True):
         spec = part.spec
+        if part.scales is not None:
+            reader.read_into(scales[spec], part.start // BLOCK_NUMEL, part.scales)
         if spec not in names:
             part.values.zero_()
         elif is_row_major(spec):

@@ -11,7 +11,7 @@ import datetime
 import hashlib
 import io
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -29,6 +29,7 @@ from infinity.engine.engine import engine_of
 from infinity.engine.optimizer import AdamW
 from infinity.engine.state_access import Part, StateAccess
 from infinity.errors import ConfigError, StorageError
+from infinity.ops.dynamic_8bit import BLOCK_NUMEL
 from infinity.state.units import Piece, Unit
 
 if TYPE_CHECKING:
@@ -162,7 +163,7 @@ def _write_unit(
     writer = _HashedWriter(path, [tensor.info for tensor in tensors], kinds)
     try:
         for piece in STREAMED:
-            of_piece = {t.spec: t for t in tensors if t.piece is piece}
+            of_piece = [tensor for tensor in tensors if tensor.piece is piece]
             if of_piece:
                 _write_piece(writer, state, unit, piece, of_piece)
         for tensor in tensors:
@@ -179,16 +180,20 @@ def _write_piece(
     state: StateAccess,
     unit: Unit,
     piece: Piece,
-    tensors: Mapping[Any, StateTensor],
+    of_piece: Sequence[StateTensor],
 ) -> None:
+    tensors = {tensor.spec: tensor for tensor in of_piece if not tensor.is_scales}
+    scales = {tensor.spec: tensor for tensor in of_piece if tensor.is_scales}
     whole: torch.Tensor | None = None  # Of a tensor that lies otherwise in memory than in a file.
-    for spec, tensor in tensors.items():
-        if not spec.numel:  # No part comes of it.
-            writer.put(tensor.name, 0, torch.empty(spec.facts.shape, dtype=tensor.dtype))
+    for tensor in of_piece:
+        if not tensor.spec.numel:  # No part comes of it.
+            writer.put(tensor.name, 0, torch.empty(tensor.info.shape, dtype=tensor.dtype))
     for part in state.parts(unit, piece):
         spec = part.spec
         if spec not in tensors or not spec.numel:
             continue
+        if part.scales is not None:
+            writer.put(scales[spec].name, part.start // BLOCK_NUMEL, part.scales)
         name = tensors[spec].name
         if is_row_major(spec):
             writer.put(name, part.start, part.values)

@@ -131,9 +131,9 @@ def _model(config: SwapConfig, name: str | None, params: str | None) -> Any:
 
     dtype = getattr(torch, config.precision.compute)
     if name is not None:
-        return load_model(name, dtype)
+        return load_model(name, dtype, config.precision.moments)
     if params is not None:
-        return model_of_shape(scaled_gpt(parse_count(params)), dtype)
+        return model_of_shape(scaled_gpt(parse_count(params)), dtype, config.precision.moments)
     config.require("model", "data", "train")
     return model_of_config(config)
 

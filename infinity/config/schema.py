@@ -55,6 +55,7 @@ DeviceKind = Literal["auto", "cpu", "cuda"]
 DirectIo = Literal["auto", "always", "never"]
 ComputeDtype = Literal["float32", "bfloat16"]
 GradientDtype = Literal["float32"]
+MomentFormat = Literal["float32", "8bit"]
 UpdatesMode = Literal["deferred", "at_step"]
 OptimizerName = Literal["adamw"]
 LrSchedule = Literal["constant", "linear", "cosine"]
@@ -287,13 +288,19 @@ class Schedule(Section):
 
 
 class Precision(Section):
-    """Number formats. The master weights and the moments are always float32."""
+    """Number formats. The master weights are always float32."""
 
     compute: Annotated[ComputeDtype, Choice(ComputeDtype)] = Field(
         "float32", description="Weights and arithmetic of forward and backward."
     )
     gradients: Annotated[GradientDtype, Choice(GradientDtype)] = Field(
         "float32", description="Accumulated gradients."
+    )
+    moments: Annotated[MomentFormat, Choice(MomentFormat)] = Field(
+        "float32",
+        description='The optimizer\'s moments. "8bit" is approximate: blocks of 256 elements share '
+        "a scale, and a step reads and writes 6 bytes per parameter less. Chunks of the update are "
+        "then whole MiB.",
     )
 
 

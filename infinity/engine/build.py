@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from infinity.config import SwapConfig
 from infinity.config.schema import NvmeTier
@@ -75,7 +76,12 @@ def build(
     if not anatomy.units:
         raise ConfigError(f"{type(model).__name__} has no parameters; nothing to offload")
     laid_out = [
-        layout_unit(index, name, [facts_of(each, config) for each in members])
+        layout_unit(
+            index,
+            name,
+            [facts_of(each, config) for each in members],
+            config.precision.moments,
+        )
         for index, (name, members) in enumerate(anatomy.units)
     ]
     budgets = _budgets(config, laid_out, anatomy, device)
@@ -105,6 +111,11 @@ def _refuse(model: nn.Module, *, has_weights: bool) -> None:
     for name, parameter in model.named_parameters():
         if isinstance(parameter, Handle):
             raise ConfigError(f"{name!r} belongs to a model that is offloaded already")
+        if is_lazy(parameter):
+            raise UnsupportedError(
+                f"{name!r} has no shape yet: its module is lazy and was never run. Run a forward, "
+                "or give the module its sizes, before infinity.offload"
+            )
         if type(parameter.data) is not torch.Tensor:
             raise UnsupportedError(
                 f"{name!r} is a {type(parameter.data).__name__}; expected a plain tensor. "
@@ -121,6 +132,13 @@ def _refuse(model: nn.Module, *, has_weights: bool) -> None:
                 "its tier by then; remove the hook, or use register_hook"
             )
     for module_name, module in model.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and (
+            module.sparse and module.weight.requires_grad
+        ):
+            raise UnsupportedError(
+                f"the gradient of {module_name or type(module).__name__!r} would be sparse; "
+                "expected a dense one. Build the embedding with sparse=False"
+            )
         for name, buffer in module._buffers.items():
             if buffer is None or not buffer.is_meta:
                 continue
@@ -177,6 +195,11 @@ def _kind(config: SwapConfig) -> str:
     kind = config.tiers.device.kind
     if kind == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            "tiers.device.kind: expected a CUDA device for 'cuda', and PyTorch sees none; install "
+            "a CUDA build of torch and a driver, or set it to 'cpu' or 'auto'"
+        )
     return kind
 
 

@@ -10,6 +10,7 @@ One lock orders the training thread and autograd's device threads.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -53,6 +54,18 @@ _log = logging.getLogger("infinity")
 
 # Weak on both sides: a model keeps its engine by the hooks it carries, nothing else keeps either.
 _ENGINES: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Engine]] = weakref.WeakKeyDictionary()
+
+_open_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+
+
+def _abandon_engines_in_child() -> None:
+    """A forked child has no threads of ours, and the swap files are the parent's: it ends without
+    closing either."""
+    for engine in list(_open_engines):
+        engine._finalizer.detach()
+
+
+os.register_at_fork(after_in_child=_abandon_engines_in_child)
 
 # Units that initialisation keeps attached at once, so that views it takes stay valid a while.
 _INITIALISING_UNITS = 2
@@ -176,6 +189,7 @@ class Engine:
         self._initialising: list[int] | None = None  # Units held by initialisation, oldest first.
         # A model that is dropped without close() gives its memory and its swap files back too.
         self._finalizer = weakref.finalize(self, self.parts.resources.close)
+        _open_engines.add(self)
         for slot in self.slots:
             self._by_unit.setdefault(slot.unit.index, []).append(slot)
             self._by_face[id(slot.handle)] = self._by_face[id(slot.compute)] = slot
@@ -484,7 +498,12 @@ class Engine:
             if not handle.is_gradient:
                 return slots[id(handle)].compute
             gradient = self.read_gradient(handle.name_in_model)
-            assert gradient is not None
+            if gradient is None:
+                raise InfinityError(
+                    f"the gradient of {handle.name_in_model!r} is not there any more: it was "
+                    "forgotten (zero_grad) after `.grad` was taken. Clone a gradient that is to "
+                    "be kept"
+                )
             return gradient.to(handle.device)
 
         first = torch.autograd._get_sequence_nr()

@@ -12,8 +12,9 @@ placeholder broadcasts.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 
@@ -141,9 +142,12 @@ class Handle(torch.Tensor):
         handle."""
         if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
             return args[0]
-        name = _first_handle((args, kwargs or {})).name_in_model
+        handle = _first_handle((args, kwargs or {}))
+        if func.overloadpacket is torch.ops.aten.set_:  # It never comes by __torch_function__.
+            _refuse_parametrization(handle)
         raise ParameterNotResident(
-            name, f"{func} reached it below the engine; wrap the code in infinity.gather(model)"
+            handle.name_in_model,
+            f"{func} reached it below the engine; wrap the code in infinity.gather(model)",
         )
 
 
@@ -316,6 +320,21 @@ def _to(handle: Any, *args: Any, **kwargs: Any) -> Any:
     return _converted(handle, device, dtype)
 
 
+def _detach(handle: Handle) -> Any:
+    # nn.Parameter(handle) detaches what it is given and would refuse the plain tensor that comes of
+    # it with words about subclasses. Its frame is that of whoever called __torch_function__.
+    if sys._getframe(2).f_code is torch.nn.Parameter.__new__.__code__:
+        _refuse_parametrization(handle)
+    return NotImplemented
+
+
+def _refuse_parametrization(handle: Handle) -> NoReturn:
+    raise UnsupportedError(
+        f"{handle.name_in_model!r} is on a tier, so no other parameter can be made of it; apply "
+        "weight_norm and other parametrizations before infinity.offload"
+    )
+
+
 def _rests_as_is(handle: Handle) -> bool:
     return handle.device.type == "cpu" and not handle.is_gradient
 
@@ -343,6 +362,7 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
     torch.Tensor.zero_: _zero_,
     torch.Tensor.copy_: _copy_,
     torch.Tensor.register_post_accumulate_grad_hook: _refuse_grad_hook,
+    torch.Tensor.detach: _detach,
     torch.Tensor.to: _to,
     torch.Tensor.half: _convert_to(torch.float16),
     torch.Tensor.bfloat16: _convert_to(torch.bfloat16),

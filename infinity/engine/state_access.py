@@ -7,14 +7,22 @@ are up to date and nobody else moves a byte.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from infinity.engine.gradients import Gradients
 from infinity.schedule.executor import Executor
+from infinity.state.moments_8bit import states_within
 from infinity.state.store import StateStore
-from infinity.state.units import Piece, TensorSpec, Unit, chunk_unit, weight_of
+from infinity.state.units import (
+    STATE_ITEM_NBYTES,
+    Piece,
+    TensorSpec,
+    Unit,
+    chunk_unit,
+    weight_of,
+)
 from infinity.storage.engine import Priority
 from infinity.tiers.pool import HostPool
 
@@ -24,12 +32,14 @@ class Part:
     """Elements [start, start + values.numel()) of one tensor in one piece, in memory order.
 
     `values` is flat, on the host, in the dtype of the piece, and shares memory that is valid until
-    the next part is asked for.
+    the next part is asked for. Where they are codes of eight bits, `scales` are the fp32 scales of
+    their blocks (the last of which may be short), and `start` is a multiple of BLOCK_NUMEL.
     """
 
     spec: TensorSpec
     start: int
     values: torch.Tensor
+    scales: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +84,10 @@ class StateAccess:
         resting = self.store.resting(unit, piece)
         if resting is not None:
             for spec in unit.trainable():
-                start = spec.state_offset
-                yield Part(spec, 0, resting.view(dtype)[start : start + spec.numel])
+                start, stop = spec.state_offset, spec.state_offset + spec.numel
+                yield from _parts(unit, piece, resting, unit.state_numel, spec, start, stop)
             return
-        nbytes = min(self.chunk_nbytes, unit.nbytes(Piece.EXP_AVG))
+        nbytes = min(self.chunk_nbytes, unit.state_numel * STATE_ITEM_NBYTES)
         block = self.pool.require(nbytes, f"{piece.value} of {unit.name}")
         try:
             for chunk in chunk_unit(unit, self.chunk_nbytes):
@@ -86,11 +96,13 @@ class StateAccess:
                     self.pool.tensor(block).zero_()  # What lies between tensors.
                 else:
                     self.store.read(unit, piece, block, priority=Priority.STATE, **place).wait()
-                values = self.pool.tensor(block)[: chunk.nbytes(piece)].view(dtype)
+                memory = self.pool.tensor(block)[: chunk.nbytes(piece)]
+                numel = chunk.stop - chunk.start
                 for part in chunk.slices:
                     start = part.state_start - chunk.start
                     stop = start + part.stop - part.start
-                    yield Part(part.tensor, part.start, values[start:stop])
+                    for each in _parts(unit, piece, memory, numel, part.tensor, start, stop):
+                        yield replace(each, start=part.start + each.start)
                 if keep:
                     self.store.write(unit, piece, block, **place).wait()
         finally:
@@ -115,3 +127,23 @@ class StateAccess:
         for unit in self.units:
             for spec in unit.trainable():
                 self.gradients.forget(spec)
+
+
+def _parts(
+    unit: Unit,
+    piece: Piece,
+    memory: torch.Tensor,
+    numel: int,
+    spec: TensorSpec,
+    start: int,
+    stop: int,
+) -> Iterator[Part]:
+    """Elements [start, stop) of the `numel` in `memory` (uint8), whose own starts count from the
+    first of them."""
+    if unit.is_8bit(piece):
+        for first, state in states_within(memory, numel, start, stop):
+            yield Part(spec, first - start, state.codes, state.scales)
+        return
+    dtype = unit.dtype(piece)
+    assert dtype is not None
+    yield Part(spec, 0, memory.view(dtype)[start:stop])

@@ -27,9 +27,11 @@ import torch
 from infinity.engine.gradients import Gradients
 from infinity.errors import InfinityError, StorageError
 from infinity.observe import Counters
+from infinity.ops.dynamic_8bit import State8Bit
 from infinity.ops.optimizers import Settings, step_
 from infinity.ops.span import Span
 from infinity.schedule.executor import Executor
+from infinity.state.moments_8bit import states_within
 from infinity.state.store import StateStore, Transfer
 from infinity.state.units import Chunk, Piece, Slice, TensorSpec, Unit, chunk_unit
 from infinity.storage.engine import Priority
@@ -403,14 +405,15 @@ class Updater:
                 group = record.settings[part.tensor], part.tensor.facts.dtype
                 groups.setdefault(group, []).append(part)
             for (settings, _), slices in groups.items():
-                spans = [_span(stage, weights, part) for part in slices]
+                spans = [span for part in slices for span in _spans(stage, weights, part)]
                 if settings.step == 1:  # Whatever an optimizer before this one has left.
-                    for state in (state for span in spans for state in span.states):
-                        state.zero_()
+                    for span in spans:
+                        _forget(span, settings)
                 step_(spans, settings, grad_scale=record.clip_factor)
                 if stage.chunk.unit.master_dtype is torch.float32:
-                    for span, part in zip(spans, slices, strict=True):
-                        _weight_slice(weights, part).copy_(span.weight)
+                    for part in slices:
+                        master = stage.arrays[Piece.MASTER][_range(stage, part)]
+                        _weight_slice(weights, part).copy_(master)
 
     def _write_back(self, stage: _Stage) -> None:
         chunk = stage.chunk
@@ -429,20 +432,43 @@ class Updater:
             )
 
 
-def _span(stage: _Stage, weights: torch.Tensor, part: Slice) -> Span:
-    """A slice's arrays: fp32 weight, or bf16 weight with its residual, or fp32 master."""
-    start = part.state_start - stage.chunk.start
-    stop = start + part.stop - part.start
-    arrays = {piece: array[start:stop] for piece, array in stage.arrays.items()}
+def _spans(stage: _Stage, weights: torch.Tensor, part: Slice) -> Iterator[Span]:
+    """A slice's arrays: fp32 weight, or bf16 weight with its residual, or fp32 master. One span, or
+    with moments of eight bits one for every granule."""
+    unit = stage.chunk.unit
+    whole = _range(stage, part)
     weight = _weight_slice(weights, part)
-    if stage.chunk.unit.master_dtype is torch.float32:
-        weight = arrays[Piece.MASTER]
-    return Span(
-        weight=weight,
-        gradient=arrays[Piece.GRADIENTS],
-        states=(arrays[Piece.EXP_AVG], arrays[Piece.EXP_AVG_SQ]),
-        residual=arrays[Piece.MASTER] if weight.dtype is torch.bfloat16 else None,
-    )
+    if unit.master_dtype is torch.float32:
+        weight = stage.arrays[Piece.MASTER][whole]
+    master = stage.arrays[Piece.MASTER][whole] if weight.dtype is torch.bfloat16 else None
+    gradient = stage.arrays[Piece.GRADIENTS][whole]
+    moments = [stage.arrays[piece] for piece in (Piece.EXP_AVG, Piece.EXP_AVG_SQ)]
+    if not unit.is_8bit(Piece.EXP_AVG):
+        exp_avg, exp_avg_sq = (moment[whole] for moment in moments)
+        yield Span(weight, gradient, (exp_avg, exp_avg_sq), master)
+        return
+    numel = stage.chunk.stop - stage.chunk.start
+    granules = (states_within(moment, numel, whole.start, whole.stop) for moment in moments)
+    for (first, exp_avg), (_, exp_avg_sq) in zip(*granules, strict=True):
+        start = first - whole.start
+        each = slice(start, start + exp_avg.numel())
+        residual = None if master is None else master[each]
+        yield Span(weight[each], gradient[each], (exp_avg, exp_avg_sq), residual)
+
+
+def _range(stage: _Stage, part: Slice) -> slice:
+    """Where a slice's elements are in the chunk's arrays."""
+    start = part.state_start - stage.chunk.start
+    return slice(start, start + part.stop - part.start)
+
+
+def _forget(span: Span, settings: Settings) -> None:
+    """Zero moments."""
+    for state, name in zip(span.states, settings.state_names, strict=True):
+        if isinstance(state, State8Bit):
+            state.zero_(name)
+        else:
+            state.zero_()
 
 
 def _key(chunk: Chunk) -> tuple[int, int]:

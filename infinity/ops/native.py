@@ -13,6 +13,7 @@ import torch
 
 from infinity import _core
 from infinity.errors import UnsupportedError
+from infinity.ops.dynamic_8bit import State8Bit
 from infinity.ops.span import Span
 
 SIMD_VARIABLE = "INFINITY_SIMD"
@@ -51,6 +52,7 @@ def apply_rule(
         list(coefficients),
         is_split=spans[0].is_split,
         is_gradient_bf16=spans[0].gradient.dtype is torch.bfloat16,
+        is_8bit=spans[0].is_8bit,
         gradient_scale=grad_scale,
         num_threads=threads or torch.get_num_threads(),
         simd=simd,
@@ -59,5 +61,8 @@ def apply_rule(
 
 def _addresses(span: Span) -> tuple[int, int, int, list[int], int]:
     residual = 0 if span.residual is None else span.residual.data_ptr()
-    states = [state.data_ptr() for state in span.states]
+    states: list[int] = []
+    for state in span.states:
+        arrays = (state.codes, state.scales) if isinstance(state, State8Bit) else (state,)
+        states += [array.data_ptr() for array in arrays]
     return span.weight.data_ptr(), residual, span.gradient.data_ptr(), states, span.weight.numel()

@@ -13,6 +13,7 @@ import torch
 
 from infinity.ops.adam import AdamSettings
 from infinity.ops.adamw import AdamWSettings, has_torch_bits, torch_adamw_
+from infinity.ops.dynamic_8bit import State8Bit, decode, encode_
 from infinity.ops.lion import LionSettings
 from infinity.ops.native import apply_rule
 from infinity.ops.sgd import SGDSettings
@@ -35,7 +36,7 @@ class Settings(Protocol):
 
     @property
     def state_names(self) -> tuple[str, ...]:
-        """The fp32 arrays that a span carries beside weight and gradient."""
+        """The arrays that a span carries beside weight and gradient; `exp_avg_sq` has no sign."""
 
     def coefficients(self) -> tuple[float, ...]:
         """The numbers of the native rule in its order, fp64, rounded to fp32 when used."""
@@ -72,10 +73,14 @@ def update_(
     read; they are not written. All spans have one format (see Span). A split weight is updated as
     its fp32 master would be; a master that becomes NaN is kept as the canonical quiet NaN.
 
-    A tensor may be updated in parts that are cut at multiples of `span.CUT_NUMEL` elements. The
-    result does not depend on that, on `threads` (None: torch's number) or on the instruction set.
-    Returns how many scaled gradients were not finite; those are used as they are. Raises
-    ConfigError for arrays of wrong dtype, length or layout.
+    States of 8 bits are widened, updated as fp32 ones would be, and rounded to codes again: an
+    approximation of the fp32 update, exactly as `dynamic_8bit` defines it.
+
+    A tensor may be updated in parts that are cut at multiples of `span.CUT_NUMEL` elements (of
+    `dynamic_8bit.BLOCK_NUMEL` with 8-bit states). The result does not depend on that, on `threads`
+    (None: torch's number) or on the instruction set. Returns how many scaled gradients were not
+    finite; those are used as they are. Raises ConfigError for arrays of wrong dtype, length or
+    layout.
     """
     check_spans(spans, settings.state_names)
     return apply_rule(
@@ -89,13 +94,13 @@ def step_(
     """`update_` with the bits of this torch: where its AdamW rounds otherwise than the native one
     (another processor, another build), fp32 spans go through torch's own kernel."""
     is_native = not isinstance(settings, AdamWSettings) or has_torch_bits()
-    if is_native or spans[0].is_split:
+    if is_native or spans[0].is_split or spans[0].is_8bit:  # The latter equal nothing of torch's.
         update_(spans, settings, grad_scale=1.0 if grad_scale is None else grad_scale)
         return
     gradients = [span.gradient.float() for span in spans]
     if grad_scale is not None:
         gradients = [gradient * grad_scale for gradient in gradients]
-    exp_avgs, exp_avg_sqs = zip(*(span.states for span in spans), strict=True)
+    exp_avgs, exp_avg_sqs = zip(*(_fp32_states(span, settings) for span in spans), strict=True)
     torch_adamw_([span.weight for span in spans], gradients, exp_avgs, exp_avg_sqs, settings)
 
 
@@ -111,8 +116,9 @@ def _reference_span_(span: Span, settings: Settings, grad_scale: float) -> int:
     gradient = span.gradient.to(torch.float32) * grad_scale
     weight = span.weight if span.residual is None else join(span.weight, span.residual)
     body = weight.numel() - weight.numel() % REFERENCE_LANES
+    wide_states = _fp32_states(span, settings)
     for part, is_tail in ((slice(0, body), False), (slice(body, None), True)):
-        states = [state[part] for state in span.states]
+        states = [state[part] for state in wide_states]
         new_weight, *new_states = settings.reference(
             weight[part], gradient[part], states, is_tail=is_tail
         )
@@ -123,4 +129,15 @@ def _reference_span_(span: Span, settings: Settings, grad_scale: float) -> int:
         else:
             master = torch.where(torch.isnan(new_weight), _CANONICAL_NAN, new_weight)
             span.weight[part], span.residual[part] = split(master)
+    for state, wide, name in zip(span.states, wide_states, settings.state_names, strict=True):
+        if isinstance(state, State8Bit):
+            encode_(state, wide, name)
     return int((~torch.isfinite(gradient)).sum())
+
+
+def _fp32_states(span: Span, settings: Settings) -> list[torch.Tensor]:
+    """The span's own arrays, or for 8-bit states their values."""
+    return [
+        decode(state, name) if isinstance(state, State8Bit) else state
+        for state, name in zip(span.states, settings.state_names, strict=True)
+    ]

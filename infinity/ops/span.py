@@ -8,14 +8,17 @@ from dataclasses import dataclass
 import torch
 
 from infinity.errors import ConfigError
+from infinity.ops.dynamic_8bit import State8Bit, num_scales
 
-# A tensor may be cut at multiples of this many elements without changing a bit of an update.
+# A tensor with fp32 states may be cut at multiples of this many elements without changing a bit of
+# an update; one with 8-bit states at multiples of dynamic_8bit.BLOCK_NUMEL.
 CUT_NUMEL = 16
 
 _FP32 = (torch.float32,)
 _SPLIT = (torch.bfloat16,)
 _GRADIENT = (torch.float32, torch.bfloat16)
 _RESIDUAL = (torch.int16,)
+_CODES = (torch.uint8,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,25 +26,34 @@ class Span:
     """Flat contiguous arrays of one length, updated in place; they are borrowed, never kept.
 
     `weight` is fp32; or bf16 beside an int16 `residual`, which together are the fp32 master
-    (docs/formats/split_master.md). `gradient` is fp32 or bf16 and read only. `states` are fp32, in
-    the order of the settings' `state_names`.
+    (docs/formats/split_master.md). `gradient` is fp32 or bf16 and read only. `states` are in the
+    order of the settings' `state_names`: all fp32, or all codes of eight bits with their scales.
     """
 
     weight: torch.Tensor
     gradient: torch.Tensor
-    states: tuple[torch.Tensor, ...]
+    states: tuple[torch.Tensor | State8Bit, ...]
     residual: torch.Tensor | None = None
 
     @property
     def is_split(self) -> bool:
         return self.residual is not None
 
+    @property
+    def is_8bit(self) -> bool:
+        return any(isinstance(state, State8Bit) for state in self.states)
+
+    @property
+    def format(self) -> tuple[object, ...]:
+        """What all spans of a call have in common."""
+        return self.is_split, self.gradient.dtype, self.is_8bit
+
 
 def check_spans(spans: Sequence[Span], state_names: Sequence[str]) -> None:
     """Raises ConfigError unless the native update may touch these arrays: dtypes, lengths, layout,
     host memory, and one format for all."""
     for span in spans:
-        if (span.is_split, span.gradient.dtype) != (spans[0].is_split, spans[0].gradient.dtype):
+        if span.format != spans[0].format:
             raise ConfigError("expected spans of one format in a call, got several")
         if len(span.states) != len(state_names):
             raise ConfigError(
@@ -51,9 +63,20 @@ def check_spans(spans: Sequence[Span], state_names: Sequence[str]) -> None:
         _check_array("weight", span.weight, _SPLIT if span.is_split else _FP32, numel)
         _check_array("gradient", span.gradient, _GRADIENT, numel)
         for name, state in zip(state_names, span.states, strict=True):
-            _check_array(name, state, _FP32, numel)
+            if span.is_8bit:
+                _check_8bit(name, state, numel)
+            else:
+                assert isinstance(state, torch.Tensor)
+                _check_array(name, state, _FP32, numel)
         if span.residual is not None:
             _check_array("residual", span.residual, _RESIDUAL, numel)
+
+
+def _check_8bit(name: str, state: torch.Tensor | State8Bit, numel: int) -> None:
+    if not isinstance(state, State8Bit):
+        raise ConfigError(f"expected {name} to be in 8 bits as the other states are, got fp32")
+    _check_array(f"codes of {name}", state.codes, _CODES, numel)
+    _check_array(f"scales of {name}", state.scales, _FP32, num_scales(numel))
 
 
 def _check_array(

@@ -14,7 +14,7 @@ import torch
 from pydantic import Field
 
 from infinity.plan.files import Table, read_table
-from infinity.state.units import TensorFacts, Unit, layout_unit
+from infinity.state.units import MomentFormat, TensorFacts, Unit, layout_unit
 
 
 class LatentAttention(Table):
@@ -87,9 +87,9 @@ class Model:
         return sum(site.active_params for site in self.sites)
 
 
-def load_model(name: str, dtype: torch.dtype) -> Model:
+def load_model(name: str, dtype: torch.dtype, moments: str = MomentFormat.FLOAT32) -> Model:
     """A shipped model by name, or a file by path. Raises ConfigError with what is there."""
-    return model_of_shape(read_table(ModelShape, "models", name), dtype)
+    return model_of_shape(read_table(ModelShape, "models", name), dtype, moments)
 
 
 def scaled_gpt(num_params: int) -> ModelShape:
@@ -110,14 +110,16 @@ def scaled_gpt(num_params: int) -> ModelShape:
     )
 
 
-def model_of_shape(shape: ModelShape, dtype: torch.dtype) -> Model:
+def model_of_shape(
+    shape: ModelShape, dtype: torch.dtype, moments: str = MomentFormat.FLOAT32
+) -> Model:
     """Units and sites, in the order of the forward."""
     units: list[Unit] = []
     sites: list[SiteWork] = []
 
     def add_unit(name: str, tensors: dict[str, tuple[int, ...]]) -> int:
         facts = [_facts(f"{name}.{each}", size, dtype) for each, size in tensors.items()]
-        units.append(layout_unit(len(units), name, facts))
+        units.append(layout_unit(len(units), name, facts, moments))
         return len(units) - 1
 
     embedding = add_unit("embedding", {"weight": (shape.vocab, shape.hidden)})
@@ -221,7 +223,12 @@ def model_of_config(config: Any) -> Model:
     module = build_model(plan, config)
     anatomy = dissect(module)
     units = tuple(
-        layout_unit(index, name, [facts_of(each, config) for each in members])
+        layout_unit(
+            index,
+            name,
+            [facts_of(each, config) for each in members],
+            config.precision.moments,
+        )
         for index, (name, members) in enumerate(anatomy.units)
     )
     text_config = plan.hf_config.get_text_config()

@@ -17,7 +17,7 @@ from infinity.schedule.step import WRITE, Job, Prediction, UnitLoad, Use, predic
 from infinity.sizes import format_nbytes
 from infinity.state.budgets import Budgets
 from infinity.state.placement import Placement, resting_nbytes
-from infinity.state.units import STATE_ITEM_NBYTES, Piece, Unit
+from infinity.state.units import Piece, Unit
 
 _STATE = (Piece.GRADIENTS, Piece.EXP_AVG, Piece.EXP_AVG_SQ, Piece.MASTER)
 _CHECKPOINT_ITEM_NBYTES = 2
@@ -226,7 +226,7 @@ def _load(unit: Unit, placement: Placement) -> UnitLoad:
             if piece is not Piece.GRADIENTS:
                 written[tier] += nbytes
     gradient_nbytes = unit.nbytes(Piece.GRADIENTS)
-    moments_nbytes = 2 * unit.state_numel * STATE_ITEM_NBYTES
+    moments_nbytes = unit.nbytes(Piece.EXP_AVG) + unit.nbytes(Piece.EXP_AVG_SQ)
     changed_nbytes = unit.trainable_nbytes + moments_nbytes + unit.nbytes(Piece.MASTER)
     return UnitLoad(
         name=unit.name,

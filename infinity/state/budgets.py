@@ -12,6 +12,7 @@ from infinity.errors import CapacityError, ConfigError
 from infinity.sizes import MIB, align_up, format_nbytes
 from infinity.state.placement import (
     Placement,
+    least_chunk_nbytes,
     place,
     plan_berths,
     resting_nbytes,
@@ -74,6 +75,7 @@ class Budgets:
             config.schedule.update_chunk,
             unit_nbytes=max(unit.state_numel for unit in units) * STATE_ITEM_NBYTES,
             num_pieces=self.placement.num_travelling(),
+            granule_nbytes=least_chunk_nbytes(units),
         )
         self.window_nbytes = 0 if self.is_tight else self._window_nbytes(config, working_nbytes)
 

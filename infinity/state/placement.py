@@ -107,10 +107,18 @@ def _no_room(
 
 # What the optimizer moves at a time at the very least; below this, requests get too small.
 _SMALLEST_CHUNK_NBYTES = 16 * PAGE_NBYTES
+_GRANULE_NBYTES = STATE_GRANULE * STATE_ITEM_NBYTES
 _LEAST_BERTHS = 3  # One being read, one updated, one written, where there is room.
 _SMOOTH_BERTHS = 12
 _EFFICIENT_CHUNK_NBYTES = 2 << 20  # Smaller requests cost bandwidth and CPU.
 _STATE_PIECES = (Piece.GRADIENTS, Piece.EXP_AVG, Piece.EXP_AVG_SQ, Piece.MASTER)
+
+
+def least_chunk_nbytes(units: Sequence[Unit]) -> int:
+    """The smallest chunk that the layout of every unit allows, in bytes of fp32: a granule, or the
+    largest unit where that is smaller."""
+    numel = max(min(unit.granule_numel, unit.state_numel) for unit in units)
+    return max(STATE_ITEM_NBYTES * numel, _GRANULE_NBYTES)
 
 
 def smallest_working_nbytes(
@@ -136,7 +144,7 @@ def smallest_working_nbytes(
     gradients_nbytes = 2 * _most(units, Piece.GRADIENTS) if "gradients" in streamed else 0
     master_nbytes = _most(units, Piece.MASTER) if "master" in streamed else 0
     travelling = sum(piece.kind in streamed for piece in _STATE_PIECES)
-    chunk_nbytes = min(chunk_nbytes, _SMALLEST_CHUNK_NBYTES)
+    chunk_nbytes = max(min(chunk_nbytes, _SMALLEST_CHUNK_NBYTES), least_chunk_nbytes(units))
     working_nbytes = max(
         held_nbytes + gradients_nbytes + staged_nbytes,
         weights_nbytes + master_nbytes,
@@ -151,11 +159,17 @@ def _most(units: Sequence[Unit], piece: Piece) -> int:
 
 
 def plan_berths(
-    free_nbytes: int, chunk_nbytes: int, *, unit_nbytes: int, num_pieces: int
+    free_nbytes: int,
+    chunk_nbytes: int,
+    *,
+    unit_nbytes: int,
+    num_pieces: int,
+    granule_nbytes: int = _GRANULE_NBYTES,
 ) -> tuple[int, int]:
     """(bytes per piece and berth, berths) of the optimizer's pipeline in `free_nbytes`.
 
-    `unit_nbytes` is the largest piece of a unit, `num_pieces` how many of them travel. Wanted are
+    `unit_nbytes` is the largest piece of a unit, `num_pieces` how many of them travel; chunks are
+    whole granules. Wanted are
     berths for two units, one being written back while the next is read, in at most half of what is
     free. Chunks are at most `chunk_nbytes`, and smaller where that gives the ring enough berths to
     turn smoothly. With little memory there are three small berths (one being read, one updated, one
@@ -166,9 +180,9 @@ def plan_berths(
     if free_nbytes >= HUGE_PAGE_NBYTES:
         free_nbytes = align_down(free_nbytes, HUGE_PAGE_NBYTES)
     num_pieces = max(num_pieces, 1)
-    granule_nbytes = STATE_GRANULE * STATE_ITEM_NBYTES
     chunk_nbytes = min(chunk_nbytes, align_up(max(unit_nbytes, 1), granule_nbytes))
-    smallest_nbytes = min(chunk_nbytes, _SMALLEST_CHUNK_NBYTES)
+    chunk_nbytes = max(chunk_nbytes, granule_nbytes)
+    smallest_nbytes = max(min(chunk_nbytes, _SMALLEST_CHUNK_NBYTES), granule_nbytes)
 
     def share(ring_nbytes: int, berths: int) -> int:
         return align_down(ring_nbytes // (berths * num_pieces), granule_nbytes)

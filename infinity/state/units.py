@@ -8,7 +8,8 @@ Layout of a unit (docs/formats/unit.md):
   parameters   every tensor in its own dtype, trainable ones first, then, on a page of their own,
                the frozen ones; each tensor starts at a multiple of TENSOR_ALIGNMENT_NBYTES
   exp_avg, exp_avg_sq, gradients
-               fp32 arrays over the trainable tensors only, all with the same element offsets
+               fp32 arrays over the trainable tensors only, all with the same element offsets; the
+               moments may be of eight bits instead (docs/formats/moments_8bit.md)
   master       what the parameters lack of their fp32 master, at the same element offsets: a 16-bit
                residual beside bf16 parameters (docs/formats/split_master.md), beside fp16 ones all
                of the fp32 value, beside fp32 ones nothing
@@ -23,7 +24,9 @@ from enum import StrEnum
 import torch
 
 from infinity.errors import UnsupportedError
-from infinity.sizes import PAGE_NBYTES, align_up
+from infinity.ops.dynamic_8bit import BLOCK_NUMEL
+from infinity.sizes import PAGE_NBYTES, align_down, align_up
+from infinity.state import moments_8bit
 
 TENSOR_ALIGNMENT_NBYTES = 256
 # The same alignment in fp32 elements: a cut at such a place leaves vector kernels' lanes as they
@@ -34,6 +37,13 @@ STATE_ITEM_NBYTES = 4
 STATE_GRANULE = PAGE_NBYTES // 2
 
 _TRAINABLE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class MomentFormat(StrEnum):
+    """How a moment is kept, by the words of `[precision]`."""
+
+    FLOAT32 = "float32"
+    EIGHT_BIT = "8bit"  # Approximate.
 
 
 class Piece(StrEnum):
@@ -91,6 +101,7 @@ class Unit:
     weight_nbytes: int
     state_numel: int
     master_dtype: torch.dtype | None  # int16: a residual; fp32: the whole value; None: no master.
+    moments: MomentFormat = MomentFormat.FLOAT32
 
     @property
     def has_residual(self) -> bool:
@@ -98,27 +109,45 @@ class Unit:
 
     def dtype(self, piece: Piece) -> torch.dtype | None:
         """Of the elements of a piece of state; None when the unit has none of it."""
+        if self.is_8bit(piece):
+            return torch.uint8
         return self.master_dtype if piece is Piece.MASTER else torch.float32
 
+    def is_8bit(self, piece: Piece) -> bool:
+        """Whether the piece is codes with scales among them."""
+        return piece.kind == "moments" and self.moments is MomentFormat.EIGHT_BIT
+
+    @property
+    def granule_numel(self) -> int:
+        """Chunks start at multiples of this: there every piece is at a page."""
+        is_8bit = self.moments is MomentFormat.EIGHT_BIT
+        return moments_8bit.GRANULE_NUMEL if is_8bit else STATE_GRANULE
+
     def nbytes(self, piece: Piece, numel: int | None = None) -> int:
-        """Bytes of the piece, or of `numel` elements of a piece of state; 0 when the unit has none
-        of it."""
+        """Bytes of the piece, or of `numel` elements of a piece of state that start a chunk; 0 when
+        the unit has none of it."""
         if piece is Piece.PARAMETERS:
             return self.weight_nbytes
+        numel = self.state_numel if numel is None else numel
+        if self.is_8bit(piece):
+            return moments_8bit.piece_nbytes(numel)
         dtype = self.dtype(piece)
-        return (
-            0 if dtype is None else dtype.itemsize * (self.state_numel if numel is None else numel)
-        )
+        return 0 if dtype is None else dtype.itemsize * numel
 
     def trainable(self) -> Iterator[TensorSpec]:
         return (tensor for tensor in self.tensors if tensor.state_offset >= 0)
 
 
-def layout_unit(index: int, name: str, tensors: Sequence[TensorFacts]) -> Unit:
+def layout_unit(
+    index: int, name: str, tensors: Sequence[TensorFacts], moments: str = MomentFormat.FLOAT32
+) -> Unit:
     """Places the tensors of one unit. Order among trainable and among frozen ones is kept.
 
     Raises UnsupportedError for a trainable tensor whose dtype has no fp32 optimizer state.
     """
+    # A block of codes that share a scale belongs to one tensor.
+    is_8bit = moments == MomentFormat.EIGHT_BIT
+    alignment = BLOCK_NUMEL if is_8bit else STATE_ALIGNMENT
     specs: list[TensorSpec] = []
     offset_nbytes = state_offset = 0
     for facts in (facts for facts in tensors if facts.is_trainable):
@@ -130,7 +159,7 @@ def layout_unit(index: int, name: str, tensors: Sequence[TensorFacts]) -> Unit:
         spec = _place(facts, offset_nbytes, state_offset)
         specs.append(spec)
         offset_nbytes = align_up(offset_nbytes + spec.weight_nbytes, TENSOR_ALIGNMENT_NBYTES)
-        state_offset = align_up(state_offset + spec.numel, STATE_ALIGNMENT)
+        state_offset = align_up(state_offset + spec.numel, alignment)
     trainable_nbytes = offset_nbytes = align_up(offset_nbytes, PAGE_NBYTES)
     for facts in (facts for facts in tensors if not facts.is_trainable):
         spec = _place(facts, offset_nbytes, -1)
@@ -146,6 +175,7 @@ def layout_unit(index: int, name: str, tensors: Sequence[TensorFacts]) -> Unit:
         ),  # Empty tensors need a place too.
         state_numel=align_up(state_offset, STATE_GRANULE),
         master_dtype=_master_dtype({spec.facts.dtype for spec in specs if spec.state_offset >= 0}),
+        moments=MomentFormat(moments),
     )
 
 
@@ -199,13 +229,15 @@ class Chunk:
 
 
 def chunk_unit(unit: Unit, chunk_nbytes: int) -> Iterator[Chunk]:
-    """Cuts a unit's arrays of state into chunks of at most `chunk_nbytes` of fp32.
+    """Cuts a unit's arrays of state into chunks of at most `chunk_nbytes` of fp32, or of a granule.
 
     Worked example: with granules of 2048 elements, 5000 elements (padded to 6144) and chunks of
     16 KiB (4096 elements) give [0, 4096) and [4096, 6144).
     """
     step = chunk_nbytes // STATE_ITEM_NBYTES
     assert step >= STATE_GRANULE and step % STATE_GRANULE == 0
+    assert step >= min(unit.granule_numel, unit.state_numel)
+    step = max(align_down(step, unit.granule_numel), unit.granule_numel)
     for start in range(0, unit.state_numel, step):
         stop = min(start + step, unit.state_numel)
         slices = []

@@ -138,6 +138,7 @@ def swap_config(
     prefetch: bool = True,
     nvme_nbytes: int | str = "64MiB",
     updates: str = "deferred",
+    moments: str = "float32",
 ) -> dict[str, Any]:
     """A swap-tier table with chunks, blocks and stripes so small that tiny models cross them."""
     if isinstance(placement, str):
@@ -154,7 +155,7 @@ def swap_config(
         "io": {"engine": "threads", "block_size": "64KiB", "stripe": "32KiB", "queue_depth": 2,
                "threads": 2},
         "schedule": {"prefetch": prefetch, "update_chunk": "64KiB", "updates": updates},
-        "precision": {"compute": compute},
+        "precision": {"compute": compute, "moments": moments},
     }  # fmt: skip
 
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from infinity.ops.adam import AdamSettings
 from infinity.ops.adamw import AdamWSettings
+from infinity.ops.dynamic_8bit import BLOCK_NUMEL, State8Bit, encode_, num_scales
 from infinity.ops.lion import LionSettings
 from infinity.ops.optimizers import Settings
 from infinity.ops.sgd import SGDSettings
@@ -38,20 +39,32 @@ def make_span(
     values: str = "ordinary",
     is_split: bool = False,
     gradient_dtype: torch.dtype = torch.float32,
+    is_8bit: bool = False,
 ) -> Span:
     source = torch.Generator().manual_seed(seed)
     weight, gradient = (random_fp32(numel, source, values) for _ in range(2))
-    states = tuple(random_fp32(numel, source, values) for _ in settings.state_names)
+    states: tuple = tuple(random_fp32(numel, source, values) for _ in settings.state_names)
     if len(states) == 2 and values != "any bits":
         states[1].abs_()
     residual = None
     if is_split:
         weight, residual = split(weight)
+    if is_8bit:
+        states = tuple(map(to_8bit, states, settings.state_names))
     return Span(weight, gradient.to(gradient_dtype), states, residual)
 
 
+def to_8bit(numbers: Tensor, name: str) -> State8Bit:
+    count = numbers.numel()
+    state = State8Bit(torch.zeros(count, dtype=torch.uint8), torch.zeros(num_scales(count)))
+    encode_(state, numbers, name)
+    return state
+
+
 def arrays(span: Span) -> list[Tensor]:
-    each = [span.weight, span.gradient, *span.states]
+    each = [span.weight, span.gradient]
+    for state in span.states:
+        each += [state.codes, state.scales] if isinstance(state, State8Bit) else [state]
     return each if span.residual is None else [*each, span.residual]
 
 
@@ -63,10 +76,15 @@ def part(span: Span, start: int, stop: int, *, copy: bool = False) -> Span:
     def cut(array: Tensor) -> Tensor:
         return array[start:stop].clone() if copy else array[start:stop]
 
+    def cut_state(state: Tensor | State8Bit) -> Tensor | State8Bit:
+        if not isinstance(state, State8Bit):
+            return cut(state)
+        scales = state.scales[start // BLOCK_NUMEL : num_scales(stop)]
+        return State8Bit(cut(state.codes), scales.clone() if copy else scales)
+
     residual = None if span.residual is None else cut(span.residual)
-    return Span(
-        cut(span.weight), cut(span.gradient), tuple(cut(each) for each in span.states), residual
-    )
+    states = tuple(cut_state(each) for each in span.states)
+    return Span(cut(span.weight), cut(span.gradient), states, residual)
 
 
 def bits(array: Tensor) -> Tensor:
@@ -79,7 +97,7 @@ def bits(array: Tensor) -> Tensor:
 
 def assert_same_bits(ours: Span, theirs: Span) -> None:
     for name, a, b in zip(
-        ("weight", "gradient", "state or residual", "state or residual", "residual"),
+        ("weight", "gradient", *(f"state or residual {i}" for i in range(5))),
         arrays(ours),
         arrays(theirs),
         strict=False,

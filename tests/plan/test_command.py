@@ -96,9 +96,14 @@ def test_a_plot(tmp_path: Path) -> None:
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("accumulation", [1, 2])
-def test_bytes_are_those_of_a_run(tmp_path: Path, dtype: str, accumulation: int) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "accumulation", "moments"),
+    [("float32", 1, "float32"), ("float32", 2, "float32"), ("bfloat16", 1, "float32"),
+     ("bfloat16", 2, "float32"), ("bfloat16", 1, "8bit")],
+)  # fmt: skip
+def test_bytes_are_those_of_a_run(
+    tmp_path: Path, dtype: str, accumulation: int, moments: str
+) -> None:
     """Written bytes are exact; read ones depend on what the caches happen to keep."""
     file = tmp_path / "swap.toml"
     file.write_text(
@@ -106,8 +111,9 @@ def test_bytes_are_those_of_a_run(tmp_path: Path, dtype: str, accumulation: int)
             swap=tmp_path / "swap", output=tmp_path / "out", dtype=dtype, accumulation=accumulation
         )
     )
-    found = json.loads(plan(str(file), "--json"))["moved_nbytes"]
-    result = RUNNER.invoke(app, ["train", str(file)])
+    change = ["--set", f"precision.moments={moments}"]
+    found = json.loads(plan(str(file), "--json", *change))["moved_nbytes"]
+    result = RUNNER.invoke(app, ["train", str(file), *change])
     assert result.exit_code == 0, result.output
     lines = (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
     ran = json.loads(lines[-2])  # The last one also carries out the update it decides.

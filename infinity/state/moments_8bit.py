@@ -1,0 +1,52 @@
+"""How a moment of eight bits per element lies in its piece: docs/formats/moments_8bit.md.
+
+A piece is a row of granules. A granule is the codes of up to GRANULE_NUMEL elements, then their
+scales, each padded to a page. The scales of a whole granule fill a page exactly, so nothing is
+wasted but in a unit's last granule, and a run of granules is one sequential extent of whole pages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from infinity.ops.dynamic_8bit import BLOCK_NUMEL, State8Bit, num_scales
+from infinity.sizes import PAGE_NBYTES, align_up
+
+SCALE_NBYTES = 4
+GRANULE_NUMEL = PAGE_NBYTES // SCALE_NBYTES * BLOCK_NUMEL
+_GRANULE_NBYTES = GRANULE_NUMEL + PAGE_NBYTES
+
+
+def piece_nbytes(numel: int) -> int:
+    """Bytes of the piece's first `numel` elements; when more follow, of whole granules.
+
+    Worked example: 262,144 codes and 1,024 scales are 65 pages; 2,048 codes and 8 scales are 2.
+    """
+    whole, rest = divmod(numel, GRANULE_NUMEL)
+    nbytes = whole * _GRANULE_NBYTES
+    if rest:
+        nbytes += align_up(rest, PAGE_NBYTES)
+        nbytes += align_up(num_scales(rest) * SCALE_NBYTES, PAGE_NBYTES)
+    return nbytes
+
+
+def states_within(
+    memory: torch.Tensor, numel: int, start: int, stop: int
+) -> Iterator[tuple[int, State8Bit]]:
+    """Elements [start, stop) of `numel` that lie in `memory`: (first element, state) by granule.
+
+    `memory` is uint8 of `piece_nbytes(numel)` and starts where a granule does; `start` is a
+    multiple of BLOCK_NUMEL. The states share it.
+    """
+    assert start % BLOCK_NUMEL == 0
+    while start < stop:
+        index, first = divmod(start, GRANULE_NUMEL)
+        granule_numel = min(GRANULE_NUMEL, numel - index * GRANULE_NUMEL)
+        last = min(stop - index * GRANULE_NUMEL, granule_numel)
+        codes = memory[index * _GRANULE_NBYTES :]
+        scales = codes[align_up(granule_numel, PAGE_NBYTES) :]
+        scales = scales[SCALE_NBYTES * (first // BLOCK_NUMEL) : SCALE_NBYTES * num_scales(last)]
+        yield start, State8Bit(codes[first:last], scales.view(torch.float32))
+        start += last - first

@@ -1,0 +1,134 @@
+"""What cannot work says so, by name, before anything was changed; a fork leaves the parent alone."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations, parametrize
+
+import infinity
+from infinity.errors import ConfigError, InfinityError, UnsupportedError
+
+from .harness import swap_config
+
+
+def test_cuda_without_a_cuda_device_names_the_key(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    config = swap_config(tmp_path)
+    config["tiers"]["device"] = {"kind": "cuda"}
+    model = nn.Linear(4, 4)
+    with pytest.raises(ConfigError, match=r"tiers\.device\.kind: expected a CUDA device"):
+        infinity.offload(model, config)
+    assert type(model.weight) is nn.Parameter and not list(tmp_path.iterdir())
+
+
+def test_lazy_modules_are_refused_until_they_have_a_shape(tmp_path):
+    model = nn.Sequential(nn.LazyLinear(4))
+    with pytest.raises(UnsupportedError, match=r"'0\.weight' has no shape yet"):
+        infinity.offload(model, swap_config(tmp_path))
+    model(torch.ones(1, 3))
+    infinity.engine_of(infinity.offload(model, swap_config(tmp_path))).close()
+
+
+def test_a_gradient_that_was_forgotten_says_so(tmp_path):
+    model = infinity.offload(nn.Linear(4, 4), swap_config(tmp_path))
+    optimizer = infinity.AdamW(model)
+    model(torch.ones(1, 4)).sum().backward()
+    gradient = model.weight.grad
+    assert gradient.sum() == 16
+    optimizer.zero_grad()
+    with pytest.raises(InfinityError, match="gradient of 'weight' is not there any more"):
+        gradient.sum()
+    model(torch.ones(1, 4)).sum().backward()  # Nothing is held: training goes on.
+    infinity.engine_of(model).close()
+
+
+class Doubled(nn.Module):
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return 2 * weight
+
+
+@pytest.mark.parametrize(
+    "apply",
+    [
+        lambda module: parametrizations.weight_norm(module),
+        lambda module: parametrize.register_parametrization(module, "weight", Doubled()),
+        lambda module: nn.Parameter(module.weight),
+    ],
+    ids=["weight_norm", "parametrization", "Parameter"],
+)
+def test_parametrizations_after_offload_are_refused(tmp_path, apply):
+    model = infinity.offload(nn.Sequential(nn.Linear(4, 4)), swap_config(tmp_path))
+    before = model[0].weight.detach().clone()
+    with pytest.raises(UnsupportedError, match=r"'0\.weight'.*before infinity\.offload"):
+        apply(model[0])
+    model(torch.ones(1, 4)).sum().backward()
+    assert torch.equal(model[0].weight.detach(), before)
+    infinity.engine_of(model).close()
+
+
+def test_parametrizations_before_offload_work(tmp_path):
+    torch.manual_seed(0)
+    plain = parametrizations.weight_norm(nn.Linear(4, 4))
+    expected = plain(torch.ones(1, 4))
+    model = infinity.offload(plain, swap_config(tmp_path))
+    assert torch.equal(model(torch.ones(1, 4)), expected)
+    infinity.engine_of(model).close()
+
+
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_sparse_embeddings_are_refused_unless_frozen(tmp_path, kind):
+    model = nn.ModuleDict({"tokens": kind(10, 4, sparse=True)})
+    with pytest.raises(UnsupportedError, match="gradient of 'tokens' would be sparse"):
+        infinity.offload(model, swap_config(tmp_path))
+    model.requires_grad_(False)
+    infinity.engine_of(infinity.offload(model, swap_config(tmp_path))).close()
+
+
+def test_a_function_of_weights_that_gives_none_is_refused(tmp_path):
+    with torch.device("meta"):
+        model = nn.Linear(4, 4)
+    with pytest.raises(ConfigError, match=r"weights\('weight'\) to give a tensor, got NoneType"):
+        infinity.offload(model, swap_config(tmp_path), weights=lambda name: None)
+    assert model.weight.is_meta and type(model.weight) is nn.Parameter
+
+
+FORKS = """
+    import os, sys, warnings
+    warnings.simplefilter("ignore")
+    import torch
+    from torch import nn
+    import infinity
+
+    model = infinity.offload(nn.Linear(4, 4), {config!r})
+    expected = model(torch.ones(1, 4))
+    pid = os.fork()
+    if pid == 0:
+        del model  # A child may also drop it.
+        sys.exit(7)  # Finalizers run here, as they would not with os._exit.
+    _, status = os.waitpid(pid, 0)
+    assert os.waitstatus_to_exitcode(status) == 7
+    assert any(name.endswith(".swap") for name in os.listdir({path!r})), os.listdir({path!r})
+    assert torch.equal(model(torch.ones(1, 4)), expected)
+    infinity.engine_of(model).close()
+    print("the parent went on")
+"""
+
+
+def test_a_forked_child_leaves_the_parents_files(tmp_path: Path) -> None:
+    swap = tmp_path / "swap"
+    program = textwrap.dedent(FORKS).format(config=swap_config(swap), path=str(swap))
+    ran = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True, text=True, timeout=60, env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    assert "the parent went on" in ran.stdout
+    assert "Traceback" not in ran.stderr, ran.stderr
