@@ -2,7 +2,8 @@
 
 `save(directory, model, optimizer)` and `load(path, model, optimizer)` carry everything an exact
 continuation needs. `weight_source(path)` streams weights into tiers, `export_safetensors(model,
-directory)` writes them. None of these ever holds the model. Importing this package does not import
+directory)` writes them; `export_dcp` and `import_dcp` do so with torch.distributed.checkpoint, with
+the optimizer's state. None of these ever holds the model. Importing this package does not import
 torch.
 """
 
@@ -12,6 +13,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from infinity.checkpoint.checkpoint_export import export_checkpoint_safetensors
+    from infinity.checkpoint.dcp_export import export_checkpoint_dcp, export_dcp
+    from infinity.checkpoint.dcp_import import import_dcp
     from infinity.checkpoint.safetensors_export import export_safetensors
     from infinity.checkpoint.safetensors_import import WeightSource, weight_source
     from infinity.checkpoint.state_export import optimizer_state_dict
@@ -21,7 +25,11 @@ if TYPE_CHECKING:
 
 __all__ = [
     "WeightSource",
+    "export_checkpoint_dcp",
+    "export_checkpoint_safetensors",
+    "export_dcp",
     "export_safetensors",
+    "import_dcp",
     "inspect",
     "load",
     "optimizer_state_dict",
@@ -31,7 +39,11 @@ __all__ = [
 
 _HOMES = {
     "WeightSource": "safetensors_import",
+    "export_checkpoint_dcp": "dcp_export",
+    "export_checkpoint_safetensors": "checkpoint_export",
+    "export_dcp": "dcp_export",
     "export_safetensors": "safetensors_export",
+    "import_dcp": "dcp_import",
     "inspect": "state_inspect",
     "load": "state_load",
     "optimizer_state_dict": "state_export",

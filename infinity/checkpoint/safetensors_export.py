@@ -11,6 +11,7 @@ cannot be loaded rather than one that loads a mixture.
 
 from __future__ import annotations
 
+import copy
 import errno
 import json
 import os
@@ -46,22 +47,24 @@ def export_safetensors(
     max_shard_nbytes: int = 2 * GIB,
     tokenizer: Any = None,
     read: Read | None = None,
+    master: bool = False,
 ) -> list[Path]:
     """Writes what `AutoModel...from_pretrained(directory)` loads; returns the weight files.
 
-    Weights in the compute dtype, tied weights once, persistent buffers, in shards of at most
+    Weights in the compute dtype, or with `master` in fp32 as the optimizer keeps them (what a
+    narrower weight is rounded from); tied weights once, persistent buffers, in shards of at most
     `max_shard_nbytes` (a larger tensor gets a shard of its own); config.json and
     generation_config.json where the model has them; the tokenizer's files when one is given.
-    `read(name)` yields a parameter as a CPU tensor; by default it asks the model's engine, and a
-    model without one gives its own parameters. Files of an earlier export are replaced, anything
-    else in the directory is left alone. Raises StorageError when there is too little space, before
-    anything is written.
+    `read(name)` yields a parameter as a CPU tensor, with `master` its fp32 value; by default it
+    asks the model's engine, and a model without one gives its own parameters. Files of an earlier
+    export are replaced, anything else in the directory is left alone. Raises StorageError when
+    there is too little space, before anything is written.
     """
     directory = Path(directory)
-    plan = plan_export(model, max_shard_nbytes=max_shard_nbytes)
+    plan = plan_export(model, max_shard_nbytes=max_shard_nbytes, master=master)
     make_directory(directory)
     check_space(directory, plan.nbytes)
-    fetch = _fetcher(model, read or _reader(model))
+    fetch = _fetcher(model, read or _reader(model, master=master))
     writers: dict[str, SafetensorsWriter] = {}
     try:
         for group in plan.groups:
@@ -75,7 +78,7 @@ def export_safetensors(
                 writers[shard].write(name, made.pop(name))
                 if writers[shard].is_complete:
                     writers[shard].finish()
-        _write_texts(model, directory, tokenizer)
+        _write_texts(model, directory, tokenizer, master=master)
         _commit(directory, plan, writers)
     finally:
         for writer in writers.values():
@@ -97,7 +100,7 @@ class ExportPlan:
         return sum(info.nbytes for infos in self.shards.values() for info in infos)
 
 
-def plan_export(model: nn.Module, *, max_shard_nbytes: int) -> ExportPlan:
+def plan_export(model: nn.Module, *, max_shard_nbytes: int, master: bool = False) -> ExportPlan:
     """What `export_safetensors` will write. Asks shapes and dtypes only."""
     if max_shard_nbytes <= 0:
         raise ConfigError(f"max_shard_nbytes={max_shard_nbytes} must be positive")
@@ -106,7 +109,13 @@ def plan_export(model: nn.Module, *, max_shard_nbytes: int) -> ExportPlan:
             "a PEFT model has no full checkpoint of its own; merge the adapter first "
             "(merge_and_unload), or save it with save_pretrained"
         )
-    saved = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in _saved_tensors(model)}
+    saved = {
+        name: (
+            tuple(tensor.shape),
+            torch.float32 if master and _is_weight(tensor) else tensor.dtype,
+        )
+        for name, tensor in _saved_tensors(model)
+    }
     groups = export_groups(model, saved)
     infos = [
         TensorInfo(name=name, shape=shape, dtype=dtype)
@@ -120,6 +129,10 @@ def plan_export(model: nn.Module, *, max_shard_nbytes: int) -> ExportPlan:
         shard_of={info.name: shard for shard, infos in shards.items() for info in infos},
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
     )
+
+
+def _is_weight(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
 
 
 def make_directory(directory: Path) -> None:
@@ -191,14 +204,20 @@ def _assign_shards(infos: list[TensorInfo], max_shard_nbytes: int) -> dict[str, 
     }
 
 
-def _reader(model: nn.Module) -> Read:
+def _reader(model: nn.Module, *, master: bool) -> Read:
     """Parameters from the model's engine; a model without one has them itself."""
     from infinity.engine.engine import engine_of
 
     try:
-        return engine_of(model).read_parameter
+        engine = engine_of(model)
     except InfinityError:  # Not offloaded: it holds its parameters itself.
-        return lambda name: model.get_parameter(name).detach().cpu()
+
+        def read_plain(name: str) -> torch.Tensor:
+            value = model.get_parameter(name).detach().cpu()
+            return value.float() if master and value.is_floating_point() else value
+
+        return read_plain
+    return lambda name: engine.read_parameter(name, master=master)
 
 
 def _fetcher(model: nn.Module, read: Read) -> Read:
@@ -216,11 +235,14 @@ def _fetcher(model: nn.Module, read: Read) -> Read:
     return fetch
 
 
-def _write_texts(model: Any, directory: Path, tokenizer: Any) -> None:
+def _write_texts(model: Any, directory: Path, tokenizer: Any, *, master: bool) -> None:
     """config.json, generation_config.json and the tokenizer, by transformers' own hands."""
     config: Any = getattr(model, "config", None)
     if hasattr(config, "save_pretrained"):
+        config = copy.deepcopy(config)  # The model's own keeps its dtype.
         dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
+        if master:
+            dtype = torch.float32
         if dtype is not None:
             config.dtype = str(dtype).removeprefix("torch.")
         config.architectures = [type(model).__name__]

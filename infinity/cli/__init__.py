@@ -14,11 +14,20 @@ from infinity.errors import InfinityError
 # name -> (module, attribute, one line of help). A Typer is a group, a function one command.
 _COMMANDS = {
     "bench": ("infinity.cli.bench", "bench", "Measure drives, memory and device."),
-    "config": ("infinity.cli.config", "app", "Check, show and describe swap-tier files."),
+    "config": (
+        "infinity.cli.config",
+        "app",
+        "Check, show and describe swap-tier files, translate others.",
+    ),
     "doctor": (
         "infinity.cli.doctor",
         "doctor",
         "Say what this machine lacks, at what cost.",
+    ),
+    "export": (
+        "infinity.cli.export",
+        "export",
+        "Write a checkpoint of a run in a format of other programs.",
     ),
     "inspect": (
         "infinity.cli.inspect",
@@ -34,7 +43,7 @@ _COMMANDS = {
 
 def _stub(name: str) -> Any:
     """What the list of commands shows: a name and a line, nothing imported."""
-    stub = typer.Typer(add_completion=False)
+    stub = typer.Typer(add_completion=False, rich_markup_mode="markdown")
     stub.command(name, help=_COMMANDS[name][2])(lambda: None)
     return typer.main.get_command(stub)
 
@@ -72,7 +81,7 @@ def _import_command(name: str) -> Any:
     target = getattr(importlib.import_module(module), attribute)
     if isinstance(target, typer.Typer):
         return typer.main.get_command(target)
-    alone = typer.Typer(add_completion=False)
+    alone = typer.Typer(add_completion=False, rich_markup_mode="markdown")
     alone.command(name, help=target.__doc__ or line)(target)
     return typer.main.get_command(alone)
 
@@ -81,6 +90,7 @@ app = typer.Typer(
     cls=_LazyGroup,
     no_args_is_help=True,
     add_completion=False,
+    rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )

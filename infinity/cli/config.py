@@ -1,11 +1,12 @@
-"""`infinity config check|show|schema`: the swap-tier file without running anything."""
+"""`infinity config check|show|schema|import`: the swap-tier file without running anything."""
 
 from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -14,10 +15,14 @@ from infinity.config import InvalidConfigError, SwapConfig
 from infinity.errors import ConfigError
 from infinity.sizes import format_nbytes
 
+if TYPE_CHECKING:
+    from infinity.config.deepspeed import Translation
+
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
-    help="Check, show and describe swap-tier files.",
+    rich_markup_mode="markdown",
+    help="Check, show and describe swap-tier files; translate others into one.",
 )
 
 _File = Annotated[str, typer.Argument(metavar="FILE", help="A .toml, .yaml, .yml or .json file.")]
@@ -63,14 +68,106 @@ def schema(
     markdown: Annotated[
         bool, typer.Option("--markdown", help="The reference as Markdown: docs/CONFIG.md.")
     ] = False,
+    deepspeed: Annotated[
+        bool,
+        typer.Option("--deepspeed", help="What `config import` does with each key: Markdown."),
+    ] = False,
 ) -> None:
     """Print the JSON Schema of a swap-tier file."""
     from infinity.config import render
 
-    if markdown:
+    if deepspeed:
+        from infinity.config import deepspeed as ds
+
+        typer.echo(ds.to_markdown(), nl=False)
+    elif markdown:
         typer.echo(render.to_markdown(), nl=False)
     else:
         typer.echo(json.dumps(render.json_schema(), indent=2))
+
+
+@app.command("import")
+def import_(
+    file: Annotated[str, typer.Argument(metavar="FILE", help="A DeepSpeed configuration, .json.")],
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="FILE", help="Write the swap-tier file here.")
+    ] = None,
+    report: Annotated[
+        Literal["text", "json"], typer.Option("--report", help="How to print what became of keys.")
+    ] = "text",
+    skip_refused: Annotated[
+        bool, typer.Option("--skip-refused", help="Go on without what cannot be translated.")
+    ] = False,
+) -> None:
+    """Translate a DeepSpeed configuration and name what became of every key.
+
+    Without --out the swap-tier file goes to standard output and the report to standard error. Ends
+    with exit code 1, and writes no file, when a key is refused or unknown.
+    """
+    from infinity.config.deepspeed import configuration_of, translate
+    from infinity.config.source import read_file
+
+    table, source = read_file(file)
+    found = translate(table)
+    is_good = skip_refused or not found.lost
+    config = configuration_of(found, source)
+    toml = _translated(config, found, file) if is_good else ""
+    if report == "json":
+        entries = [entry.to_dict() for entry in found.entries]
+        answer = {"keys": entries, "config": found.settings, "train": found.train}
+        typer.echo(json.dumps(answer, indent=2))
+    else:
+        _print_report(found, to_stderr=out is None)
+    if out is not None and is_good:
+        try:
+            out.write_text(toml, encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"{out}: cannot be written: {error.strerror}") from None
+    elif report == "text":
+        typer.echo(toml, nl=False)
+    if not is_good:
+        print_error(
+            f"{file}: {len(found.lost)} keys cannot be translated, so nothing was written; "
+            "--skip-refused leaves them out"
+        )
+        raise typer.Exit(1)
+
+
+def _translated(config: SwapConfig, found: Translation, file: str) -> str:
+    """The swap-tier file, every line with the DeepSpeed key that it comes from."""
+    from infinity.config import render
+
+    notes: dict[str, str] = {}
+    for entry in found.entries:
+        for place, value in entry.settings.items():
+            key = place
+            if place == "tiers.nvme[].path":
+                key = f"tiers.nvme[{found.settings['tiers']['nvme'].index({'path': value})}].path"
+            notes[key] = entry.key
+    lines = [f"# From {Path(file).name}, a DeepSpeed configuration.\n"]
+    lines.append(render.to_toml(config, notes, only_set=True))
+    if found.train:
+        lines.append("\n# For `infinity train`; it needs [model] and [data] too.\n# [train]\n")
+        if "steps" not in found.train:
+            lines.append("# steps =\n")
+        lines += [f"# {key} = {json.dumps(value)}\n" for key, value in found.train.items()]
+    return "".join(lines)
+
+
+def _print_report(found: Translation, *, to_stderr: bool) -> None:
+    width = max((len(entry.key) for entry in found.entries), default=0)
+    for entry in found.entries:
+        what = _assignments(entry.settings)
+        line = f"{entry.verdict:<8} {entry.key:<{width}}  {what}{entry.reason}"
+        if entry.is_lost:
+            print_error(line)
+        else:
+            typer.echo(line, err=to_stderr)
+
+
+def _assignments(settings: Mapping[str, Any]) -> str:
+    pairs = [f"{key} = {json.dumps(value)}" for key, value in settings.items()]
+    return f"-> {', '.join(pairs)}; " if pairs else ""
 
 
 def _on_this_machine(config: SwapConfig) -> dict[str, str]:

@@ -16,7 +16,7 @@ from infinity.trace.summary import Stall, StepSummary, summarize
 
 _LEAST_SHARE = 0.001  # Of the step; a stall below it is not worth a line.
 
-app = typer.Typer(no_args_is_help=True, add_completion=False)
+app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode="markdown")
 
 
 @app.callback()

@@ -41,28 +41,35 @@ This page describes schema {SCHEMA}.
 """
 
 
-def to_toml(config: SwapConfig, notes: Mapping[str, str] | None = None) -> str:
+def to_toml(
+    config: SwapConfig, notes: Mapping[str, str] | None = None, *, only_set: bool = False
+) -> str:
     """The whole configuration as TOML, each line with its origin; reading it gives an equal one.
 
     `notes` adds a remark to the line of a dotted key. A null inside `[model.config]`, which TOML
-    cannot say, is left as a comment.
+    cannot say, is left as a comment. With `only_set`, only the keys that the source holds are
+    written, each with its note alone.
     """
     notes = notes or {}
     lines: list[str] = []
     table: problems.Place = ()
     for place, value, origin in config.walk():
+        if only_set and origin != config.source.origin:
+            continue
         if place[:-1] != table:
             table = place[:-1]
             lines += ["", _header(table)]
         key = problems.dotted(place)
-        remark = f"{origin}; {notes[key]}" if key in notes else origin
+        remark = "; ".join(
+            [*([] if only_set else [origin]), *([notes[key]] if key in notes else [])]
+        )
         name = _toml_key(str(place[-1]))
         try:
             text = f"{name} = {_toml_value(value)}"
         except _NullError:
             state = "is not set" if value is None else "holds a null, which TOML cannot say"
             text = f"# {name} {state}"
-        lines.append(f"{text:<40}  # {remark}")
+        lines.append(f"{text:<40}  # {remark}" if remark else text)
     return "\n".join(lines) + "\n"
 
 

@@ -534,13 +534,14 @@ class Engine:
         if handle.is_gradient:
             raise UnsupportedError(
                 f"{name} would change a fetched copy of the gradient of {handle.name_in_model!r} "
-                "and be lost; to clip, give infinity.AdamW(..., max_grad_norm=...)"
+                "and be lost; to clip, give infinity.AdamW(..., max_grad_norm=...), or call its "
+                "clip_grad_norm_"
             )
         if self._initialising is None and not self._is_in_pass:
             raise ParameterNotResident(
                 handle.name_in_model,
                 f"{name} changes it in place; do that inside "
-                "`with infinity.gather(module, modify=True):`",
+                "`with infinity.gather(module, modify=True):`, and train with infinity.AdamW",
             )
 
     def _note_fault(self, names: list[str], function: Callable[..., Any]) -> None:

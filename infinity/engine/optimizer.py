@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -145,6 +146,21 @@ class AdamW(torch.optim.Optimizer):
         if self.max_grad_norm is None:
             return None
         return torch.clamp(self.max_grad_norm / (self.grad_norm + 1e-6), max=1.0)
+
+    def clip_grad_norm_(self, max_norm: float | None) -> torch.Tensor:
+        """Clips from the next step on, and returns the norm of the gradients as they are now.
+
+        In the place of `torch.nn.utils.clip_grad_norm_` in loops that call it before every step.
+        None, 0 and infinity clip nothing.
+        """
+        self.max_grad_norm = max_norm if max_norm and math.isfinite(max_norm) else None
+        always_norm, self.always_norm = self.always_norm, True
+        try:
+            self._clip()
+        finally:
+            self.always_norm = always_norm
+        assert self.grad_norm is not None
+        return self.grad_norm
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets the gradients, or with `set_to_none` false makes those that are there zero."""

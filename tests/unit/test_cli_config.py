@@ -88,6 +88,12 @@ def test_show_json_holds_the_configuration_and_its_origins(good: Path) -> None:
     assert shown["origins"]["placement.master"] == "derived"
 
 
+def test_help_shows_names_in_brackets() -> None:
+    """Rich would take [model] for markup, and show nothing."""
+    assert "[checkpoint]" in infinity("train", "--help").stdout
+    assert "[model]" in infinity("export", "--help").stdout
+
+
 def test_schema_prints_json_schema_or_the_reference() -> None:
     schema = json.loads(infinity("config", "schema").stdout)
     assert "tiers" in schema["properties"] and schema["$defs"]["Io"]["description"]

@@ -11,6 +11,7 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 
+import infinity
 from infinity.checkpoint import export_safetensors, weight_source
 from infinity.errors import ConfigError, CorruptionError, StorageError
 
@@ -343,3 +344,24 @@ def test_export_without_space_is_refused_before_a_file_is_made(tmp_path, monkeyp
     with pytest.raises(StorageError, match=r"needs .* KiB, the file system has 4\.0 KiB"):
         export_safetensors(make_model("llama"), tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("model_type", ["llama", "mixtral"])
+def test_masters_are_exported_in_fp32(model_type: str, tmp_path: Path) -> None:
+    """What a bf16 model is rounded from, through transformers' own conversions of names."""
+    reference = make_model(model_type)
+    reference.save_pretrained(tmp_path / "original")
+    with infinity.init():
+        model = AutoModelForCausalLM.from_config(make_config(model_type), dtype=torch.bfloat16)
+    config = {"tiers": {"host": {"capacity": "64MiB"}}, "precision": {"compute": "bfloat16"}}
+    infinity.offload(model, config, weights=tmp_path / "original")
+    export_safetensors(model, tmp_path / "wide", master=True)
+    export_safetensors(model, tmp_path / "narrow")
+    infinity.engine_of(model).close()
+    assert model.config.dtype is torch.bfloat16, "the model's own configuration stays as it was"
+    wide, narrow = (
+        AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("wide", "narrow")
+    )
+    assert narrow.dtype is torch.bfloat16
+    for name, parameter in wide.named_parameters():
+        assert torch.equal(parameter, reference.get_parameter(name)), name

@@ -1,0 +1,120 @@
+"""`infinity export`: a checkpoint of a run in a format of other programs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from infinity.config import SwapConfig
+from infinity.errors import ConfigError
+from infinity.sizes import format_nbytes, parse_nbytes
+
+if TYPE_CHECKING:
+    from infinity.config.source import Source
+
+
+def export(
+    checkpoint: Annotated[
+        Path,
+        typer.Argument(metavar="CHECKPOINT", help="A checkpoint of a run, or a directory of them."),
+    ],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The directory to write.")],
+    to: Annotated[
+        Literal["hf", "fp32", "dcp"],
+        typer.Option(
+            "--to",
+            help="hf: safetensors in the compute dtype, as from_pretrained loads them. fp32: the "
+            "same in float32, as the optimizer keeps it. dcp: weights, masters and the optimizer's "
+            "state for torch.distributed.checkpoint.",
+        ),
+    ] = "hf",
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            "--config",
+            metavar="FILE",
+            help="The swap-tier file of the run, for its [model]; else what the run left in its "
+            "output directory, if the checkpoint is below that.",
+        ),
+    ] = None,
+    max_shard: Annotated[
+        str, typer.Option("--max-shard", metavar="SIZE", help="Largest safetensors file.")
+    ] = "2GiB",
+) -> None:
+    """Write a checkpoint of a run in a format of other programs.
+
+    Reads tensor by tensor, without a GPU and without holding the model in memory. Of a directory of
+    checkpoints the newest is taken.
+    """
+    from infinity.checkpoint import export_checkpoint_dcp, export_checkpoint_safetensors
+    from infinity.checkpoint.state_directory import find_checkpoint
+
+    max_shard_nbytes = _nbytes(max_shard)
+    found = find_checkpoint(checkpoint)
+    loaded = _config_of_run(found) if config is None else SwapConfig.load(config)
+    if to == "dcp":
+        model = None if loaded is None or loaded.model is None else _model_on_meta(loaded)
+        files = list(export_checkpoint_dcp(found, out, model).iterdir())
+    else:
+        if loaded is None:
+            raise ConfigError(
+                f"{found}: the architecture is not known, as no infinity-run.json is above it; "
+                "name the swap-tier file of the run with --config FILE"
+            )
+        files = export_checkpoint_safetensors(
+            found,
+            out,
+            _model_on_meta(loaded),
+            master=to == "fp32",
+            max_shard_nbytes=max_shard_nbytes,
+            tokenizer=_tokenizer(loaded),
+        )
+    nbytes = sum(file.stat().st_size for file in files)
+    typer.echo(f"wrote {format_nbytes(nbytes)} of {found.name} to {out}")
+
+
+def _nbytes(text: str) -> int:
+    try:
+        return parse_nbytes(text)
+    except ValueError as error:
+        raise ConfigError(f"--max-shard: {error}") from None
+
+
+def _config_of_run(checkpoint: Path) -> SwapConfig | None:
+    """The configuration that `infinity train` left in the output directory above a checkpoint."""
+    from infinity.training.output import MARKER_NAME
+
+    for directory in checkpoint.resolve().parents[:2]:
+        marker = directory / MARKER_NAME
+        if marker.is_file():
+            try:
+                table = json.loads(marker.read_text(encoding="utf-8"))["config"]
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                raise ConfigError(f"{marker} cannot be used: {error!r}; give --config") from None
+            return SwapConfig.from_table(table, _source_of(marker))
+    return None
+
+
+def _source_of(marker: Path) -> Source:
+    from infinity.config import Source
+
+    return Source("file", str(marker), marker.parent)
+
+
+def _model_on_meta(config: SwapConfig) -> Any:
+    from infinity.training.model import build_model, plan_model
+
+    config.require("model", "train")
+    assert config.model is not None
+    return build_model(plan_model(config.model), config)
+
+
+def _tokenizer(config: SwapConfig) -> Any:
+    from infinity.training.data import open_tokenizer
+
+    if config.data is None:
+        return None
+    return getattr(open_tokenizer(config.data.tokenizer), "tokenizer", None)

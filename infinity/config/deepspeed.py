@@ -1,0 +1,223 @@
+"""A DeepSpeed configuration as a swap-tier file, every key of it accounted for.
+
+    translation = translate(table)
+    translation.entries    one for every key of the file: same, mapped, ignored, refused or unknown
+    translation.settings   the swap-tier file that comes of it
+
+Pure. What each key means is in `infinity.config.deepspeed_keys`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from infinity.config.deepspeed_keys import RULES, Rule
+from infinity.config.deepspeed_values import AUTO, Facts, Outcome
+from infinity.config.problems import InvalidConfigError, Problem
+from infinity.config.source import Source
+from infinity.config.values import nearest
+
+if TYPE_CHECKING:
+    from infinity.config.swap import SwapConfig
+
+_BY_KEY = {rule.key: rule for rule in RULES}
+# Sections that only hold other keys; they need no entry of their own.
+_SECTIONS = {
+    place.rpartition(".")[0] for place in _BY_KEY if "." in place
+} | {"zero_optimization", "optimizer", "scheduler", "checkpoint"}  # fmt: skip
+# Written first, so that what a file says elsewhere has the last word.
+_FIRST = ("zero_optimization.stage", "optimizer.type", "scheduler.type")
+_LAST = ("scheduler.params.warmup_max_lr", "zero_optimization.offload_optimizer.ratio")
+
+EntryVerdict = Literal["same", "mapped", "ignored", "refused", "unknown"]
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One key of the DeepSpeed file. `settings`: dotted keys of ours and the values they got."""
+
+    key: str
+    value: Any
+    verdict: EntryVerdict
+    reason: str
+    settings: dict[str, Any]
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the file asks for something that the translation does not do."""
+        return self.verdict in ("refused", "unknown")
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "key": self.key,
+            "value": self.value,
+            "verdict": self.verdict,
+            "settings": self.settings,
+            "reason": self.reason,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Translation:
+    """Entries in the file's order, and the table of a swap-tier file.
+
+    `settings` has `[train]` only where the file says the number of steps, without which the section
+    is not complete; else its keys are in `train`.
+    """
+
+    entries: tuple[Entry, ...]
+    settings: dict[str, Any]
+    train: dict[str, Any]
+
+    @property
+    def lost(self) -> tuple[Entry, ...]:
+        return tuple(entry for entry in self.entries if entry.is_lost)
+
+
+def translate(table: Mapping[str, Any]) -> Translation:
+    """Walks every key of a DeepSpeed configuration through the table of rules."""
+    facts = Facts(table)
+    entries = tuple(_entry(key, value, facts) for key, value in _leaves(table, ""))
+    settings: dict[str, Any] = {}
+    for entry in sorted(entries, key=_rank):
+        for key, value in entry.settings.items():
+            _put(settings, key, value)
+    train = settings.get("train", {})
+    is_complete = "steps" in train and "batch_size" in train
+    if not is_complete:
+        settings.pop("train", None)
+    return Translation(entries, settings, {} if is_complete else train)
+
+
+def configuration_of(found: Translation, source: Source) -> SwapConfig:
+    """The configuration of a translation. Raises ConfigError that names both files' keys."""
+    from infinity.config.swap import SwapConfig
+
+    try:
+        return SwapConfig.from_table(found.settings, source)
+    except InvalidConfigError as error:
+        theirs = {place: entry.key for entry in found.entries for place in entry.settings}
+        raise InvalidConfigError(
+            (
+                Problem(f"{theirs[each.place]}, our {each.place}", each.text)
+                if each.place in theirs
+                else each
+                for each in error.problems
+            ),
+            name=error.name,
+        ) from None
+
+
+def rule_of(key: str) -> Rule | None:
+    """The rule of a dotted key, its own or that of the section around it."""
+    if key in _BY_KEY:
+        return _BY_KEY[key]
+    around = key
+    while around:
+        around = around.rpartition(".")[0]
+        if around in _BY_KEY and _BY_KEY[around].whole:
+            return _BY_KEY[around]
+    return None
+
+
+def _leaves(table: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for name, value in table.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, Mapping) and value and (key in _SECTIONS or key not in _BY_KEY):
+            yield from _leaves(value, f"{key}.")
+        else:
+            yield key, value
+
+
+def _entry(key: str, value: Any, facts: Facts) -> Entry:
+    outcome = _outcome(key, value, facts)
+    if outcome is None:
+        return Entry(key, value, "unknown", _unknown(key), {})
+    return Entry(key, value, outcome.verdict, outcome.reason, outcome.settings)
+
+
+def _outcome(key: str, value: Any, facts: Facts) -> Outcome | None:
+    rule = rule_of(key)
+    if rule is None:
+        if key in _SECTIONS:
+            is_empty = value is None or value == {}
+            said = "it is empty" if is_empty else "expected a table"
+            return Outcome("ignored" if is_empty else "refused", said)
+        return None
+    if value == AUTO:
+        where = f"; set {rule.ours}, or leave its default" if rule.ours else ""
+        return Outcome("ignored", f"the Trainer's arguments fill in an auto{where}")
+    return rule.convert(value, facts)
+
+
+def _unknown(key: str) -> str:
+    section, _, name = key.rpartition(".")
+    siblings = [
+        rule.key.rpartition(".")[2] for rule in RULES if rule.key.rpartition(".")[0] == section
+    ]
+    near = nearest(name, siblings)
+    where = f" in {section}" if section else ""
+    return f"DeepSpeed has no such key{where}" + (f"; did you mean {near!r}?" if near else "")
+
+
+def _rank(entry: Entry) -> int:
+    return (entry.key in _LAST) - (entry.key in _FIRST)
+
+
+def _put(settings: dict[str, Any], key: str, value: Any) -> None:
+    """Sets a dotted key. `tiers.nvme[].path` adds an entry, once for each path."""
+    if key == "tiers.nvme[].path":
+        drives = settings.setdefault("tiers", {}).setdefault("nvme", [])
+        if {"path": value} not in drives:
+            drives.append({"path": value})
+        return
+    section, _, name = key.rpartition(".")
+    settings.setdefault(section, {})[name] = value
+
+
+_INTRODUCTION = """\
+# From a DeepSpeed configuration
+
+<!-- Written by `infinity config schema --deepspeed`; a test keeps it true. -->
+
+    infinity config import ds_config.json --out swap.toml     # the report, and the file
+    infinity config import ds_config.json --report json       # both, for programs
+
+    config = infinity.SwapConfig.from_deepspeed("ds_config.json")      # in a program
+
+Every key of the file is named with what became of it:
+
+- **same**: our key has the same meaning and value;
+- **mapped**: translated; the reason says how;
+- **ignored**: nothing here depends on it, or what is done anyway is at least as good;
+- **refused**: it asks for something that is not there. So is a key that DeepSpeed does not know.
+
+With one that is refused nothing is written and the exit code is 1; `--skip-refused`, in a program
+`skip_refused=True`, goes on without. The verdicts below are those of a value that has an effect: a
+feature that is off is never refused. `"auto"`, which the Hugging Face Trainer fills in from its
+arguments, is left to the defaults here, and the report names the key to set. A file with comments
+(hjson) is not read.
+
+What a DeepSpeed file does not have are the budgets: `tiers.host.capacity` is half of the available
+memory unless you set it. And it seldom has a number of steps, without which there is no `[train]`:
+the keys that belong there are then written as comments.
+
+| DeepSpeed | | swap-tier file | |
+| --- | --- | --- | --- |
+"""
+
+
+def to_markdown() -> str:
+    """The table of all rules: docs/DEEPSPEED.md."""
+    rows = [
+        f"| `{rule.key}{'.*' if rule.whole and _is_section(rule) else ''}` | {rule.usual} | "
+        f"{f'`{rule.ours}`' if rule.ours else ''} | {rule.reason} |"
+        for rule in RULES
+    ]
+    return _INTRODUCTION + "\n".join(rows) + "\n"
+
+
+def _is_section(rule: Rule) -> bool:
+    return rule.usual == "refused" or "." in rule.key

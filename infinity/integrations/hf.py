@@ -1,0 +1,222 @@
+"""Hugging Face: an offloaded model under `transformers.Trainer`, or in a loop with accelerate.
+
+    infinity.offload(model, "swap.toml")                      # then attach no more adapters
+    trainer = prepare_trainer(Trainer(model=model, args=args, train_dataset=...))
+    trainer.train()                                           # and evaluate, predict, save_model
+
+Trainer works on the offloaded model as it is, but for a few places where it would do by itself what
+the engine does: wrap the model, build the optimizer, clip gradients, and save or load state that
+does not fit in memory. `OffloadedTrainer` answers those. Written against transformers 5.23 and
+accelerate 1.15.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from accelerate.optimizer import AcceleratedOptimizer
+from torch import nn
+
+import infinity
+from infinity.checkpoint.safetensors_export import export_safetensors
+from infinity.checkpoint.state_load import load
+from infinity.checkpoint.state_save import save
+from infinity.engine.engine import engine_of
+from infinity.engine.optimizer import AdamW
+from infinity.errors import ConfigError, InfinityError, UnsupportedError
+from infinity.sizes import GIB, parse_nbytes
+
+STATE_NAME = "infinity"  # Of the directory inside a Trainer's checkpoint.
+_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")
+# What `OffloadedTrainer` answers, and a release of transformers may rename.
+_ANSWERED = (
+    "_clip_grad_norm", "_get_grad_norm", "_load_from_checkpoint", "_load_optimizer_and_scheduler",
+    "_save_optimizer_and_scheduler", "get_optimizer_cls_and_kwargs",
+)  # fmt: skip
+
+T = TypeVar("T")
+
+
+def prepare_trainer(trainer: T, config: Any = None) -> T:
+    """Makes a Trainer, of whatever subclass, train its model offloaded; returns the same object.
+
+    The model is offloaded already, or it is now, as `config` says. The optimizer is infinity.AdamW
+    with the groups, the learning rate and the betas of `trainer.args`, and clips to
+    `args.max_grad_norm`; or the infinity.AdamW that was given to the Trainer. The precision is the
+    model's: load it in bfloat16 for that, and leave `args.bf16` false.
+
+    Checkpoints hold, beside what Trainer writes, `infinity/`: everything an exact continuation
+    needs. `save_model` and checkpoints export weights shard by shard. Raises ConfigError for
+    arguments that make no sense with an offloaded model, before anything is touched.
+    """
+    missing = [name for name in _ANSWERED if not hasattr(trainer, name)]
+    if missing:
+        raise UnsupportedError(
+            f"{type(trainer).__name__} has no {', '.join(missing)}; this works with transformers "
+            "5.23, install that"
+        )
+    given: Any = trainer
+    _check_arguments(given.args)
+    if given.optimizer is not None and not isinstance(given.optimizer, AdamW):
+        raise ConfigError(
+            f"expected infinity.AdamW as the Trainer's optimizer, got "
+            f"{type(given.optimizer).__name__}; leave `optimizers` out, or give (infinity.AdamW("
+            "model, ...), scheduler)"
+        )
+    _offload(given.model, config)
+    _stream_exports(given.model)
+    cls = type(given)
+    if issubclass(cls, OffloadedTrainer):
+        return trainer
+    given.__class__ = type(cls.__name__, (OffloadedTrainer, cls), {"__module__": cls.__module__})
+    return trainer
+
+
+def _check_arguments(args: Any) -> None:
+    """Raises ConfigError naming what the engine does itself, or cannot do."""
+    faults = [
+        (args.fp16 or args.bf16, "fp16/bf16", "the precision is the model's: load it in bfloat16"),
+        (bool(args.deepspeed), "deepspeed", "state is offloaded by infinity.offload already"),
+        (bool(args.fsdp), "fsdp", "state is offloaded by infinity.offload already"),
+        (args.n_gpu > 1, "n_gpu", "one process uses one GPU: set CUDA_VISIBLE_DEVICES"),
+        (args.world_size > 1, "world_size", "one process; ranks are not supported yet"),
+        (args.torch_compile, "torch_compile", "compile the model's blocks before offloading"),
+        (
+            str(getattr(args.optim, "value", args.optim)) not in _OPTIMIZERS,
+            "optim",
+            f"the optimizer is infinity.AdamW; expected one of {', '.join(_OPTIMIZERS)}",
+        ),
+    ]
+    wrong = [f"args.{name}: {text}" for is_wrong, name, text in faults if is_wrong]
+    if wrong:
+        raise ConfigError("an offloaded model cannot be trained so: " + "; ".join(wrong))
+
+
+def _offload(model: nn.Module, config: Any) -> None:
+    try:
+        engine_of(model)
+    except InfinityError:
+        if config is None:
+            raise
+        infinity.offload(model, config)
+    else:
+        if config is not None:
+            raise ConfigError("the model is offloaded already; leave `config` out")
+    # Accelerate leaves a model alone that is prepared already: no wrapper, no move, no autocast.
+    model._is_accelerate_prepared = True  # type: ignore[assignment]
+
+
+def _stream_exports(model: Any) -> None:
+    """`save_pretrained` writes shard by shard. PEFT's own, which writes adapters only, is kept."""
+    if hasattr(model, "peft_config") or not hasattr(model, "save_pretrained"):
+        return
+    plain = model.save_pretrained
+
+    def save_pretrained(
+        save_directory: str | os.PathLike[str],
+        is_main_process: bool = True,
+        state_dict: Mapping[str, Any] | None = None,
+        max_shard_size: int | str = 2 * GIB,
+        **options: Any,
+    ) -> None:
+        if state_dict is not None or options:
+            plain(
+                save_directory,
+                is_main_process=is_main_process,
+                state_dict=state_dict,
+                max_shard_size=max_shard_size,
+                **options,
+            )
+        elif is_main_process:
+            nbytes = parse_nbytes(max_shard_size)
+            export_safetensors(model, save_directory, max_shard_nbytes=nbytes)
+
+    model.save_pretrained = save_pretrained
+
+
+class OffloadedTrainer:
+    """What a Trainer does otherwise when its model is offloaded. Mixed in by `prepare_trainer`."""
+
+    model: Any
+    args: Any
+    state: Any
+    optimizer: Any
+
+    @staticmethod
+    def get_optimizer_cls_and_kwargs(args: Any, model: Any = None) -> tuple[Any, dict[str, Any]]:
+        """infinity.AdamW; Trainer makes the groups."""
+        options = {
+            "lr": args.learning_rate,
+            "betas": (args.adam_beta1, args.adam_beta2),
+            "eps": args.adam_epsilon,
+        }
+        return AdamW, options
+
+    def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
+        norm: torch.Tensor = self.optimizer.clip_grad_norm_(self.args.max_grad_norm)
+        return norm
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        return self.optimizer.clip_grad_norm_(None) if grad_norm is None else grad_norm
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        save(Path(output_dir) / STATE_NAME, self.model, self.optimizer, step=self.state.global_step)
+        super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Weights come with the rest of the state, once the optimizer has been made."""
+        if not (Path(resume_from_checkpoint) / STATE_NAME).is_dir():
+            raise ConfigError(
+                f"{resume_from_checkpoint} has no {STATE_NAME}/ and so no state to go on from: it "
+                "was written by another trainer, or with save_only_model. Load its weights with "
+                "infinity.offload(model, config, weights=...) and begin anew"
+            )
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is not None:
+            load(Path(checkpoint) / STATE_NAME, self.model, self.optimizer)
+        super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+
+
+def prepare_accelerator(
+    accelerator: Any, model: nn.Module, optimizer: AdamW, config: Any = None
+) -> tuple[nn.Module, AcceleratedOptimizer]:
+    """For a loop of your own with accelerate, in the place of `accelerator.prepare(model, ...)`.
+
+    Data loaders and schedulers are given to `accelerator.prepare` as ever. `accumulate`,
+    `backward`, `clip_grad_norm_` of all the model's parameters, `save_state` and `load_state` work;
+    the latter two keep all state in `infinity/` of their directory. Returns model and optimizer.
+    """
+    if accelerator.num_processes > 1 or accelerator.mixed_precision != "no":
+        raise ConfigError(
+            "expected one process and mixed_precision 'no', got "
+            f"{accelerator.num_processes} and {accelerator.mixed_precision!r}; the precision is "
+            "the model's: load it in bfloat16"
+        )
+    _offload(model, config)
+    _stream_exports(model)
+    wrapped = AcceleratedOptimizer(optimizer, device_placement=False)
+    wrapped._is_accelerate_prepared = True
+    accelerator.prepare(model, wrapped)
+
+    def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
+        if norm_type != 2:
+            raise UnsupportedError(f"the norm is the 2-norm; got norm_type={norm_type}")
+        return optimizer.clip_grad_norm_(max_norm)
+
+    def keep_state(models: list[Any], weights: list[Any], output_dir: str) -> None:
+        weights.clear()  # What accelerate would write instead.
+        save(Path(output_dir) / STATE_NAME, model, optimizer)
+
+    def bring_state(models: list[Any], input_dir: str) -> None:
+        models.clear()
+        load(Path(input_dir) / STATE_NAME, model, optimizer)
+
+    accelerator.clip_grad_norm_ = clip_grad_norm_
+    accelerator.register_save_state_pre_hook(keep_state)
+    accelerator.register_load_state_pre_hook(bring_state)
+    return model, wrapped
