@@ -31,6 +31,7 @@ def offload(
     seed: int = 0,
     units: UnitRule = "auto",
     device: OwnDevice | None = None,
+    resume: str | os.PathLike[str] | None = None,
 ) -> nn.Module:
     """Moves the model's parameters to the tiers of `config`, in place, and returns the model.
 
@@ -44,6 +45,8 @@ def offload(
     seed: initialises parameters that are on meta and not in `weights`
     units: "auto", or class names or name patterns of the modules that move as one
     device: a device adapter of your own (infinity.testing.SimulatedDevice)
+    resume: the checkpoint, or directory of them, that `infinity.checkpoint.load` is called with
+        next; the swap files it links to are gone on with where that is possible, not copied
 
     Attach adapters, freeze parameters and tie weights before. Raises ConfigError, CapacityError,
     StorageError or UnsupportedError before anything was touched.
@@ -56,7 +59,12 @@ def offload(
         from infinity.checkpoint import weight_source
 
         plan = weight_source(weights).plan(model)
-    build(model, resolved, weights=plan, seed=seed, units=units, device=device)
+    adopted = None
+    if resume is not None:
+        from infinity.checkpoint.state_adopt import plan_adoption
+
+        adopted = plan_adoption(resolved, resume)
+    build(model, resolved, weights=plan, seed=seed, units=units, device=device, adopted=adopted)
     return model
 
 

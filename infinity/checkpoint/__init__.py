@@ -1,10 +1,10 @@
 """State in and out of files: checkpoints of a run, and weights as Hugging Face safetensors.
 
 `save(directory, model, optimizer)` and `load(path, model, optimizer)` carry everything an exact
-continuation needs. `weight_source(path)` streams weights into tiers, `export_safetensors(model,
-directory)` writes them; `export_dcp` and `import_dcp` do so with torch.distributed.checkpoint, with
-the optimizer's state. None of these ever holds the model. Importing this package does not import
-torch.
+continuation needs; `commit(model, optimizer)` makes a single step durable. `weight_source(path)`
+streams weights into tiers, `export_safetensors(model, directory)` writes them; `export_dcp` and
+`import_dcp` do so with torch.distributed.checkpoint, with the optimizer's state. None of these ever
+holds the model. Importing this package does not import torch.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ if TYPE_CHECKING:
     from infinity.checkpoint.state_export import optimizer_state_dict
     from infinity.checkpoint.state_inspect import inspect
     from infinity.checkpoint.state_load import load
-    from infinity.checkpoint.state_save import save
+    from infinity.checkpoint.state_save import commit, save
 
 __all__ = [
     "WeightSource",
+    "commit",
     "export_checkpoint_dcp",
     "export_checkpoint_safetensors",
     "export_dcp",
@@ -39,6 +40,7 @@ __all__ = [
 
 _HOMES = {
     "WeightSource": "safetensors_import",
+    "commit": "state_save",
     "export_checkpoint_dcp": "dcp_export",
     "export_checkpoint_safetensors": "checkpoint_export",
     "export_dcp": "dcp_export",

@@ -54,6 +54,15 @@ _TORCH_DTYPES: dict[str, torch.dtype] = {
 _FORMAT_DTYPES = {dtype: name for name, dtype in _TORCH_DTYPES.items()}
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """As a header spells it."""
+    return _FORMAT_DTYPES[dtype]
+
+
+def dtype_of(name: str) -> torch.dtype:
+    return _TORCH_DTYPES[name]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorInfo:
     """What a header says of one tensor. `offset_nbytes` counts from the start of the file."""

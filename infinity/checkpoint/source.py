@@ -18,9 +18,15 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import torch
 from torch import nn
 
-from infinity.checkpoint.safetensors_format import SafetensorsReader, TensorInfo, tensor_bytes
-from infinity.checkpoint.state_directory import damaged, find_checkpoint
+from infinity.checkpoint.safetensors_format import (
+    SafetensorsReader,
+    TensorInfo,
+    dtype_of,
+    tensor_bytes,
+)
+from infinity.checkpoint.state_directory import damaged, find_checkpoint, read_linked
 from infinity.checkpoint.state_layout import is_row_major
+from infinity.checkpoint.state_linked import LinkedPiece, LinkedState, LinkedTensor
 from infinity.checkpoint.state_load import Checkpoint
 from infinity.checkpoint.state_manifest import Extent
 from infinity.checkpoint.state_save import BUFFERS_NAME, buffers_of
@@ -31,6 +37,7 @@ from infinity.errors import UnsupportedError
 from infinity.ops.split_master import join
 from infinity.sizes import MIB
 from infinity.state.units import Piece, TensorSpec, Unit, weight_of
+from infinity.storage.page_reader import PageReader
 
 if TYPE_CHECKING:
     from _hashlib import HASH
@@ -236,6 +243,30 @@ class _Copied:
         return values
 
 
+class _Shared:
+    """A tensor in files that are shared with the swap files; each page has a checksum."""
+
+    def __init__(
+        self, pages: PageReader, linked: LinkedState, piece: LinkedPiece, tensor: LinkedTensor
+    ) -> None:
+        self.info = TensorInfo(name=tensor.name, dtype=dtype_of(tensor.dtype), shape=tensor.shape)
+        self.group = piece.unit
+        self.stride = tensor.stride
+        self._pages = pages
+        self._linked = linked
+        self._piece = piece
+        self._offset_nbytes = tensor.offset_nbytes
+
+    def read(self, start: int, stop: int) -> torch.Tensor:
+        values = torch.empty(stop - start, dtype=self.info.dtype)
+        view = tensor_bytes(values)
+        begin_nbytes = self._offset_nbytes + start * self.info.dtype.itemsize
+        for part in self._linked.read(self._pages, self._piece, begin_nbytes, len(view)):
+            view[: len(part)] = part
+            view = view[len(part) :]
+        return values
+
+
 class _Files:
     """The one file of a checkpoint that was read last, open."""
 
@@ -268,6 +299,7 @@ class CheckpointSource:
         self.optimizer: dict[str, Any] | None = checkpoint.program()["optimizer"]
         self._optimized = _optimized(self.optimizer)
         self._files = _Files(self.path)
+        self._pages = PageReader()
         self._stored: dict[tuple[str, str], _Stored] = {}
         self._buffers: list[_Stored] = []
         for file in checkpoint.manifest.files:
@@ -279,6 +311,11 @@ class CheckpointSource:
                         self._buffers.append(stored)
                     else:
                         self._stored[_key(extent.name, extent.kind)] = stored
+        linked = read_linked(self.path, checkpoint.manifest)
+        for piece in linked.pieces if linked is not None else ():
+            for tensor in piece.tensors:
+                shared = _Shared(self._pages, linked, piece, tensor)
+                self._stored[_key(tensor.name, piece.kind)] = shared
         self.infos = list(self._list())
 
     def __enter__(self) -> CheckpointSource:
@@ -289,6 +326,7 @@ class CheckpointSource:
 
     def close(self) -> None:
         self._files.close()
+        self._pages.close()
 
     def buffers(self) -> dict[str, torch.Tensor]:
         return {stored.info.name: _whole(stored) for stored in self._buffers}

@@ -20,6 +20,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from infinity.checkpoint.state_linked import CHECKSUMS_NAME, TABLE_NAME, LinkedState
+from infinity.checkpoint.state_linked import parse as parse_table
 from infinity.checkpoint.state_manifest import (
     DIGEST_NAME,
     MANIFEST_NAME,
@@ -88,6 +90,23 @@ def read_manifest(path: Path) -> Manifest:
     return manifest
 
 
+def read_linked(path: Path, manifest: Manifest) -> LinkedState | None:
+    """The linked state of a checkpoint, after its table and its files were looked at; None where
+    everything is copied. Raises CorruptionError naming the file for what is damaged or missing."""
+    entries = {file.name: file for file in manifest.files}
+    if TABLE_NAME not in entries:
+        return None
+    for name in (TABLE_NAME, CHECKSUMS_NAME):
+        if name not in entries:
+            raise corrupt(str(path / name), "the manifest does not name it")
+        for extent in entries[name].extents:
+            check_extent(path / name, extent)
+    pieces = parse_table(_read(path / TABLE_NAME), path=str(path / TABLE_NAME))
+    linked = LinkedState(path, pieces, _read(path / CHECKSUMS_NAME))
+    linked.check_files()
+    return linked
+
+
 def check_extent(path: Path, extent: Extent) -> None:
     """Reads an extent and compares its SHA-256. Raises CorruptionError, or what reading raises."""
     digest = hashlib.sha256()
@@ -131,10 +150,8 @@ def writing(directory: Path, step: int) -> Iterator[Path]:
     or a later step, or when another process is writing here. After any failure what was there
     before is as it was.
     """
-    if not directory.is_dir():
-        with _reporting("create", directory):
-            directory.mkdir(parents=True, exist_ok=True)
-            sync_directory(directory.parent)
+    with _reporting("create", directory):
+        _make_durably(directory)
     with _locked(directory):
         refuse_later(directory, step)
         _sweep(directory)
@@ -158,6 +175,12 @@ def writing(directory: Path, step: int) -> Iterator[Path]:
             raise
 
 
+def sweep(directory: Path) -> None:
+    """Removes what a crash has left half-made."""
+    with _locked(directory):
+        _sweep(directory)
+
+
 def refuse_later(directory: Path, step: int) -> None:
     """Raises ConfigError when the directory has a checkpoint of `step` or a later one."""
     there = list_checkpoints(directory)
@@ -168,15 +191,23 @@ def refuse_later(directory: Path, step: int) -> None:
         )
 
 
-def prune(directory: Path, keep: int) -> None:
-    """Removes all but the newest `keep` checkpoints. A crash in between leaves whole ones only."""
-    assert keep >= 1
+def prune(directory: Path, keep: int) -> list[Path]:
+    """Removes all but the newest `keep` checkpoints, and returns them. A crash in between leaves
+    whole ones only: no name is there any more, for good, when the first file goes."""
     with _locked(directory):
-        for path in list_checkpoints(directory)[:-keep]:
-            partial = directory / f".{path.name}.partial"
+        there = list_checkpoints(directory)
+        removed = there[: max(0, len(there) - keep)]
+        partials = [directory / f".{path.name}.partial" for path in removed]
+        for path, partial in zip(removed, partials, strict=True):
             with _reporting("remove", path):
                 os.rename(path, partial)
+        if removed:
+            with _reporting("fsync", directory):
+                sync_directory(directory)
+        for partial in partials:
+            with _reporting("remove", partial):
                 shutil.rmtree(partial)
+    return removed
 
 
 def write_manifest(path: Path, manifest: Manifest) -> None:
@@ -193,6 +224,14 @@ def write_file(path: Path, content: bytes) -> None:
         while view:
             view = view[os.write(file.fileno(), view) :]
         os.fsync(file.fileno())
+
+
+def _make_durably(directory: Path) -> None:
+    """Makes the directory and those above that are missing, each with a name that stays."""
+    if not directory.is_dir():
+        _make_durably(directory.parent)
+        directory.mkdir(exist_ok=True)
+        sync_directory(directory.parent)
 
 
 def sync_directory(path: Path) -> None:

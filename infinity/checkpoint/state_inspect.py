@@ -10,10 +10,14 @@ from infinity.checkpoint.state_directory import (
     check_extent,
     find_checkpoint,
     list_checkpoints,
+    read_linked,
     read_manifest,
 )
+from infinity.checkpoint.state_linked import LinkedState
 from infinity.checkpoint.state_manifest import Manifest
 from infinity.errors import ConfigError, InfinityError
+
+_ATTEMPTS = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +26,7 @@ class Inspection:
 
     path: Path
     manifest: Manifest | None  # None where it cannot be read.
+    linked: LinkedState | None  # None where everything is copied, or the table cannot be read.
     faults: tuple[str, ...]
     is_verified: bool  # Every byte was read and checked, not only names and lengths.
 
@@ -29,14 +34,26 @@ class Inspection:
     def is_whole(self) -> bool:
         return not self.faults
 
+    @property
+    def nbytes(self) -> int:
+        """What it is made of, linked state included."""
+        return sum(self.nbytes_by_kind().values())
+
+    def nbytes_by_kind(self) -> dict[str, int]:
+        table = dict(self.manifest.nbytes_by_kind()) if self.manifest is not None else {}
+        for piece in self.linked.pieces if self.linked is not None else ():
+            table[piece.kind] = table.get(piece.kind, 0) + piece.nbytes
+        return table
+
     def to_dict(self) -> dict[str, Any]:
         manifest = self.manifest
         facts = {} if manifest is None else {
             "step": manifest.step,
             "created": manifest.created,
             "written_by": manifest.written_by,
-            "nbytes": manifest.nbytes,
-            "nbytes_by_kind": manifest.nbytes_by_kind(),
+            "nbytes": self.nbytes,
+            "nbytes_by_kind": self.nbytes_by_kind(),
+            "linked_nbytes": self.linked.nbytes if self.linked is not None else 0,
             "files": len(manifest.files),
         }  # fmt: skip
         return {
@@ -51,25 +68,42 @@ class Inspection:
 def inspect(path: Path, *, verify: bool = False) -> list[Inspection]:
     """Every checkpoint of a directory, oldest first, or the one that `path` is.
 
-    With `verify` every byte is read and compared with its SHA-256. Raises ConfigError where there
-    is none; damage is not raised, it is what the answer is about.
+    With `verify` every byte is read and compared with its SHA-256 or CRC32C. Raises ConfigError
+    where there is none; damage is not raised, it is what the answer is about.
     """
     if not path.is_dir():
         raise ConfigError(f"{path} is no directory; expected a checkpoint or a directory of them")
-    found = list_checkpoints(path) or [find_checkpoint(path)]
-    return [_inspect(each, verify=verify) for each in found]
+    still: list[Inspection] = []
+    for _ in range(_ATTEMPTS):  # A running job gives up old ones meanwhile, and makes newer ones.
+        found = list_checkpoints(path) or [find_checkpoint(path)]
+        seen = [_inspect(each, verify=verify) for each in found]
+        still = [each for each in seen if each.path.is_dir()]
+        if still:
+            break
+    return still
 
 
 def _inspect(path: Path, *, verify: bool) -> Inspection:
+    manifest = linked = None
+    faults: list[str] = []
     try:
         manifest = read_manifest(path)
+        linked = read_linked(path, manifest)
     except InfinityError as error:
-        return Inspection(path=path, manifest=None, faults=(str(error),), is_verified=verify)
-    faults = []
-    for file in manifest.files if verify else ():
-        for extent in file.extents:
-            try:
-                check_extent(path / file.name, extent)
-            except InfinityError as error:
-                faults.append(str(error))
-    return Inspection(path=path, manifest=manifest, faults=tuple(faults), is_verified=verify)
+        faults.append(str(error))
+    if verify and manifest is not None:
+        for file in manifest.files:
+            for extent in file.extents:
+                try:
+                    check_extent(path / file.name, extent)
+                except InfinityError as error:
+                    faults.append(str(error))
+    if verify and linked is not None:
+        faults += linked.faults()
+    return Inspection(
+        path=path,
+        manifest=manifest,
+        linked=linked,
+        faults=tuple(dict.fromkeys(faults)),
+        is_verified=verify,
+    )

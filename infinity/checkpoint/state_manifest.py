@@ -15,7 +15,7 @@ from typing import Any
 
 from infinity.errors import CorruptionError, UnsupportedError
 
-SCHEMA = 1
+SCHEMA = 2  # 2 where state is linked, which older versions cannot read; else 1.
 FORMAT = "infinity checkpoint"
 MANIFEST_NAME = "manifest.json"
 DIGEST_NAME = "manifest.sha256"
@@ -49,6 +49,7 @@ class Manifest:
     created: str
     written_by: str
     files: tuple[FileEntry, ...]
+    schema: int = 1
 
     @property
     def nbytes(self) -> int:
@@ -64,7 +65,8 @@ class Manifest:
 
 def to_bytes(manifest: Manifest) -> bytes:
     """The content of `manifest.json`."""
-    body = {"format": FORMAT, "schema": SCHEMA, **asdict(manifest)}
+    facts = asdict(manifest)
+    body = {"format": FORMAT, "schema": facts.pop("schema"), **facts}
     return json.dumps(body, indent=1).encode() + b"\n"
 
 
@@ -113,7 +115,7 @@ def _manifest(body: dict[str, Any], path: str) -> Manifest:
             raise corrupt(path, f"the extents of {file.name} end at {end}, not at {file.nbytes}")
     if len({file.name for file in files}) < len(files):
         raise corrupt(path, "it names a file twice")
-    return Manifest(body["step"], body["created"], body["written_by"], tuple(files))
+    return Manifest(body["step"], body["created"], body["written_by"], tuple(files), body["schema"])
 
 
 def corrupt(path: str, detail: str, *, offset_nbytes: int = 0, nbytes: int = 0) -> CorruptionError:

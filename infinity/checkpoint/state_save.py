@@ -1,17 +1,20 @@
-"""Writing a checkpoint: all state of a run, streamed unit by unit, durable at one rename.
+"""Writing a checkpoint: all state of a run, durable at one rename.
 
-Nothing is held but the part that is on its way: a chunk of one piece, or one tensor whose memory
-order is not that of a file. The order of effects: files, each synced; the manifest, synced; the
-directory, synced; the rename; the directory above, synced; only then older checkpoints go.
+State on NVMe that can be kept by links is not copied (`state_commit`); the rest is streamed unit by
+unit. Nothing is held but the part that is on its way: a chunk of one piece, or one tensor whose
+memory order is not that of a file. The order of effects: files, each synced; the manifest, synced;
+the directory, synced; the rename; the directory above, synced; only then older checkpoints go.
 """
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import hashlib
 import io
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -22,10 +25,20 @@ from infinity import __version__
 from infinity.checkpoint import state_directory
 from infinity.checkpoint.safetensors_export import check_space
 from infinity.checkpoint.safetensors_format import SafetensorsWriter, TensorInfo, tensor_bytes
+from infinity.checkpoint.state_commit import (
+    Links,
+    has_room,
+    is_linkable,
+    label_of,
+    link_state,
+    thaw,
+    thaw_removed,
+)
 from infinity.checkpoint.state_layout import STREAMED, StateTensor, is_row_major, state_tensors
+from infinity.checkpoint.state_linked import CHECKSUMS_NAME, TABLE_NAME, to_bytes
 from infinity.checkpoint.state_manifest import Extent, FileEntry, Manifest
 from infinity.checkpoint.state_random import random_state
-from infinity.engine.engine import engine_of
+from infinity.engine.engine import Engine, engine_of
 from infinity.engine.optimizer import AdamW
 from infinity.engine.state_access import Part, StateAccess
 from infinity.errors import ConfigError, StorageError
@@ -57,6 +70,7 @@ def save(
     step: int | None = None,
     extra: Mapping[str, Any] | None = None,
     keep: int | None = None,
+    linked: bool = True,
 ) -> Path:
     """Writes `directory/step-NNNNNNNN` and returns it, once it is durable.
 
@@ -66,44 +80,181 @@ def save(
     lists and dicts of these. `step` is the number of steps taken; by default the optimizer's.
     `keep` removes all but the newest so many checkpoints of the directory, this one counted.
 
+    State on NVMe is linked to instead of copied where the configuration's `[checkpoint]` keeps
+    spare generations, one is left, and the directory is on the file system of the swap paths.
+    `linked` false makes a copy in any case: safetensors that can be moved elsewhere.
+
     Call between steps, from the training thread. A crash or an error at any moment leaves the
     checkpoints that were there. Raises ConfigError when one of this or a later step is there,
     StorageError naming the operation and the file, InfinityError while parameters are in use.
     """
-    directory = Path(directory)
     if keep is not None and keep < 1:
         raise ConfigError(f"keep={keep}: expected at least 1, the checkpoint that is written")
-    named = optimizer.named_state() if optimizer is not None else None
-    if step is None:
-        if named is None:
-            raise ConfigError("save without an optimizer needs the number of steps: step=...")
-        step = max(named["steps"].values(), default=0)
-    program = pack_program(
-        {
-            "optimizer": named,
-            "scheduler": scheduler.state_dict() if scheduler is not None else None,
-            "random": random_state(),
-            "extra": dict(extra or {}),
-        }
+    program = _Program.of(optimizer, scheduler, step, extra)
+    engine = engine_of(model)
+    commits = engine.config.commit_directory
+    own = _own_commits(engine, commits)
+    path = _write_checkpoint(
+        Path(directory), engine, model, program, keep=keep, linked=linked, leaving=own
     )
-    with (
-        state_directory.writing(directory, step) as partial,
-        engine_of(model).at_rest("infinity.checkpoint.save") as state,
-    ):
-        plan = [(unit, tuple(tensors_of(state, unit))) for unit in state.units]
-        check_space(directory, _needed_nbytes(plan, len(program)))
-        files = [
-            _write_unit(partial / f"unit-{unit.index:05d}.safetensors", state, unit, tensors)
-            for unit, tensors in plan
-        ]
-        files.append(_write_buffers(partial / BUFFERS_NAME, model))
-        files.append(_write_program(partial / PROGRAM_NAME, program))
-        created = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        manifest = Manifest(step, created, f"infinity {__version__}", tuple(files))
-        state_directory.write_manifest(partial, manifest)
+    if own and commits is not None and commits != Path(directory):
+        _remove(engine, commits, keep=0)  # They are of earlier steps, or of this one.
+        with contextlib.suppress(OSError):
+            commits.rmdir()
+    return path
+
+
+def commit(
+    model: nn.Module,
+    optimizer: AdamW | None = None,
+    *,
+    scheduler: Stateful | None = None,
+    step: int | None = None,
+    extra: Mapping[str, Any] | None = None,
+) -> Path:
+    """Makes this step the one that `load(path)` goes on from after a crash; returns the path.
+
+    What `save` keeps, in the first swap directory, in place of the last commit: state on NVMe stays
+    where it is, the rest is written. `checkpoint.durability = "step"` makes the room for it. A
+    later `save` of this model takes the commit's place.
+
+    Call between steps, after the scheduler's. Raises ConfigError where nothing is set up for it,
+    and otherwise as `save`; whatever happens, the last commit is there.
+    """
+    engine = engine_of(model)
+    checkpoint, directory = engine.config.checkpoint, engine.config.commit_directory
+    if checkpoint is None or checkpoint.durability != "step" or directory is None:
+        raise ConfigError(
+            'infinity.checkpoint.commit needs checkpoint.durability = "step" in the configuration'
+        )
+    program = _Program.of(optimizer, scheduler, step, extra)
+    return _write_checkpoint(directory, engine, model, program, keep=1, linked=True, leaving=())
+
+
+@dataclass(frozen=True, slots=True)
+class _Program:
+    """The small state, packed."""
+
+    step: int
+    content: bytes
+
+    @classmethod
+    def of(
+        cls,
+        optimizer: AdamW | None,
+        scheduler: Stateful | None,
+        step: int | None,
+        extra: Mapping[str, Any] | None,
+    ) -> _Program:
+        named = optimizer.named_state() if optimizer is not None else None
+        if step is None:
+            if named is None:
+                raise ConfigError("save without an optimizer needs the number of steps: step=...")
+            step = max(named["steps"].values(), default=0)
+        content = pack_program(
+            {
+                "optimizer": named,
+                "scheduler": scheduler.state_dict() if scheduler is not None else None,
+                "random": random_state(),
+                "extra": dict(extra or {}),
+            }
+        )
+        return cls(step, content)
+
+
+def _own_commits(engine: Engine, commits: Path | None) -> list[str]:
+    """Labels of the commits that this run has made and not given up."""
+    volume = engine.parts.store.volume
+    if volume is None or commits is None:
+        return []
+    parent = label_of(commits)
+    return [each.label for each in volume.frozen if os.path.dirname(each.label) == parent]
+
+
+def _write_checkpoint(
+    directory: Path,
+    engine: Engine,
+    model: nn.Module,
+    program: _Program,
+    *,
+    keep: int | None,
+    linked: bool,
+    leaving: Collection[str],
+) -> Path:
+    volume = engine.parts.store.volume
+    target = directory / state_directory.checkpoint_name(program.step)
+    try:
+        with (
+            state_directory.writing(directory, program.step) as partial,
+            engine.at_rest("infinity.checkpoint") as state,
+        ):
+            if volume is not None and volume.num_spares:
+                thaw_removed(volume)  # Those that the user has removed.
+                linked = linked and has_room(volume, target, keep=keep, leaving=leaving)
+            else:
+                linked = False
+            _write_files(partial, target, state, model, program, linked=linked)
+    except BaseException:
+        if volume is not None:
+            thaw_removed(volume)  # Unless the name has come to be there and could not be removed.
+        raise
     if keep is not None:
-        state_directory.prune(directory, keep)
-    return directory / state_directory.checkpoint_name(step)
+        _remove(engine, directory, keep=keep)
+    return target
+
+
+def _remove(engine: Engine, directory: Path, *, keep: int) -> None:
+    """Removes all but the newest checkpoints, and then lets go of what they held."""
+    volume = engine.parts.store.volume
+    try:
+        removed = set(map(label_of, state_directory.prune(directory, keep)))
+    except BaseException:
+        if volume is not None:
+            thaw_removed(volume)
+        raise
+    if volume is not None:
+        thaw(volume, [each for each in volume.frozen if each.label in removed])
+
+
+def _write_files(
+    partial: Path,
+    target: Path,
+    state: StateAccess,
+    model: nn.Module,
+    program: _Program,
+    *,
+    linked: bool,
+) -> None:
+    """Everything in the directory, each file synced, the manifest last."""
+    everything = [(unit, tensor) for unit in state.units for tensor in tensors_of(state, unit)]
+    links = None
+    if linked:
+        there = [row for row in everything if is_linkable(state, row[0], row[1].piece)]
+        links = link_state(partial, target, state, there) if there else None
+    copied: dict[Unit, list[StateTensor]] = {unit: [] for unit in state.units}
+    for unit, tensor in everything:
+        if links is None or not is_linkable(state, unit, tensor.piece):
+            copied[unit].append(tensor)
+    check_space(partial, _needed_nbytes(copied, links, len(program.content)))
+    files = [
+        _write_unit(partial / f"unit-{unit.index:05d}.safetensors", state, unit, tuple(tensors))
+        for unit, tensors in copied.items()
+        if tensors
+    ]
+    files.append(_write_buffers(partial / BUFFERS_NAME, model))
+    files.append(_write_small(partial / PROGRAM_NAME, "program", program.content))
+    if links is not None:
+        files.append(_write_small(partial / TABLE_NAME, "table", to_bytes(links.pieces)))
+        files.append(_write_small(partial / CHECKSUMS_NAME, "checksums", links.checksums))
+    created = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    manifest = Manifest(
+        program.step,
+        created,
+        f"infinity {__version__}",
+        tuple(files),
+        schema=1 if links is None else 2,
+    )
+    state_directory.write_manifest(partial, manifest)
 
 
 def tensors_of(state: StateAccess, unit: Unit) -> list[StateTensor]:
@@ -117,9 +268,15 @@ def tensors_of(state: StateAccess, unit: Unit) -> list[StateTensor]:
     )
 
 
-def _needed_nbytes(plan: list[tuple[Unit, tuple[StateTensor, ...]]], rest_nbytes: int) -> int:
-    infos = [tensor.info for _, tensors in plan for tensor in tensors]
-    return sum(info.nbytes + _TENSOR_OVERHEAD_NBYTES for info in infos) + rest_nbytes
+def _needed_nbytes(
+    copied: Mapping[Unit, list[StateTensor]], links: Links | None, rest_nbytes: int
+) -> int:
+    infos = [tensor.info for tensors in copied.values() for tensor in tensors]
+    nbytes = sum(info.nbytes + _TENSOR_OVERHEAD_NBYTES for info in infos) + rest_nbytes
+    if links is not None:
+        num_tensors = sum(len(piece.tensors) for piece in links.pieces)
+        nbytes += len(links.checksums) + num_tensors * _TENSOR_OVERHEAD_NBYTES
+    return nbytes
 
 
 class _HashedWriter:
@@ -232,10 +389,10 @@ def _write_buffers(path: Path, model: nn.Module) -> FileEntry:
         writer.close()
 
 
-def _write_program(path: Path, content: bytes) -> FileEntry:
+def _write_small(path: Path, kind: str, content: bytes) -> FileEntry:
     state_directory.write_file(path, content)
     digest = hashlib.sha256(content).hexdigest()
-    return FileEntry(path.name, len(content), (Extent("all", "program", 0, len(content), digest),))
+    return FileEntry(path.name, len(content), (Extent("all", kind, 0, len(content), digest),))
 
 
 def pack_program(state: dict[str, Any]) -> bytes:

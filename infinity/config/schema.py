@@ -61,6 +61,7 @@ OptimizerName = Literal["adamw"]
 LrSchedule = Literal["constant", "linear", "cosine"]
 IoEngineName = Literal["auto", "io_uring", "threads"]
 RingFlagsName = Literal["auto", "defer_taskrun", "coop_taskrun", "none"]
+Durability = Literal["none", "checkpoint", "step"]
 
 
 class Section(BaseModel):
@@ -562,6 +563,13 @@ class Checkpoint(Section):
     )
     keep: Annotated[int, Integer(1)] = Field(
         2, description="Newest checkpoints that are kept. One more fits the drive for a moment."
+    )
+    durability: Annotated[Durability, Choice(Durability)] = Field(
+        "checkpoint",
+        description='"checkpoint" keeps `keep` spare generations of what training rewrites on '
+        "NVMe: a checkpoint on the same file system is then links to it instead of a copy. "
+        '"step" also commits every step of `infinity train`, for one more generation and a flush '
+        'per step. "none" takes no spare space; checkpoints are copies.',
     )
     directory: Annotated[Path, Location()] | None = Field(
         None,

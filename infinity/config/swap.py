@@ -155,6 +155,17 @@ class SwapConfig(Section):
         refuse_all(faults)
         return schedule
 
+    @field_validator("checkpoint")
+    @classmethod
+    def _steps_on_nvme(
+        cls, checkpoint: Checkpoint | None, info: ValidationInfo
+    ) -> Checkpoint | None:
+        tiers: Tiers | None = info.data.get("tiers")
+        if checkpoint and checkpoint.durability == "step" and tiers and not tiers.nvme:
+            text = '"step" commits to the swap directory and needs a [[tiers.nvme]] entry'
+            refuse_all([fault(text, "durability")])
+        return checkpoint
+
     @field_validator("train")
     @classmethod
     def _held_out_to_evaluate(cls, train: Train | None, info: ValidationInfo) -> Train | None:
@@ -244,6 +255,12 @@ class SwapConfig(Section):
         """Where `[checkpoint]` writes, or would."""
         chosen = self.checkpoint.directory if self.checkpoint is not None else None
         return chosen or self.output.directory / "checkpoints"
+
+    @property
+    def commit_directory(self) -> Path | None:
+        """Where steps are committed, by `checkpoint.durability = "step"`: in the first swap
+        directory. None without one."""
+        return self.tiers.nvme[0].path / "commits" if self.tiers.nvme else None
 
     @property
     def source(self) -> Source:

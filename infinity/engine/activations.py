@@ -142,7 +142,9 @@ class Activations:
         self._wait_copy(parked, "activations leave the device")
         span_nbytes = align_up(parked.nbytes, PAGE_NBYTES)
         free = self._free.setdefault(span_nbytes, [])
-        parked.extents = free.pop() if free else self._volume.reserve([span_nbytes])[0]
+        if not free:  # Scratch: no commit holds it.
+            free += self._volume.reserve([span_nbytes], spared_nbytes=[None])
+        parked.extents = free.pop()
         asked_ns = time.monotonic_ns()
         parked.moving = self._volume.write(
             parked.extents,

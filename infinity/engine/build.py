@@ -18,6 +18,7 @@ from infinity.config import SwapConfig
 from infinity.config.schema import NvmeTier
 from infinity.engine.activations import Activations
 from infinity.engine.discover import Anatomy, Found, UnitRule, dissect, storage_strides
+from infinity.engine.durability import count_spares
 from infinity.engine.engine import _ENGINES, Engine, Machinery, Site, Slot
 from infinity.engine.gradients import Gradients
 from infinity.engine.handles import Handle
@@ -32,7 +33,7 @@ from infinity.state.store import StateStore
 from infinity.state.units import TensorFacts, Unit, layout_unit
 from infinity.storage.arena import Arena, available_host_nbytes
 from infinity.storage.engine import StorageEngine, open_engine
-from infinity.storage.volume import Volume, VolumePath
+from infinity.storage.volume import Adopted, Volume, VolumePath
 from infinity.tiers.cpu import CpuDevice
 from infinity.tiers.device import DeviceAdapter
 from infinity.tiers.host import HostTier
@@ -65,11 +66,12 @@ def build(
     units: UnitRule,
     device: OwnDevice | None,
     wrap_storage: Callable[[StorageEngine], StorageEngine] | None = None,
+    adopted: Adopted | None = None,
 ) -> Engine:
     """Moves a model's parameters to their tiers and puts handles in their place.
 
     A failure leaves the model as it was and no swap file behind. `wrap_storage` decorates the
-    storage engine (fault injection in tests).
+    storage engine (fault injection in tests). `adopted` swap files are gone on with.
     """
     _refuse(model, has_weights=weights is not None)
     anatomy = dissect(model, units)
@@ -87,7 +89,7 @@ def build(
     budgets = _budgets(config, laid_out, anatomy, device)
     resources = ExitStack()
     try:
-        parts = _assemble(config, laid_out, budgets, device, wrap_storage, resources)
+        parts = _assemble(config, laid_out, budgets, device, wrap_storage, adopted, resources)
         engine = Engine(model, config, parts, _slots(parts, anatomy, laid_out), _sites(anatomy))
         for slot in engine.slots:
             slot.handle.owner = engine
@@ -212,12 +214,13 @@ def _assemble(
     budgets: Budgets,
     own_device: OwnDevice | None,
     wrap_storage: Callable[[StorageEngine], StorageEngine] | None,
+    adopted: Adopted | None,
     resources: ExitStack,
 ) -> Machinery:
     counters = Counters()
     arena = Arena(budgets.host_nbytes, huge_pages=config.tiers.host.huge_pages)
     resources.callback(arena.close)
-    volume = _open_volume(config, arena, budgets, wrap_storage, resources)
+    volume = _open_volume(config, arena, budgets, wrap_storage, adopted, resources)
     host = HostTier(arena, counters)
     device = _open_device(config, host, counters, own_device)
     resources.callback(device.close)
@@ -281,6 +284,7 @@ def _open_volume(
     arena: Arena,
     budgets: Budgets,
     wrap_storage: Callable[[StorageEngine], StorageEngine] | None,
+    adopted: Adopted | None,
     resources: ExitStack,
 ) -> Volume | None:
     placed = {*budgets.placement.tiers.values(), *config.placement.activations}
@@ -307,7 +311,14 @@ def _open_volume(
         )
         for tier in config.tiers.nvme
     ]
-    volume = Volume(storage, paths, stripe_nbytes=config.io.stripe, verify=config.io.verify)
+    volume = Volume(
+        storage,
+        paths,
+        stripe_nbytes=config.io.stripe,
+        verify=config.io.verify,
+        num_spares=count_spares(config),
+        adopted=adopted,
+    )
     resources.callback(volume.close)
     return volume
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from infinity.config import SwapConfig
+from infinity.engine.durability import wanted_spares
 from infinity.errors import CapacityError
 from infinity.plan.hardware import Hardware
 from infinity.plan.model import Model
@@ -17,6 +18,7 @@ from infinity.schedule.step import WRITE, Job, Prediction, UnitLoad, Use, predic
 from infinity.sizes import format_nbytes
 from infinity.state.budgets import Budgets
 from infinity.state.placement import Placement, resting_nbytes
+from infinity.state.store import rewritten_nbytes
 from infinity.state.units import Piece, Unit
 
 _STATE = (Piece.GRADIENTS, Piece.EXP_AVG, Piece.EXP_AVG_SQ, Piece.MASTER)
@@ -41,7 +43,8 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """What a run would do. `placed_nbytes` is by kind and tier."""
+    """What a run would do. `placed_nbytes` is by kind and tier; `spare_nbytes` on NVMe are for what
+    commits and linked checkpoints keep, in `num_spares` generations."""
 
     model: Model
     hardware: Hardware
@@ -49,6 +52,8 @@ class Forecast:
     placed_nbytes: Mapping[str, Mapping[str, int]]
     host_nbytes: int
     working_nbytes: int
+    num_spares: int
+    spare_nbytes: int
     is_tight: bool
     job: Job
     step: Prediction
@@ -86,7 +91,9 @@ def forecast(config: SwapConfig, model: Model, hardware: Hardware, batch: Batch)
         available_host_nbytes=hardware.host.memory,
     )
     placement = budgets.placement
-    _refuse_full_tiers(model, hardware, budgets, window_nbytes)
+    num_spares = wanted_spares(config, is_linked=True)
+    spare_nbytes = num_spares * _rewritten_nbytes(model, placement)
+    _refuse_full_tiers(model, hardware, budgets, window_nbytes, spare_nbytes)
     job = _job(config, model, hardware, batch, budgets, window_nbytes)
     return Forecast(
         model=model,
@@ -95,6 +102,8 @@ def forecast(config: SwapConfig, model: Model, hardware: Hardware, batch: Batch)
         placed_nbytes=_by_kind(model, placement),
         host_nbytes=budgets.host_nbytes,
         working_nbytes=budgets.working_nbytes,
+        num_spares=num_spares,
+        spare_nbytes=spare_nbytes,
         is_tight=budgets.is_tight,
         job=job,
         step=predict(job, hardware.rates()),
@@ -111,7 +120,11 @@ def _device_nbytes(config: SwapConfig, hardware: Hardware) -> int | None:
 
 
 def _refuse_full_tiers(
-    model: Model, hardware: Hardware, budgets: Budgets, window_nbytes: int | None
+    model: Model,
+    hardware: Hardware,
+    budgets: Budgets,
+    window_nbytes: int | None,
+    spare_nbytes: int,
 ) -> None:
     """What the engine finds out later: host memory that is not there, full drives, a unit that the
     device cannot hold."""
@@ -122,10 +135,12 @@ def _refuse_full_tiers(
         )  # fmt: skip
     placed = budgets.placement.placed_nbytes
     drives_nbytes = 0 if hardware.nvme is None else hardware.nvme.capacity
-    if placed["nvme"] > drives_nbytes:
+    if placed["nvme"] + spare_nbytes > drives_nbytes:
+        spares = f" with {format_nbytes(spare_nbytes)} of spare generations" if spare_nbytes else ""
         raise CapacityError(
-            "nvme", needed_nbytes=placed["nvme"], available_nbytes=drives_nbytes,
-            key="tiers.nvme", detail=f"{model.name} does not fit the drives",
+            "nvme", needed_nbytes=placed["nvme"] + spare_nbytes, available_nbytes=drives_nbytes,
+            key="tiers.nvme" + (", checkpoint.keep or checkpoint.durability" if spares else ""),
+            detail=f"{model.name} does not fit the drives{spares}",
         )  # fmt: skip
     if hardware.shares_host_memory or window_nbytes is None:
         return
@@ -137,6 +152,15 @@ def _refuse_full_tiers(
             key="tiers.device.capacity",
             detail=f"the largest unit, {largest.name!r}, does not fit one device",
         )  # fmt: skip
+
+
+def _rewritten_nbytes(model: Model, placement: Placement) -> int:
+    """Of what rests on NVMe: what steps rewrite and commits keep, one generation."""
+    return sum(
+        rewritten_nbytes(model.units[index], piece) or 0
+        for (index, piece), tier in placement.tiers.items()
+        if tier == "nvme"
+    )
 
 
 def _by_kind(model: Model, placement: Placement) -> dict[str, dict[str, int]]:

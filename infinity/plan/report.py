@@ -45,6 +45,8 @@ def to_dict(forecast: Forecast, advice: Sequence[Advice]) -> dict[str, Any]:
         "placed_nbytes": forecast.placed_nbytes,
         "host_nbytes": forecast.host_nbytes,
         "working_nbytes": forecast.working_nbytes,
+        "num_spares": forecast.num_spares,
+        "spare_nbytes": forecast.spare_nbytes,
         "is_tight": forecast.is_tight,
         "moved_nbytes": step.moved_nbytes,
         "busy_s": step.busy_s,
@@ -95,6 +97,11 @@ def _places(forecast: Forecast) -> list[str]:
     for kind, tiers in forecast.placed_nbytes.items():
         parts = ", ".join(f"{tier} {format_nbytes(nbytes)}" for tier, nbytes in tiers.items())
         lines.append(f"  {kind:<12}{parts}")
+    if forecast.num_spares:
+        lines.append(
+            f"  {'durability':<12}nvme {format_nbytes(forecast.spare_nbytes)} in "
+            f"{forecast.num_spares} spare generations, if checkpoints are on the same file system"
+        )
     tight = ", tight: nothing is kept or read ahead" if forecast.is_tight else ""
     lines.append(
         f"  {'host':<12}{format_nbytes(forecast.host_nbytes)} in all, "

@@ -281,6 +281,24 @@ class Executor:
             if weights.holds == 0 or not self._device.shares_host_memory:
                 yield weights.unit.index
 
+    def forget(self) -> None:
+        """Drops every copy of weights that rest on NVMe: what rests there is going to be other.
+
+        Nobody holds a unit, and no write is due.
+        """
+        for weights in self.weights:
+            assert not weights.holds and not weights.is_checked_out and not weights.dirty_nbytes
+            if weights.rests_on_host or weights.rests_on_device:
+                continue
+            self._finish_write(weights)
+            if weights.state is State.READING:
+                self._finish_read(weights)
+            if weights.state is State.ATTACHED:
+                self._detach(weights)
+            if weights.block is not None:
+                self._drop_block(weights)
+            weights.state = State.ABSENT
+
     def reclaim(self) -> bool:
         """Frees the block that is needed last. Called by the pool when it is out of room."""
         victim = choose_victim(self._trace, self._evictable())

@@ -54,6 +54,14 @@ class DeviceHome:
 Home = HostHome | NvmeHome | DeviceHome
 
 
+def rewritten_nbytes(unit: Unit, piece: Piece) -> int | None:
+    """The head of a piece that every step rewrites and a commit keeps; None for gradients, which it
+    does not keep: between steps there are seldom any, and those that are there are copied."""
+    if piece is Piece.GRADIENTS:
+        return None
+    return unit.trainable_nbytes if piece is Piece.PARAMETERS else unit.nbytes(piece)
+
+
 class StateStore:
     """The homes of all pieces. Owns the blocks, extents and device memory they rest in."""
 
@@ -92,9 +100,17 @@ class StateStore:
                 self._homes[index, piece] = HostHome(block)
         if on_nvme:
             assert self._volume is not None
-            extents = self._volume.reserve([unit.nbytes(piece) for unit, piece in on_nvme])
+            extents = self._volume.reserve(
+                [unit.nbytes(piece) for unit, piece in on_nvme],
+                spared_nbytes=[rewritten_nbytes(unit, piece) for unit, piece in on_nvme],
+            )
             for (unit, piece), taken in zip(on_nvme, extents, strict=True):
                 self._homes[unit.index, piece] = NvmeHome(tuple(taken))
+
+    @property
+    def volume(self) -> Volume | None:
+        """Where the pieces on NVMe are; None when there are none."""
+        return self._volume
 
     def home(self, unit: Unit, piece: Piece) -> Home | None:
         """Where the piece rests; None when the unit has no such piece."""

@@ -18,7 +18,7 @@ from infinity.errors import CorruptionError
 from infinity.sizes import PAGE_NBYTES
 from infinity.storage.engine import Ticket
 
-_ENTRY_NBYTES = 4
+CHECKSUM_NBYTES = 4
 
 
 def digest(address: int, nbytes: int) -> bytes:
@@ -39,24 +39,26 @@ class PageChecksums:
 
     def grow(self, size_nbytes: int) -> None:
         """Takes notice that the file has become so long."""
-        missing = size_nbytes // PAGE_NBYTES - len(self._table) // _ENTRY_NBYTES
+        missing = size_nbytes // PAGE_NBYTES - len(self._table) // CHECKSUM_NBYTES
         self._table.extend(self._zeros * max(0, missing))
 
     def of(self, offset_nbytes: int, nbytes: int) -> bytes:
         """The checksums of a range of whole pages."""
         found = bytes(self._table[_entries(offset_nbytes, nbytes)])
-        assert len(found) == nbytes // PAGE_NBYTES * _ENTRY_NBYTES, "the file was not grown so far"
+        assert len(found) == nbytes // PAGE_NBYTES * CHECKSUM_NBYTES, (
+            "the file was not grown so far"
+        )
         return found
 
     def put(self, offset_nbytes: int, checksums: bytes) -> None:
         """Replaces the checksums from a page on."""
-        nbytes = len(checksums) // _ENTRY_NBYTES * PAGE_NBYTES
+        nbytes = len(checksums) // CHECKSUM_NBYTES * PAGE_NBYTES
         self._table[_entries(offset_nbytes, nbytes)] = checksums
 
 
 def _entries(offset_nbytes: int, nbytes: int) -> slice:
-    first = offset_nbytes // PAGE_NBYTES * _ENTRY_NBYTES
-    return slice(first, first + nbytes // PAGE_NBYTES * _ENTRY_NBYTES)
+    first = offset_nbytes // PAGE_NBYTES * CHECKSUM_NBYTES
+    return slice(first, first + nbytes // PAGE_NBYTES * CHECKSUM_NBYTES)
 
 
 @dataclass(frozen=True, slots=True)

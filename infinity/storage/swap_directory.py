@@ -1,8 +1,9 @@
 """One swap directory: creation, the lock, stale files, and what its file system can do.
 
 A directory belongs to one living process at a time. The lock is a flock on `infinity.lock`, which
-the kernel drops when its holder dies; the JSON in it only says who that is. Everything else of ours
-is named `infinity-<16 hex digits>.swap`; no other name is ever touched.
+the kernel drops when its holder dies; the JSON in it only says who that is. Swap files are named
+`infinity-<job>.swap`, those of spare generations `infinity-<job>-<generation>.swap`, where the job
+is 16 hex digits; no other name is ever touched (docs/formats/swap.md).
 """
 
 from __future__ import annotations
@@ -18,37 +19,55 @@ import secrets
 import socket
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from infinity import _core
-from infinity.errors import StorageError, SwapLockedError
-from infinity.sizes import GIB, PAGE_NBYTES
+from infinity.errors import StorageError, SwapLockedError, UnsupportedError
+from infinity.sizes import GIB, PAGE_NBYTES, align_up
 
+SCHEMA = 1
 LOCK_NAME = "infinity.lock"
-_SWAP_NAME = re.compile(r"infinity-[0-9a-f]{16}\.swap")
+_SWAP_NAME = re.compile(r"infinity-[0-9a-f]{16}(-\d+)?\.swap")
 _NO_RANGE_SUPPORT = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 
 class SwapDirectory:
-    """A locked swap directory and the one swap file in it.
+    """A locked swap directory and the swap files in it: one, and `num_spares` of the same size.
 
-    Raises SwapLockedError when a living process holds it, StorageError when it cannot be used.
+    They are new, or those of the job `adopt`, which is gone: what is in these stays as it is.
+
+    Raises SwapLockedError when a living process holds it, StorageError when it cannot be used,
+    UnsupportedError when it was left by a newer version.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, *, num_spares: int = 0, adopt: str | None = None) -> None:
         self.path = path
         _ensure_directory(path)
-        self._lock = _DirectoryLock(path)
+        job = adopt or secrets.token_hex(8)
+        self._lock = DirectoryLock(path, job)
+        names = swap_names(job, num_spares)
+        self.swap_paths = tuple(os.path.join(path, name) for name in names)
+        self._fds: list[int] = []
         try:
-            self._remove_stale_files()
-            self.swap_path = os.path.join(path, f"infinity-{secrets.token_hex(8)}.swap")
-            self._fd = _create(self.swap_path)
+            self._remove_stale_files(keep=names if adopt else ())
+            for each in self.swap_paths:
+                is_there = adopt is not None and os.path.exists(each)
+                self._fds.append(_open(each) if is_there else _create(each))
         except BaseException:
+            self._close_files(remove=adopt is None)
             self._lock.release()
             raise
-        self.size_nbytes = 0
-        self.device: int = os.fstat(self._fd).st_dev
+        self.size_nbytes = 0  # What is reserved; adopted files may be longer.
+        found = [os.fstat(fd) for fd in self._fds]
+        self._adopted_sizes = [each.st_size for each in found]
+        self.adopted_nbytes = sum(each.st_blocks * 512 for each in found)
+        self.device: int = os.fstat(self._fds[0]).st_dev
+
+    @property
+    def swap_path(self) -> str:
+        """The file of generation 0."""
+        return self.swap_paths[0]
 
     def free_nbytes(self) -> int | None:
         """Bytes that may still be taken, less a reserve of 5 % or 1 GiB, whichever is smaller.
@@ -56,7 +75,7 @@ class SwapDirectory:
         None when the file system does not say (ramfs).
         """
         try:
-            found = os.fstatvfs(self._fd)
+            found = os.fstatvfs(self._fds[0])
         except OSError as error:
             raise _failure(error, "statvfs", self.path) from error
         if found.f_blocks == 0:
@@ -64,18 +83,26 @@ class SwapDirectory:
         reserve_nbytes = min(GIB, found.f_blocks * found.f_frsize // 20)
         return max(0, found.f_bavail * found.f_frsize - reserve_nbytes)
 
-    def grow(self, size_nbytes: int) -> None:
-        """Preallocates the file up to `size_nbytes`; new ranges read as zeros.
+    def grow(self, size_nbytes: int, *, spared: Sequence[tuple[int, int]] = ()) -> None:
+        """Preallocates up to `size_nbytes`; new ranges read as zeros.
 
-        On failure the file has its old size again. fallocate(2); written once where there is none.
+        Spare files get the same length, but blocks only for the ranges (offset, bytes) in `spared`.
+        On failure the files have their old size again. fallocate(2); written once where there is
+        none.
         """
         if size_nbytes <= self.size_nbytes:
             return
         try:
-            _allocate(self._fd, self.size_nbytes, size_nbytes - self.size_nbytes)
+            _allocate(self._fds[0], self.size_nbytes, size_nbytes - self.size_nbytes)
+            for fd, adopted_nbytes in zip(self._fds[1:], self._adopted_sizes[1:], strict=True):
+                if adopted_nbytes < size_nbytes:
+                    os.ftruncate(fd, size_nbytes)
+                for offset_nbytes, nbytes in spared:
+                    _allocate(fd, offset_nbytes, nbytes)
         except OSError as error:
-            with contextlib.suppress(OSError):
-                os.ftruncate(self._fd, self.size_nbytes)
+            for fd, adopted_nbytes in zip(self._fds, self._adopted_sizes, strict=True):
+                with contextlib.suppress(OSError):
+                    os.ftruncate(fd, max(adopted_nbytes, self.size_nbytes))
             raise _failure(
                 error,
                 "fallocate",
@@ -89,16 +116,19 @@ class SwapDirectory:
     def scratch(self, nbytes: int) -> Iterator[None]:
         """The file is so long for a while, to be measured; then it is as it was. Nothing may be in
         flight at the end. Only before the file has grown for good."""
-        assert self.size_nbytes == 0
+        assert self.size_nbytes == 0 and not any(self._adopted_sizes)
         self.grow(nbytes)
         try:
             yield
         finally:
-            os.ftruncate(self._fd, 0)
+            for fd in self._fds:
+                os.ftruncate(fd, 0)
             self.size_nbytes = 0
 
     def refusal_of_direct_io(self) -> str | None:
-        """None when direct I/O in units of 4096 bytes works, found by doing it; else why not."""
+        """None when direct I/O in units of 4096 bytes works, found by doing it behind the end of
+        the file; else why not."""
+        end_nbytes = max(self.size_nbytes, self._adopted_sizes[0])
         try:
             fd = os.open(self.swap_path, os.O_RDWR | os.O_CLOEXEC | os.O_DIRECT)
         except OSError as error:
@@ -108,44 +138,65 @@ class SwapDirectory:
             if max(memory_nbytes, offset_nbytes) > PAGE_NBYTES:
                 return f"it needs an alignment of {max(memory_nbytes, offset_nbytes)} bytes"
             with mmap.mmap(-1, PAGE_NBYTES) as page:  # Page-aligned memory.
-                os.pwrite(fd, page, self.size_nbytes)
+                os.pwrite(fd, page, align_up(end_nbytes, PAGE_NBYTES))
             return None
         except OSError as error:
             return f"a direct write failed: {error.strerror}"
         finally:
-            os.ftruncate(fd, self.size_nbytes)
+            os.ftruncate(fd, end_nbytes)
             os.close(fd)
 
     def close(self, *, remove: bool) -> None:
-        """Removes the swap file, or leaves it for good, and releases the lock. Idempotent."""
-        if self._fd < 0:
+        """Removes the swap files, or leaves them for good, and releases the lock. Idempotent."""
+        if not self._fds:
             return
-        os.close(self._fd)
-        self._fd = -1
-        if remove:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(self.swap_path)
-        self._lock.release(keep=() if remove else (os.path.basename(self.swap_path),))
+        self._close_files(remove=remove)
+        self._lock.release(keep=() if remove else map(os.path.basename, self.swap_paths))
 
-    def _remove_stale_files(self) -> None:
+    def _close_files(self, *, remove: bool) -> None:
+        for path, fd in zip(self.swap_paths, self._fds, strict=False):
+            os.close(fd)
+            if remove:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(path)
+        self._fds.clear()
+
+    def _remove_stale_files(self, *, keep: Collection[str] = ()) -> None:
         """We hold the lock, so whoever made them is gone, unless it asked for them to be kept."""
         for name in os.listdir(self.path):
-            if _SWAP_NAME.fullmatch(name) and name not in self._lock.kept:
+            if is_swap_name(name) and name not in self._lock.kept and name not in keep:
                 os.unlink(os.path.join(self.path, name))
 
 
-class _DirectoryLock:
+class DirectoryLock:
     """The flock on `infinity.lock`. `kept` names swap files that earlier holders left for good."""
 
-    def __init__(self, directory: str) -> None:
+    def __init__(self, directory: str, job: str) -> None:
         self._path = os.path.join(directory, LOCK_NAME)
+        self._job = job
         self._fd = self._acquire()
-        kept = _read_holder(self._fd).get("kept")
-        self.kept: tuple[str, ...] = tuple(map(str, kept)) if isinstance(kept, list) else ()
-        self._write(pid=os.getpid(), kept=self.kept)
+        try:
+            kept = self._holder_before().get("kept")
+            self.kept: tuple[str, ...] = tuple(map(str, kept)) if isinstance(kept, list) else ()
+            self._write(pid=os.getpid(), kept=self.kept)
+        except BaseException:
+            self.abandon()
+            raise
         _held_locks.add(self)
 
-    def release(self, *, keep: tuple[str, ...] = ()) -> None:
+    def _holder_before(self) -> dict[str, object]:
+        """What the last holder wrote; nothing of a file that a crash has cut short."""
+        holder = read_holder(self._fd)
+        schema = holder.get("schema", SCHEMA)
+        if not isinstance(schema, int) or schema > SCHEMA:
+            raise UnsupportedError(
+                f"{self._path}: the swap directory was left by a newer infinity (schema {schema}, "
+                f"this one knows up to {SCHEMA}); upgrade infinity-offload, or give another "
+                "directory"
+            )
+        return holder
+
+    def release(self, *, keep: Iterable[str] = ()) -> None:
         if self._fd < 0:
             return
         kept = tuple(name for name in (*self.kept, *keep) if self._is_there(name))
@@ -177,7 +228,7 @@ class _DirectoryLock:
             except OSError as error:
                 if error.errno != errno.EWOULDBLOCK:
                     raise _failure(error, "lock", self._path) from error
-                raise self._refusal(_read_holder(fd)) from error
+                raise self._refusal(read_holder(fd)) from error
             except BaseException:
                 os.close(fd)
                 raise
@@ -195,7 +246,14 @@ class _DirectoryLock:
         )
 
     def _write(self, *, pid: int | None, kept: tuple[str, ...]) -> None:
-        holder = {"pid": pid, "host": socket.gethostname(), "time": time.time(), "kept": kept}
+        holder = {
+            "schema": SCHEMA,
+            "job": self._job,
+            "pid": pid,
+            "host": socket.gethostname(),
+            "time": time.time(),
+            "kept": kept,
+        }
         os.ftruncate(self._fd, 0)
         os.pwrite(self._fd, json.dumps(holder).encode(), 0)
 
@@ -203,7 +261,7 @@ class _DirectoryLock:
         return os.path.exists(os.path.join(os.path.dirname(self._path), name))
 
 
-_held_locks: weakref.WeakSet[_DirectoryLock] = weakref.WeakSet()
+_held_locks: weakref.WeakSet[DirectoryLock] = weakref.WeakSet()
 
 
 def _abandon_locks_in_child() -> None:
@@ -213,6 +271,21 @@ def _abandon_locks_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_abandon_locks_in_child)
+
+
+def swap_names(job: str, num_spares: int) -> list[str]:
+    """The swap files of a job, by generation."""
+    return [f"infinity-{job}.swap", *(f"infinity-{job}-{n}.swap" for n in range(1, num_spares + 1))]
+
+
+def job_of(name: str) -> str | None:
+    """The job that a swap file of this name belongs to; None when it is none."""
+    return name[len("infinity-") :][:16] if is_swap_name(name) else None
+
+
+def is_swap_name(name: str) -> bool:
+    """Whether a file of this name in a swap directory is ours."""
+    return _SWAP_NAME.fullmatch(name) is not None
 
 
 def _ensure_directory(path: str) -> None:
@@ -233,6 +306,7 @@ def _ensure_directory(path: str) -> None:
         )
     try:
         os.mkdir(path, 0o700)
+        _sync_directory(parent)  # What is committed in it must not lose it.
     except FileExistsError:
         pass  # Another rank was faster.
     except OSError as error:
@@ -240,6 +314,14 @@ def _ensure_directory(path: str) -> None:
         raise _unusable(
             path, code, f"cannot create it ({os.strerror(code)}); choose a writable parent"
         ) from error
+
+
+def _sync_directory(path: str) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 def _writability_errno(path: str) -> int:
@@ -255,6 +337,13 @@ def _create(path: str) -> int:
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise _failure(error, "create", path) from error
+
+
+def _open(path: str) -> int:
+    try:
+        return os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        raise _failure(error, "open", path) from error
 
 
 def _allocate(fd: int, offset_nbytes: int, nbytes: int) -> None:
@@ -280,8 +369,8 @@ def _failure(
     )
 
 
-def _read_holder(fd: int) -> dict[str, object]:
-    """Whatever the lock file says; nothing when it says nothing we understand."""
+def read_holder(fd: int) -> dict[str, object]:
+    """Whatever a lock file says; nothing when it says nothing we understand."""
     try:
         found = json.loads(os.pread(fd, PAGE_NBYTES, 0) or b"{}")
     except (ValueError, OSError):

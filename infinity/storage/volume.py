@@ -1,7 +1,11 @@
 """A volume: pieces of bytes striped over one swap directory per path.
 
 Pieces are reserved once, then read and written in ranges. A volume belongs to one job and holds
-scratch data: nothing in it outlives close(), unless the files are asked to stay.
+scratch data: nothing in it outlives close(), unless the files are asked to stay, or are linked to
+while they are frozen.
+
+With spare files the current content can be frozen: later writes go elsewhere, until it is thawed
+(`infinity.storage.generations`).
 """
 
 from __future__ import annotations
@@ -11,19 +15,33 @@ import errno
 import logging
 import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from infinity.errors import CapacityError, ConfigError, StorageError, UnsupportedError
 from infinity.sizes import MIB, PAGE_NBYTES, format_nbytes
 from infinity.storage.bandwidth import SAMPLE_NBYTES, measure_bandwidth
-from infinity.storage.checksums import CheckedRead, ExpectedRange, PageChecksums, digest
+from infinity.storage.checksums import (
+    CHECKSUM_NBYTES,
+    CheckedRead,
+    ExpectedRange,
+    PageChecksums,
+    digest,
+)
 from infinity.storage.engine import Operation, Priority, Segment, StorageEngine, Ticket
+from infinity.storage.generations import NOWHERE, GenerationMap, Run, choose_targets
 from infinity.storage.swap_directory import SwapDirectory
-from infinity.storage.volume_layout import Extent, PathSpace, slice_extents, stripe
+from infinity.storage.volume_layout import (
+    SPARES_KEY,
+    Extent,
+    PathSpace,
+    share_with_spares,
+    slice_extents,
+    stripe,
+)
 
-__all__ = ["Extent", "Volume", "VolumePath"]
+__all__ = ["Adopted", "Extent", "FileRange", "Frozen", "Volume", "VolumePath"]
 
 _log = logging.getLogger(__name__)
 _warned_buffered: set[str] = set()
@@ -44,14 +62,47 @@ class VolumePath:
     weight: float | None = 1.0
 
 
+@dataclass(frozen=True, slots=True)
+class FileRange:
+    """A range of the swap file at `path`."""
+
+    path: str
+    offset_nbytes: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Frozen:
+    """What the volume held at one moment, and for whom. Its maps are never changed."""
+
+    label: str
+    maps: tuple[GenerationMap, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Adopted:
+    """Swap files of a job that is gone, to go on with.
+
+    `jobs`: whose they are, by path as configured. `contents`: by label, the ranges of them that are
+    frozen.
+    """
+
+    jobs: Mapping[str, str]
+    contents: Mapping[str, Sequence[FileRange]]
+
+
 class Volume:
-    """Pieces on NVMe: reserve, read, write, close.
+    """Pieces on NVMe: reserve, read, write, close; freeze, thaw, restore.
 
     One thread at a time reserves and closes; reads and writes may come from any thread. After a
     write has failed, every call raises that first error: what is on the path is not known any more.
     With `verify`, each page that is written gets a checksum, and waiting for a read raises
     CorruptionError when a page is not what was written last. The engine is the caller's and
     outlives the volume.
+
+    `num_spares` further files per path let as many contents be frozen at a time. Then checksums are
+    kept as well, for whoever stores what was frozen. With `adopted` swap files fresh pieces hold
+    whatever was there; it is for who will `restore` a content.
     """
 
     def __init__(
@@ -61,6 +112,8 @@ class Volume:
         *,
         stripe_nbytes: int = 4 * MIB,
         verify: bool = False,
+        num_spares: int = 0,
+        adopted: Adopted | None = None,
     ) -> None:
         if not paths:
             raise ConfigError("a volume needs at least one path")
@@ -69,10 +122,17 @@ class Volume:
         self._engine = engine
         self._paths = tuple(paths)
         self._stripe_nbytes = stripe_nbytes
+        self._verify = verify
+        self.num_spares = num_spares
+        self._jobs = adopted.jobs if adopted is not None else {}
+        self._scratch: list[Extent] = []  # What a commit does not keep.
         self._directories: list[SwapDirectory] = []
-        self._files: list[int] = []
-        self._checksums: list[PageChecksums] | None = [] if verify else None  # of each file
-        self._lock = threading.Lock()  # guards the two below
+        self._files: list[list[int]] = []  # Of each path, by generation.
+        # Of the current bytes of each path, whichever generations they are in.
+        self._checksums: list[PageChecksums] | None = [] if verify or num_spares else None
+        self._lock = threading.Lock()  # guards the four below
+        self._maps = tuple(GenerationMap() for _ in paths)
+        self._frozen: list[Frozen] = []
         self._pending_writes: list[Ticket] = []
         self._failure: StorageError | None = None
         self._is_closed = False
@@ -80,6 +140,8 @@ class Volume:
             for path in self._paths:
                 self._open_path(path)
             self._weights = self._find_weights()
+            for label, ranges in adopted.contents.items() if adopted is not None else ():
+                self._frozen.append(Frozen(label, self._maps_of(ranges)))
         except BaseException:
             self.close()
             raise
@@ -97,29 +159,53 @@ class Volume:
 
     @property
     def file_paths(self) -> tuple[str, ...]:
-        """The swap file of each path."""
+        """The swap file of each path; the first one where there are spares."""
         return tuple(directory.swap_path for directory in self._directories)
 
     def path_of(self, file: int) -> str:
         """The swap directory, as configured, behind a file id of `Ticket.passages`."""
-        return self._paths[self._files.index(file)].path
+        return next(
+            path.path for path, files in zip(self._paths, self._files, strict=True) if file in files
+        )
 
-    def reserve(self, sizes_nbytes: Sequence[int]) -> list[tuple[Extent, ...]]:
+    def reserve(
+        self, sizes_nbytes: Sequence[int], *, spared_nbytes: Sequence[int | None] | None = None
+    ) -> list[tuple[Extent, ...]]:
         """Reserves one piece per size, rounded up to 4096 bytes, and preallocates the files.
 
+        Of each piece the first `spared_nbytes` (default: all of it) are preallocated in the spare
+        files too. The rest may be written while something is frozen as well, but finds its space
+        only then. None: the piece is scratch, always written in place and never frozen.
         Fresh pieces read as zeros. Raises CapacityError, with the numbers of each path, before any
         file grows. May be called again; pieces are never given back.
         """
         self._check_usable()
-        pieces = stripe(sizes_nbytes, self._spaces(), stripe_nbytes=self._stripe_nbytes)
+        kept = sizes_nbytes if spared_nbytes is None else spared_nbytes
+        heads = [(head or 0) if self.num_spares else 0 for head in kept]
+        rooms = self._spaces()
+        spaces = share_with_spares(rooms, sizes_nbytes, heads, num_spares=self.num_spares)
+        pieces = stripe(sizes_nbytes, spaces, stripe_nbytes=self._stripe_nbytes)
         ends = [directory.size_nbytes for directory in self._directories]
-        for extents in pieces:
+        spared: list[list[tuple[int, int]]] = [[] for _ in self._paths]
+        for extents, head_nbytes in zip(pieces, heads, strict=True):
             for extent in extents:
                 end_nbytes = extent.offset_nbytes + extent.nbytes
                 ends[extent.path_index] = max(ends[extent.path_index], end_nbytes)
-        self._check_devices(ends)
-        for directory, end_nbytes in zip(self._directories, ends, strict=True):
-            directory.grow(end_nbytes)
+            for extent, _ in slice_extents(extents, offset_nbytes=0, nbytes=head_nbytes):
+                spared[extent.path_index].append((extent.offset_nbytes, extent.nbytes))
+        self._scratch += [
+            extent
+            for extents, head in zip(pieces, kept, strict=True)
+            for extent in extents
+            if head is None
+        ]
+        growths = [
+            end - directory.size_nbytes + self.num_spares * sum(nbytes for _, nbytes in ranges)
+            for end, directory, ranges in zip(ends, self._directories, spared, strict=True)
+        ]
+        self._check_growths(growths, rooms)
+        for directory, end_nbytes, ranges in zip(self._directories, ends, spared, strict=True):
+            directory.grow(end_nbytes, spared=ranges)
         for checksums, end_nbytes in zip(self._checksums or (), ends, strict=False):
             checksums.grow(end_nbytes)
         return pieces
@@ -160,13 +246,99 @@ class Volume:
     def sync(self) -> None:
         """fdatasync of every path, after the writes whose tickets are done."""
         self._check_usable()
-        for file in self._files:
+        for file in (file for files in self._files for file in files):
             try:
                 self._engine.sync(file)
             except StorageError as error:
                 with self._lock:
                     self._failure = self._failure or error
                 raise
+
+    # -- Freezing ------------------------------------------------------------------------------
+
+    @property
+    def frozen(self) -> tuple[Frozen, ...]:
+        """The contents that are frozen; at most `num_spares` leave room for writes."""
+        with self._lock:
+            return tuple(self._frozen)
+
+    def freeze(self, label: str = "") -> Frozen:
+        """Keeps what every piece holds now as it is, until `thaw`; later writes go elsewhere.
+
+        The tickets of all writes are done. Durable is only what was synced since.
+        """
+        self._check_usable()
+        with self._lock:
+            maps = tuple(each.copy() for each in self._maps)
+            for extent in self._scratch:
+                maps[extent.path_index].put(Run(NOWHERE, extent.offset_nbytes, extent.nbytes))
+            frozen = Frozen(label, maps)
+            self._frozen.append(frozen)
+        return frozen
+
+    def restore(self, frozen: Frozen) -> None:
+        """Every piece holds what it held when `frozen` was frozen; it stays frozen. No byte moves.
+
+        Nothing is in flight, and nobody keeps what was read since. Scratch is as it is.
+        """
+        self._check_usable()
+        with self._lock:
+            for current, kept in zip(self._maps, frozen.maps, strict=True):
+                current.assign(kept, where_nowhere=0)
+
+    def put_checksums(self, extents: Sequence[Extent], checksums: bytes) -> None:
+        """Of a piece that was restored: what `checksums` gave when it was frozen."""
+        assert self._checksums is not None
+        at = 0
+        for extent in extents:
+            nbytes = extent.nbytes // PAGE_NBYTES * CHECKSUM_NBYTES
+            self._checksums[extent.path_index].put(
+                extent.offset_nbytes, checksums[at : at + nbytes]
+            )
+            at += nbytes
+
+    def thaw(self, frozen: Frozen) -> None:
+        """Gives a content up: its space may be written again. Idempotent."""
+        with self._lock:
+            self._frozen = [each for each in self._frozen if each is not frozen]
+
+    def locate(self, extents: Sequence[Extent], frozen: Frozen | None = None) -> list[FileRange]:
+        """Where the bytes of a piece are, in their order: the current ones, or those of `frozen`,
+        whose path is empty where it has none."""
+        found: list[FileRange] = []
+        maps = self._maps if frozen is None else frozen.maps
+        for extent in extents:
+            paths = self._directories[extent.path_index].swap_paths
+            with self._lock:
+                runs = maps[extent.path_index].of(extent.offset_nbytes, extent.nbytes)
+            for run in runs:
+                path = "" if run.generation == NOWHERE else paths[run.generation]
+                found.append(FileRange(path, run.offset_nbytes, run.nbytes))
+        return found
+
+    def _maps_of(self, ranges: Sequence[FileRange]) -> tuple[GenerationMap, ...]:
+        """The maps by which just these ranges are frozen."""
+        places = {
+            swap_path: (index, generation)
+            for index, directory in enumerate(self._directories)
+            for generation, swap_path in enumerate(directory.swap_paths)
+        }
+        maps = tuple(GenerationMap(NOWHERE) for _ in self._directories)
+        for each in ranges:
+            index, generation = places[each.path]
+            maps[index].put(Run(generation, each.offset_nbytes, each.nbytes))
+        return maps
+
+    def checksums(self, extents: Sequence[Extent]) -> bytes:
+        """CRC32C of each page that was written last to a piece, 4 bytes each in native order.
+
+        Only with spares or `verify`.
+        """
+        assert self._checksums is not None
+        return b"".join(
+            self._checksums[extent.path_index].of(extent.offset_nbytes, extent.nbytes)
+            for extent in extents
+        )
 
     def close(self, *, remove: bool = True) -> None:
         """Waits for what is in flight, removes its own files, releases the locks. Idempotent.
@@ -179,7 +351,7 @@ class Volume:
         with contextlib.ExitStack() as stack:  # One failure does not keep the others from closing.
             for directory in self._directories:
                 stack.callback(directory.close, remove=remove)
-            for file in self._files:
+            for file in (file for files in self._files for file in files):
                 stack.callback(self._close_file, file)
 
     def _close_file(self, file: int) -> None:
@@ -190,7 +362,9 @@ class Volume:
                 raise
 
     def _open_path(self, path: VolumePath) -> None:
-        directory = SwapDirectory(path.path)
+        directory = SwapDirectory(
+            path.path, num_spares=self.num_spares, adopt=self._jobs.get(path.path)
+        )
         self._directories.append(directory)
         is_direct = path.direct != "never"
         refusal = directory.refusal_of_direct_io() if is_direct else None
@@ -202,7 +376,9 @@ class Volume:
                 )
             _warn_of_buffering(path.path, refusal)
             is_direct = False
-        self._files.append(self._engine.open(directory.swap_path, direct=is_direct))
+        files: list[int] = []
+        self._files.append(files)  # First: what is opened is closed, also when the next one fails.
+        files.extend(self._engine.open(each, direct=is_direct) for each in directory.swap_paths)
         if self._checksums is not None:
             self._checksums.append(PageChecksums())
 
@@ -219,10 +395,10 @@ class Volume:
             _log.info("swap paths too small to be measured are striped evenly")
             return tuple(weight or 1.0 for weight in given)
         found = []
-        for weight, directory, file in zip(given, self._directories, self._files, strict=True):
+        for weight, directory, files in zip(given, self._directories, self._files, strict=True):
             if weight is None:
                 with directory.scratch(SAMPLE_NBYTES):
-                    weight = measure_bandwidth(self._engine, file) / 1e9
+                    weight = measure_bandwidth(self._engine, files[0]) / 1e9
                 _log.info("swap path %r moves %.2f GB/s", directory.path, weight)
             found.append(weight)
         return tuple(found)
@@ -245,6 +421,8 @@ class Volume:
                 if there.device == directory.device and other.capacity_nbytes is None
             ]
             free_nbytes = directory.free_nbytes()
+            if free_nbytes is not None:
+                free_nbytes += directory.adopted_nbytes
             if path.capacity_nbytes is not None:
                 room_nbytes = max(0, path.capacity_nbytes - directory.size_nbytes)
                 if free_nbytes is not None:
@@ -256,24 +434,33 @@ class Volume:
             spaces.append(PathSpace(directory.size_nbytes, room_nbytes, weight))
         return spaces
 
-    def _check_devices(self, ends: Sequence[int]) -> None:
-        """Two paths on one device fill it together."""
-        for directory in self._directories:
+    def _check_growths(self, growths: Sequence[int], rooms: Sequence[PathSpace]) -> None:
+        """A path has room for its own file and its spares; two paths on one device fill it
+        together."""
+        together = list(zip(self._directories, growths, rooms, strict=True))
+        for directory, growth_nbytes, room in together:
             free_nbytes = directory.free_nbytes()
-            growth_nbytes = sum(
-                end - other.size_nbytes
-                for end, other in zip(ends, self._directories, strict=True)
-                if other.device == directory.device
-            )
-            if free_nbytes is not None and growth_nbytes > free_nbytes:
-                raise CapacityError(
-                    "nvme",
-                    needed_nbytes=growth_nbytes,
-                    available_nbytes=free_nbytes,
-                    key="tiers.nvme.capacity",
-                    detail=f"the device of {directory.path!r} is too full "
-                    f"({format_nbytes(free_nbytes)} free)",
-                )
+            same = [other for other, _, _ in together if other.device == directory.device]
+            on_device = sum(each for other, each, _ in together if other in same)
+            if free_nbytes is not None:
+                free_nbytes += sum(other.adopted_nbytes for other in same)
+            if growth_nbytes > room.room_nbytes:
+                self._refuse(directory, growth_nbytes, room.room_nbytes, "the swap path")
+            if free_nbytes is not None and on_device > free_nbytes:
+                self._refuse(directory, on_device, free_nbytes, "the device")
+
+    def _refuse(
+        self, directory: SwapDirectory, needed_nbytes: int, room_nbytes: int, what: str
+    ) -> None:
+        spares = f", {self.num_spares} spare generations included" if self.num_spares else ""
+        raise CapacityError(
+            "nvme",
+            needed_nbytes=needed_nbytes,
+            available_nbytes=room_nbytes,
+            key=SPARES_KEY if self.num_spares else "tiers.nvme.capacity",
+            detail=f"{what} of {directory.path!r} is too full "
+            f"({format_nbytes(room_nbytes)} free{spares})",
+        )
 
     def _submit(
         self,
@@ -291,33 +478,87 @@ class Volume:
                 f"{offset_nbytes=}, {nbytes=} and {address=} must be multiples of {PAGE_NBYTES}"
             )
         parts = slice_extents(extents, offset_nbytes=offset_nbytes, nbytes=nbytes)
+        runs = [self._runs(operation, extent) for extent, _ in parts]
         segments = [
             Segment(
-                self._files[extent.path_index], extent.offset_nbytes, address + at, extent.nbytes
+                self._files[extent.path_index][run.generation],
+                run.offset_nbytes,
+                address + at + run.offset_nbytes - extent.offset_nbytes,
+                run.nbytes,
             )
-            for extent, at in parts
+            for (extent, at), found in zip(parts, runs, strict=True)
+            for run in found
         ]
-        if self._checksums is None:
-            return self._engine.submit(operation, segments, priority)
         if operation == "write":
-            # Recorded once the write is queued: a refused one leaves the old bytes and checksums.
-            found = [digest(address + at, extent.nbytes) for extent, at in parts]
-            ticket = self._engine.submit(operation, segments, priority)
-            for (extent, _), checksums in zip(parts, found, strict=True):
-                self._checksums[extent.path_index].put(extent.offset_nbytes, checksums)
-            return ticket
-        # Taken before the read is queued: later writes are carried out after it.
+            return self._write(parts, runs, segments, address, priority)
+        if not self._verify:
+            return self._engine.submit(operation, segments, priority)
+        assert self._checksums is not None
+        # Taken before the read is queued: later writes are carried out after it, or elsewhere.
         expected = [
             ExpectedRange(
-                self._directories[extent.path_index].swap_path,
-                extent.offset_nbytes,
-                address + at,
-                extent.nbytes,
-                self._checksums[extent.path_index].of(extent.offset_nbytes, extent.nbytes),
+                self._directories[extent.path_index].swap_paths[run.generation],
+                run.offset_nbytes,
+                address + at + run.offset_nbytes - extent.offset_nbytes,
+                run.nbytes,
+                self._checksums[extent.path_index].of(run.offset_nbytes, run.nbytes),
             )
-            for extent, at in parts
+            for (extent, at), found in zip(parts, runs, strict=True)
+            for run in found
         ]
         return CheckedRead(self._engine.submit(operation, segments, priority), expected)
+
+    def _runs(self, operation: Operation, extent: Extent) -> list[Run]:
+        """The files that an extent is read from, or may be written to."""
+        if not self.num_spares:
+            return [Run(0, extent.offset_nbytes, extent.nbytes)]
+        current = self._maps[extent.path_index]
+        with self._lock:
+            if operation == "read":
+                return current.of(extent.offset_nbytes, extent.nbytes)
+            runs = choose_targets(
+                current,
+                [frozen.maps[extent.path_index] for frozen in self._frozen],
+                offset_nbytes=extent.offset_nbytes,
+                nbytes=extent.nbytes,
+                num_generations=1 + self.num_spares,
+            )
+        if runs is None:
+            raise StorageError(
+                errno.ENOSPC,
+                operation="write",
+                path=self._paths[extent.path_index].path,
+                offset_nbytes=extent.offset_nbytes,
+                nbytes=extent.nbytes,
+                detail=f"{len(self._frozen)} commits are kept and there are {self.num_spares} "
+                "spare generations; one that could not be given up is kept for good. Resume from "
+                "the newest checkpoint",
+            )
+        return runs
+
+    def _write(
+        self,
+        parts: Sequence[tuple[Extent, int]],
+        runs: Sequence[Sequence[Run]],
+        segments: Sequence[Segment],
+        address: int,
+        priority: Priority,
+    ) -> Ticket:
+        """Recorded once the write is queued: a refused one leaves the old bytes, where they are,
+        and their checksums."""
+        found: list[bytes] = []
+        if self._checksums is not None:
+            found = [digest(address + at, extent.nbytes) for extent, at in parts]
+        ticket = self._engine.submit("write", segments, priority)
+        if self._checksums is not None:
+            for (extent, _), checksums in zip(parts, found, strict=True):
+                self._checksums[extent.path_index].put(extent.offset_nbytes, checksums)
+        if self.num_spares:
+            with self._lock:
+                for (extent, _), targets in zip(parts, runs, strict=True):
+                    for run in targets:
+                        self._maps[extent.path_index].put(run)
+        return ticket
 
     def _check_usable(self) -> None:
         if self._is_closed:

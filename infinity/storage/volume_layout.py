@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from infinity.errors import CapacityError, ConfigError
 from infinity.sizes import PAGE_NBYTES, align_down, align_up, format_nbytes
 
+# What decides how much is needed where there are spare generations.
+SPARES_KEY = "tiers.nvme.capacity, checkpoint.keep or checkpoint.durability"
+
 
 @dataclass(frozen=True, slots=True)
 class Extent:
@@ -59,6 +62,42 @@ def stripe(
         )
     cursor = _Cursor(spaces, rooms)
     return [cursor.lay_out(nbytes, stripe_nbytes) for nbytes in rounded]
+
+
+def share_with_spares(
+    spaces: Sequence[PathSpace],
+    sizes_nbytes: Sequence[int],
+    spared_nbytes: Sequence[int],
+    *,
+    num_spares: int,
+) -> list[PathSpace]:
+    """The rooms less what spare files take, in proportion: of each piece `spared_nbytes` more for
+    each of `num_spares`.
+
+    Worked example: pieces of 6 and 2 GiB, all of the first spared once: 14 GiB for 8, so a room of
+    28 GiB counts as one of 16. Raises CapacityError when all paths together have no room for it.
+    """
+    needed_nbytes = sum(align_up(nbytes, PAGE_NBYTES) for nbytes in sizes_nbytes)
+    spare_nbytes = num_spares * sum(spared_nbytes)
+    if not spare_nbytes:
+        return list(spaces)
+    available_nbytes = sum(max(0, space.room_nbytes) for space in spaces)
+    if needed_nbytes + spare_nbytes > available_nbytes:
+        raise CapacityError(
+            "nvme",
+            needed_nbytes=needed_nbytes + spare_nbytes,
+            available_nbytes=available_nbytes,
+            key=SPARES_KEY,
+            detail=f"the swap paths are too small for {format_nbytes(needed_nbytes)} of state and "
+            f"{num_spares} spare generations of what training rewrites, "
+            f"{format_nbytes(spare_nbytes // num_spares)} each",
+        )
+    share = needed_nbytes / (needed_nbytes + spare_nbytes)
+    # Rounding must not make a sum that fits look as if it did not.
+    return [
+        PathSpace(space.start_nbytes, int(space.room_nbytes * share) + PAGE_NBYTES, space.weight)
+        for space in spaces
+    ]
 
 
 class _Cursor:

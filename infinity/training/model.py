@@ -82,10 +82,15 @@ def build_model(plan: ModelPlan, config: SwapConfig) -> Any:
     return model
 
 
-def stream_weights(model: Any, plan: ModelPlan, config: SwapConfig) -> None:
-    """Moves the model into its tiers: the checkpoint's weights, else seeded random ones."""
+def stream_weights(
+    model: Any, plan: ModelPlan, config: SwapConfig, *, resume: Path | None = None
+) -> None:
+    """Moves the model into its tiers: the checkpoint's weights, else seeded random ones.
+
+    `resume` is the checkpoint of the run that will be loaded next.
+    """
     assert config.model is not None
-    infinity.offload(model, config, weights=plan.path, seed=config.model.seed)
+    infinity.offload(model, config, weights=plan.path, seed=config.model.seed, resume=resume)
 
 
 def _config_of_table(table: dict[str, Any]) -> Any:

@@ -29,7 +29,7 @@ import infinity
 from infinity.checkpoint import export_safetensors
 from infinity.checkpoint.safetensors_export import check_space, plan_export
 from infinity.checkpoint.state_load import Loaded, load
-from infinity.checkpoint.state_save import save
+from infinity.checkpoint.state_save import commit, save
 from infinity.config import SwapConfig
 from infinity.errors import ConfigError, NonFiniteError
 from infinity.training.allocator import give_back, keep_freed_memory
@@ -170,7 +170,8 @@ class _Run:
             f"{self._job.batches.num_tokens:,} tokens in {len(split.train):,} sequences of "
             f"{self._job.batches.sequence_length}, {len(split.held_out):,} held out"
         )
-        stream_weights(self._model, self._job.plan, self._config)
+        resume = self._job.resume.path if self._job.resume is not None else None
+        stream_weights(self._model, self._job.plan, self._config, resume=resume)
         self._engine = infinity.engine_of(self._model)
         if self._trace_plan is not None:
             self._tracing = Tracing(
@@ -263,7 +264,7 @@ class _Run:
             every = self._train.eval_every
             is_last = outcome.step == self._train.steps
             is_evaluated = bool(every) and (outcome.step % every == 0 or is_last)
-            if is_evaluated or is_last:
+            if is_evaluated or is_last or self._commits_steps():
                 self._engine.flush()  # It is this step's work: no later one does it.
         elapsed_s = time.perf_counter() - start_s
         record = StepRecord.between(
@@ -282,6 +283,13 @@ class _Run:
         checkpoint = self._config.checkpoint
         if checkpoint and checkpoint.every and outcome.step % checkpoint.every == 0:
             self._save_checkpoint()
+        elif self._commits_steps():
+            with self._phase("commit_s"):
+                commit(self._model, self._optimizer, **self._position())
+
+    def _commits_steps(self) -> bool:
+        checkpoint = self._config.checkpoint
+        return checkpoint is not None and checkpoint.durability == "step"
 
     def _save_checkpoint(self) -> None:
         """A checkpoint of this step, where the file has `[checkpoint]` and there is none yet."""
@@ -293,13 +301,19 @@ class _Run:
                 self._config.checkpoint_directory,
                 self._model,
                 self._optimizer,
-                scheduler=self._loop.scheduler,
-                step=step,
-                extra=self._job.identity,
                 keep=checkpoint.keep,
+                **self._position(),
             )
         self._saved_step = step
         self.summary.checkpoint = str(path)
+
+    def _position(self) -> dict[str, Any]:
+        """What a checkpoint keeps beside model and optimizer."""
+        return {
+            "scheduler": self._loop.scheduler,
+            "step": self._loop.num_steps,
+            "extra": self._job.identity,
+        }
 
     def _export(self, what: str) -> None:
         output = self._job.output

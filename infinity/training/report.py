@@ -37,7 +37,9 @@ _STEP_TIMES = {
     "write_wait_s": "writes",
     "copy_wait_s": "copies",
 }
-_PHASES = ("setup_s", "steps_s", "evaluation_s", "checkpoint_s", "export_s", "sample_s")
+_PHASES = (
+    "setup_s", "steps_s", "evaluation_s", "commit_s", "checkpoint_s", "export_s", "sample_s",
+)  # fmt: skip
 _NUM_LAST_STEPS = 5
 
 Snapshot = Mapping[str, float]

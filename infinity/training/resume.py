@@ -25,28 +25,36 @@ def plan_resume(
 ) -> Loaded | None:
     """The checkpoint to go on from; None begins a run. Reads its small state only.
 
-    `resume` takes the newest of `[checkpoint]`, and begins where there is none yet. Raises
-    ConfigError where checkpoints would be in the way of this run's own, and errors of a damaged
-    one.
+    `resume` takes the newest of `[checkpoint]`, or the step that the swap directory has committed
+    if that is later, and begins where there is neither. Raises ConfigError where they would be in
+    the way of this run's own, and errors of a damaged one.
     """
-    directory = config.checkpoint_directory
-    if config.checkpoint is None:
-        if resume and resume_from is None:
-            raise ConfigError("--resume needs a section [checkpoint], or --resume-from DIRECTORY")
-        return None if resume_from is None else read_program(resume_from)
-    there = list_checkpoints(directory)
+    if config.checkpoint is None and resume and resume_from is None:
+        raise ConfigError("--resume needs a section [checkpoint], or --resume-from DIRECTORY")
+    places = [config.commit_directory] if config.commit_directory is not None else []
+    if config.checkpoint is not None:
+        places.append(config.checkpoint_directory)  # Last: of two of one step, the checkpoint.
     if resume_from is not None:
         loaded = read_program(resume_from)
-        refuse_later(directory, loaded.step + 1)
+        for place in places:
+            refuse_later(place, loaded.step + 1)
         return loaded
+    there = sorted((each for place in places for each in list_checkpoints(place)), key=step_of)
     if not there:
         return None
+    newest = there[-1]
     if not resume:
+        if newest.parent == config.commit_directory:
+            raise ConfigError(
+                f"{newest.parent}: the swap directory has committed step {step_of(newest)} of a "
+                "run; go on from it with --resume, give this run a swap directory of its own, or "
+                f"remove it with `infinity inspect {newest.parent.parent} --remove-stale`"
+            )
         raise ConfigError(
-            f"checkpoint.directory: {directory} has checkpoints up to step {step_of(there[-1])}; "
+            f"checkpoint.directory: {newest.parent} has checkpoints up to step {step_of(newest)}; "
             "go on from it with --resume, remove them, or name another directory"
         )
-    return read_program(there[-1])
+    return read_program(newest)
 
 
 def identity_of(config: SwapConfig, batches: Batches) -> dict[str, Any]:

@@ -14,6 +14,9 @@ import torch
 from torch import Tensor, nn
 
 import infinity
+from infinity.checkpoint.state_adopt import plan_adoption
+from infinity.config import SwapConfig
+from infinity.engine.build import build
 from infinity.testing.models import ConvNet, Frozen, Mlp, TiedAcross
 from tests.fault.harness import swap_config
 
@@ -26,8 +29,10 @@ class Net(nn.Module):
     def __init__(self, kind: str) -> None:
         super().__init__()
         made = {
+            "bf16-tiny": lambda: Mlp(width=40, layers=1).to(torch.bfloat16),
             "fp32": lambda: Mlp(width=96, layers=4),
             "bf16": lambda: Mlp(width=96, layers=4).to(torch.bfloat16),
+            "bf16-large": lambda: Mlp(width=256, layers=4).to(torch.bfloat16),
             "fp16": lambda: Mlp(width=96, layers=4).to(torch.float16),
             "conv": lambda: ConvNet(channels_last=True),
             "frozen": Frozen,
@@ -91,6 +96,11 @@ class Run:
             directory, self.model, self.optimizer, scheduler=self.scheduler, **options
         )
 
+    def commit(self, **options: Any) -> Path:
+        return infinity.checkpoint.commit(
+            self.model, self.optimizer, scheduler=self.scheduler, **options
+        )
+
     def load(self, path: Path) -> Any:
         return infinity.checkpoint.load(path, self.model, self.optimizer, scheduler=self.scheduler)
 
@@ -109,15 +119,31 @@ def run(
     seed: int = 0,
     engine: str = "threads",
     device: Any = None,
+    wrap_storage: Any = None,
+    resume: Path | None = None,
     **options: Any,
 ) -> Iterator[Run]:
-    """A run whose state and generators are those of `seed`; its tiers are released at the end."""
+    """A run whose state and generators are those of `seed`; its tiers are released at the end.
+
+    `wrap_storage` decorates the storage engine. `resume` will be loaded next.
+    """
     torch.manual_seed(seed)
     random.seed(seed)
     numpy.random.seed(seed)
     config = swap_config(swap, **options)
     config["io"]["engine"] = engine
-    model = infinity.offload(Net(kind).train(), config, device=device)
+    model = Net(kind).train()
+    swap_tier = SwapConfig.load(config)
+    build(
+        model,
+        swap_tier,
+        weights=None,
+        seed=0,
+        units="auto",
+        device=device,
+        wrap_storage=wrap_storage,
+        adopted=plan_adoption(swap_tier, resume) if resume is not None else None,
+    )
     try:
         decayed = [p for p in model.parameters() if p.requires_grad and p.ndim > 1]
         rest = [p for p in model.parameters() if p.requires_grad and p.ndim <= 1]
@@ -133,6 +159,11 @@ def assert_same(expected: dict[str, Tensor], actual: dict[str, Tensor]) -> None:
     assert list(expected) == list(actual)
     different = [name for name in expected if not torch.equal(expected[name], actual[name])]
     assert not different, f"other bits in {different}"
+
+
+def durable(directory: Path, **options: Any) -> dict[str, Any]:
+    """A `[checkpoint]` section, by which state on NVMe is linked."""
+    return {"directory": str(directory), **options}
 
 
 def content(directory: Path) -> dict[str, bytes]:

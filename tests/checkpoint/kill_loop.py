@@ -3,7 +3,8 @@
 The process imports torch once and forks a child for every life of the run, so that a life costs
 little more than its training. A life goes on from the newest checkpoint and is killed by SIGKILL:
 every other one from outside, a random time after a few steps, the others by themselves at the nth
-effect on files.
+effect on files. Checkpoints are copies, or "linked": then every step is committed as well, and a
+checkpoint is written at every other one.
 """
 
 from __future__ import annotations
@@ -23,12 +24,11 @@ from typing import Any
 import torch
 
 from infinity.checkpoint.safetensors_format import tensor_bytes
-from infinity.checkpoint.state_directory import list_checkpoints
-from tests.checkpoint.harness import run
+from infinity.checkpoint.state_directory import list_checkpoints, step_of
+from tests.checkpoint.harness import durable, run
 
-STEPS = 100
 EVERY = 2
-EFFECTS = ("pwrite", "write", "fsync", "rename", "replace", "unlink", "rmdir")
+EFFECTS = ("pwrite", "write", "fsync", "link", "rename", "replace", "unlink", "rmdir")
 
 
 def begin(directory: Path) -> None:
@@ -37,28 +37,58 @@ def begin(directory: Path) -> None:
         each.save(directory / "begin")
 
 
-def live(directory: Path, life: int, die_at_effect: int) -> None:
+def live(directory: Path, mode: str, steps: int, life: int, die_at_effect: int) -> None:
     """To the last step, unless it is killed. Placement and mode differ from life to life."""
     options: dict[str, Any] = [
         {},
         {"placement": "host", "host_nbytes": "16MiB"},
         {"updates": "at_step", "prefetch": False},
     ][life % 3]
-    checkpoints = directory / "checkpoints"
-    with run("bf16", directory / "swap", seed=life, **options) as each:
-        newest = checkpoints if list_checkpoints(checkpoints) else directory / "begin"
+    checkpoints, commits = directory / "checkpoints", directory / "swap" / "commits"
+    is_linked = mode == "linked"
+    if is_linked:
+        options["checkpoint"] = durable(checkpoints, durability="step", keep=2)
+    there = sorted([*list_checkpoints(commits), *list_checkpoints(checkpoints)], key=step_of)
+    newest = there[-1] if there else directory / "begin"
+    before = set((directory / "swap").glob("*.swap"))
+    with run("bf16", directory / "swap", seed=life, resume=newest, **options) as each:
+        if before & set((directory / "swap").glob("*.swap")):
+            with (directory / "adopted").open("a") as log:
+                log.write(f"{life}\n")
         first = each.load(newest).step
+        assert first >= committed(directory), f"{newest}, after {committed(directory)}"
         die_at(die_at_effect)
-        for step in range(first, STEPS):
+        for step in range(first, steps):
             outcome = each.step(step)
             with (directory / "outcomes").open("a") as log:
                 log.write(json.dumps([step, *outcome]) + "\n")
             if (step + 1) % EVERY == 0:
                 each.save(checkpoints, keep=2)
+            elif is_linked:
+                each.commit()
+            if is_linked or (step + 1) % EVERY == 0:
+                note_committed(directory, step + 1)
         digest = hashlib.sha256()
         for value in each.state().values():
             digest.update(tensor_bytes(value.contiguous()))
         (directory / "final").write_text(digest.hexdigest())
+
+
+def note_committed(directory: Path, step: int) -> None:
+    fd = os.open(directory / "committed", os.O_WRONLY | os.O_CREAT)
+    try:
+        REAL_PWRITE(fd, f"{step:08d}".encode(), 0)
+    finally:
+        os.close(fd)
+
+
+def committed(directory: Path) -> int:
+    """The last step whose commit or save has returned."""
+    path = directory / "committed"
+    return int(path.read_text() or 0) if path.exists() else 0
+
+
+REAL_PWRITE = os.pwrite
 
 
 def die_at(effect: int) -> None:
@@ -105,7 +135,7 @@ def fork(work: Callable[..., None], *arguments: Any) -> int:
         os._exit(code)
 
 
-def main(directory: Path, kills: int, seed: int) -> dict[str, Any]:
+def main(directory: Path, mode: str, steps: int, kills: int, seed: int) -> dict[str, Any]:
     torch.set_num_threads(1)
     _, status = os.waitpid(fork(begin, directory), 0)
     assert status == 0
@@ -116,7 +146,8 @@ def main(directory: Path, kills: int, seed: int) -> dict[str, Any]:
         life = report["lives"]
         is_last = report["killed"] == kills
         by_itself = life % 2 == 1 and not is_last
-        child = fork(live, directory, life, drawn.randint(1, 200) if by_itself else 0)
+        effect = drawn.randint(1, 200) if by_itself else 0
+        child = fork(live, directory, mode, steps, life, effect)
         if not by_itself and not is_last:
             await_steps(directory, drawn.randint(0, 5))
             time.sleep(drawn.uniform(0, 0.1))
@@ -125,10 +156,13 @@ def main(directory: Path, kills: int, seed: int) -> dict[str, Any]:
         report["lives"] += 1
         report["killed"] += os.WIFSIGNALED(status)
         assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0, f"life {life} failed"
-        if checkpoints.exists():
-            report["in_checkpoint"] += any(name[0] == "." for name in os.listdir(checkpoints))
+        for place in (checkpoints, directory / "swap" / "commits"):
+            if place.exists():
+                report["in_checkpoint"] += any(name[0] == "." for name in os.listdir(place))
+    adopted = directory / "adopted"
+    report["adopted"] = len(adopted.read_text().splitlines()) if adopted.exists() else 0
     return report
 
 
 if __name__ == "__main__":
-    print(json.dumps(main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))))
+    print(json.dumps(main(Path(sys.argv[1]), sys.argv[2], *map(int, sys.argv[3:6]))))

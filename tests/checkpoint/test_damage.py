@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import infinity
-from infinity.checkpoint.state_manifest import DIGEST_NAME, MANIFEST_NAME, digest_line
+from infinity.checkpoint.state_manifest import DIGEST_NAME, MANIFEST_NAME, SCHEMA, digest_line
 from infinity.errors import ConfigError, CorruptionError, InfinityError, UnsupportedError
 
 from .harness import assert_same, content, run
@@ -102,7 +102,7 @@ def test_files_of_another_length_are_found_without_reading_them(saved, copy, tmp
 
 def test_a_newer_one_is_refused(copy, tmp_path):
     body = json.loads((copy / MANIFEST_NAME).read_text())
-    body["schema"] += 1
+    body["schema"] = SCHEMA + 1
     changed = json.dumps(body).encode()
     (copy / MANIFEST_NAME).write_bytes(changed)
     (copy / DIGEST_NAME).write_bytes(digest_line(changed))

@@ -1,5 +1,8 @@
-"""kill -9 at any moment of training and of a checkpoint: the run ends with the bits it would have
-ended with."""
+"""kill -9 at any moment of training, of a commit and of a checkpoint: the run goes on from the last
+committed step, and ends with the bits it would have ended with.
+
+The long form, INFINITY_KILLS=200, kills that often.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +12,22 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import infinity
 
+LINKED_KILLS = int(os.environ.get("INFINITY_KILLS", "6"))
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def lives(directory: Path, kills: int, seed: int = 0) -> dict[str, int]:
+def lives(
+    directory: Path, kills: int, seed: int = 0, *, mode: str = "copied", steps: int = 100
+) -> dict[str, int]:
     directory.mkdir()
+    numbers = map(str, (steps, kills, seed))
     done = subprocess.run(
-        [sys.executable, "-m", "tests.checkpoint.kill_loop", str(directory), str(kills), str(seed)],
-        capture_output=True, text=True, check=False, cwd=ROOT, timeout=270,
+        [sys.executable, "-m", "tests.checkpoint.kill_loop", str(directory), mode, *numbers],
+        capture_output=True, text=True, check=False, cwd=ROOT, timeout=270 + 10 * kills,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -36,7 +45,9 @@ def outcomes(directory: Path) -> dict[int, tuple[float, float]]:
 
 def test_a_run_that_is_killed_again_and_again_ends_with_the_same_bits(tmp_path):
     """Sixteen kills, half of them at a random effect on files, against a run without any."""
-    assert lives(tmp_path / "whole", 0) == {"killed": 0, "in_checkpoint": 0, "lives": 1}
+    assert lives(tmp_path / "whole", 0) == {
+        "killed": 0, "in_checkpoint": 0, "lives": 1, "adopted": 0,
+    }  # fmt: skip
     report = lives(tmp_path / "killed", 16)
 
     assert report["killed"] == 16
@@ -46,3 +57,21 @@ def test_a_run_that_is_killed_again_and_again_ends_with_the_same_bits(tmp_path):
     assert final[0] == final[1]
     left = infinity.checkpoint.inspect(tmp_path / "killed" / "checkpoints", verify=True)
     assert len(left) == 2 and all(each.is_whole for each in left)
+
+
+@pytest.mark.timeout(300 + 30 * LINKED_KILLS)
+def test_a_run_whose_every_step_is_committed_loses_none(tmp_path):
+    """Links, commits and checkpoints in turn; a life never begins before the last commit."""
+    steps = max(24, 3 * LINKED_KILLS)
+    lives(tmp_path / "whole", 0, mode="linked", steps=steps)
+    report = lives(tmp_path / "killed", LINKED_KILLS, mode="linked", steps=steps)
+
+    assert report["killed"] == LINKED_KILLS
+    assert report["adopted"] >= 1, "lives that went on in the swap files of the one before"
+    assert outcomes(tmp_path / "killed") == outcomes(tmp_path / "whole")
+    final = [(tmp_path / name / "final").read_text() for name in ("killed", "whole")]
+    assert final[0] == final[1]
+    left = infinity.checkpoint.inspect(tmp_path / "killed" / "checkpoints", verify=True)
+    assert len(left) == 2 and all(each.is_whole for each in left)
+    assert list((tmp_path / "killed" / "swap").iterdir()) == []
+    print(json.dumps(report))

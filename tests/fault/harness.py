@@ -139,6 +139,7 @@ def swap_config(
     nvme_nbytes: int | str = "64MiB",
     updates: str = "deferred",
     moments: str = "float32",
+    checkpoint: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """A swap-tier table with chunks, blocks and stripes so small that tiny models cross them."""
     if isinstance(placement, str):
@@ -156,7 +157,7 @@ def swap_config(
                "threads": 2},
         "schedule": {"prefetch": prefetch, "update_chunk": "64KiB", "updates": updates},
         "precision": {"compute": compute, "moments": moments},
-    }  # fmt: skip
+    } | ({} if checkpoint is None else {"checkpoint": checkpoint})  # fmt: skip
 
 
 def offload(model: nn.Module, config: dict[str, Any], **options: Any) -> Engine:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -37,6 +38,13 @@ def plan(*arguments: str) -> str:
     return result.stdout
 
 
+def in_numbers(*arguments: str) -> dict[str, Any]:
+    """What --json writes to stdout, whatever libraries say on stderr."""
+    result = RUNNER.invoke(app, ["plan", *arguments, "--json"])
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
 def test_a_shipped_model_on_a_shipped_machine() -> None:
     said = plan("--model", "llama-3-70b", "--hardware", "8xh200-4nvme")
     for word in ("where state rests", "tokens/s", "binding", "helps", "drives", "warning"):
@@ -54,6 +62,23 @@ def test_json_says_the_same_in_numbers() -> None:
     assert [each["ratio"] for each in found["advice"]] == sorted(
         (each["ratio"] for each in found["advice"]), reverse=True
     )
+
+
+def test_spare_generations_are_counted(tmp_path: Path) -> None:
+    file = tmp_path / "swap.toml"
+    words = {"swap": tmp_path / "swap", "output": tmp_path / "out", "dtype": "bfloat16"}
+    text = CONFIG.format(accumulation=1, **words)
+    name, _, model = text.partition("[model.config]")
+    section = '[checkpoint]\ndurability = "step"\nkeep = 1\nevery = 2\n'
+    file.write_text(f"{name}{section}[model.config]{model}")
+    hardware = "--hardware", "rtx4090-desktop", "--sequence", "32"
+    found = in_numbers(str(file), *hardware)
+    rewritten = 12 * found["model"]["num_params"]  # Weight and residual in 16 bits, two moments.
+    assert found["num_spares"] == 2, "the last step, and the checkpoint that is kept"
+    assert found["spare_nbytes"] == pytest.approx(2 * rewritten, rel=0.02)
+    assert "2 spare generations" in plan(str(file), *hardware)
+    none = in_numbers(str(file), *hardware, "--set", "checkpoint.durability=none")
+    assert (none["num_spares"], none["spare_nbytes"]) == (0, 0)
 
 
 def test_a_batch_that_does_not_fit_is_no_advice() -> None:

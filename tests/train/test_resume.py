@@ -160,3 +160,75 @@ def test_resume_needs_the_section(job):
     (job / "job.toml").write_text(CONFIG.partition("[checkpoint]")[0])
     with pytest.raises(ConfigError, match=r"\[checkpoint\]"):
         run(job, resume=True)
+
+
+# Steps that are committed.
+
+EVERY_STEP = CONFIG.replace("every = 10", 'durability = "step"\nkeep = 1').replace(
+    "steps = 60", "steps = 24"
+)
+
+
+def test_every_step_survives_kill_9(job, processes):
+    """No checkpoint before the end: the run goes on from the last step that was taken."""
+    (job / "job.toml").write_text(EVERY_STEP)
+    run(job, "output.directory=whole", "checkpoint.durability=none")
+
+    processes.append(first := start(job))
+    wait_for_steps(job, 7, first)
+    first.kill()
+    first.wait()
+    taken = len(metrics(job))
+    (commit,) = (job / "swap" / "commits").glob("step-*")
+    assert int(commit.name.removeprefix("step-")) in (taken - 1, taken)
+    assert not (job / "output" / "checkpoints").exists()
+
+    with pytest.raises(ConfigError, match="--remove-stale"):
+        run(job)  # Never begins over a committed step.
+    summary = run(job, "placement.moments=host", resume=True)
+    assert summary.resumed_at == int(commit.name.removeprefix("step-"))
+    assert metrics(job) == metrics(job, "whole")
+    weights = [(job / name / "model.safetensors").read_bytes() for name in ("output", "whole")]
+    assert weights[0] == weights[1]
+    names = [path.name for path in (job / "output" / "checkpoints").iterdir()]
+    assert names == ["step-00000024"]
+    assert list((job / "swap").iterdir()) == [], "the checkpoint has taken the commit's place"
+
+
+def test_swap_directory_is_inspected_and_removed_on_demand_only(job, processes):
+    (job / "job.toml").write_text(EVERY_STEP)
+    processes.append(first := start(job))
+    wait_for_steps(job, 3, first)
+    held = inspect(job / "swap")
+    assert held.returncode == 0 and f"in use by process {first.pid}" in held.stdout
+    refused = inspect(job / "swap", "--remove-stale")
+    assert refused.returncode == 2 and str(first.pid) in refused.stderr
+    first.kill()
+    first.wait()
+
+    stale = inspect(job / "swap", "--verify")
+    assert stale.returncode == 0, stale.stderr
+    assert f"stale: left by process {first.pid}" in stale.stdout
+    assert "every byte verified" in stale.stdout and "moments" in stale.stdout
+    answer = json.loads(inspect(job / "swap", "--json").stdout)
+    assert not answer["swap"]["is_held"] and answer["commits"][0]["is_whole"]
+    assert answer["commits"][0]["linked_nbytes"] > 0
+
+    (commit,) = (job / "swap" / "commits").glob("step-*")
+    state = next(commit.glob("*.swap"))
+    with state.open("r+b") as file:  # The last page that the table names is in this or the other.
+        content = bytearray(file.read())
+        file.seek(0)
+        file.write(bytes(byte ^ 1 for byte in content))
+    damaged = inspect(job / "swap", "--verify")
+    assert damaged.returncode == 1 and state.name in damaged.stderr
+    assert inspect(job / "swap", "--remove-stale").returncode == 0
+    assert list((job / "swap").iterdir()) == []
+    foreign = inspect(job, "--remove-stale")
+    assert foreign.returncode == 2 and "no swap directory" in foreign.stderr
+
+
+def inspect(*arguments: object) -> subprocess.CompletedProcess[str]:
+    code = "from infinity.cli import main; main()"
+    command = [sys.executable, "-c", code, "inspect", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)

@@ -1,0 +1,205 @@
+"""What does durability cost: seconds and bytes of a step, and of a checkpoint?
+
+    python bench/durability.py --path /mnt/nvme0 --save bench/results/durability.json
+
+GPT-2-like models in bfloat16 with parameters, masters and moments on NVMe train by turns in one
+process, the same batches each:
+
+    none         nothing is kept; every other figure stands beside this one, round by round
+    copied       a checkpoint every few steps, durability "none": a streamed copy
+    checkpoint   the same with durability "checkpoint": links to the swap files
+    step         every step is committed
+
+A round is the steps from one checkpoint to the next, up to when all state is where it rests, so
+that no mode leaves work to the next. Seconds of a checkpoint are its own, after that. Bytes are
+those the kernel counted for the process (/proc/self/io). Losses must be equal to the last bit. With
+several `--layers` the checkpoint's cost is seen beside the size of the state.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import infinity
+from infinity.training.allocator import keep_freed_memory
+
+MODES = ("none", "copied", "checkpoint", "step")
+KINDS = ("parameters", "master", "moments")
+VOCABULARY = 8192
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--path", type=Path, default=Path.cwd(), help="a directory on the drive")
+    parser.add_argument("--layers", type=int, nargs="+", default=[6, 24])
+    parser.add_argument("--width", type=int, default=768)
+    parser.add_argument("--sequence", type=int, default=256)
+    parser.add_argument("--host", default="1GiB")
+    parser.add_argument("--every", type=int, default=4, help="steps from checkpoint to checkpoint")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--save", type=Path)
+    words = parser.parse_args()
+    keep_freed_memory()
+    console = Console()
+    found = []
+    for layers in words.layers:
+        with tempfile.TemporaryDirectory(dir=words.path, prefix="infinity-durability-") as scratch:
+            sides = [Side(mode, layers, words, Path(scratch) / mode) for mode in MODES]
+            found.append(measure(sides, words, console))
+            for side in sides:
+                side.engine.close()
+    report(found, words, console)
+
+
+class Side:
+    """One mode: a model, its optimizer, and a round of them."""
+
+    def __init__(self, mode: str, layers: int, words: argparse.Namespace, directory: Path) -> None:
+        directory.mkdir()
+        self.mode = mode
+        self.every = words.every
+        self.checkpoints = directory / "checkpoints"
+        durability = "none" if mode == "copied" else mode
+        config = {
+            "tiers": {
+                "host": {"capacity": words.host},
+                "nvme": [{"path": str(directory / "swap")}],
+            },
+            "placement": dict.fromkeys(KINDS, "nvme") | {"gradients": "host"},
+            "precision": {"compute": "bfloat16"},
+            "checkpoint": {
+                "directory": str(self.checkpoints), "keep": 1, "durability": durability,
+            },
+        }  # fmt: skip
+        shape = GPT2Config(
+            n_layer=layers, n_embd=words.width, n_head=words.width // 64, vocab_size=VOCABULARY,
+            n_positions=words.sequence, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+            bos_token_id=0, eos_token_id=0,
+        )  # fmt: skip
+        with infinity.init(config):
+            model = GPT2LMHeadModel(shape)
+        self.model = infinity.offload(model, config, seed=0).train()
+        self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        self.optimizer = infinity.AdamW(self.model, lr=1e-4, max_grad_norm=1.0)
+        self.engine = infinity.engine_of(self.model)
+        self.num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
+
+    def round(self, batches: list[torch.Tensor]) -> dict[str, Any]:
+        """Steps, and what their mode does; what it took and wrote."""
+        written, start_s, losses, commit_s = written_nbytes(), time.perf_counter(), [], 0.0
+        for ids in batches:
+            loss = self.model(input_ids=ids, labels=ids, use_cache=False).loss
+            loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            losses.append(loss.item())
+            if self.mode == "step":
+                before_s = time.perf_counter()
+                infinity.checkpoint.commit(self.model, self.optimizer)
+                commit_s += time.perf_counter() - before_s
+        self.engine.flush()
+        steps_s, steps_nbytes = time.perf_counter() - start_s, written_nbytes() - written
+        written, start_s = written_nbytes(), time.perf_counter()
+        if self.mode in ("copied", "checkpoint"):
+            infinity.checkpoint.save(self.checkpoints, self.model, self.optimizer, keep=1)
+        return {
+            "losses": losses,
+            "step_s": steps_s / len(batches),
+            "step_nbytes": steps_nbytes / len(batches),
+            "commit_s": commit_s / len(batches),
+            "checkpoint_s": time.perf_counter() - start_s,
+            "checkpoint_nbytes": written_nbytes() - written,
+        }
+
+    def space_nbytes(self) -> int:
+        """Blocks on the drive, a linked file once."""
+        there = {}
+        for path in self.checkpoints.parent.rglob("*"):
+            status = path.lstat()
+            there[status.st_ino] = status.st_blocks * 512
+        return sum(there.values())
+
+
+def written_nbytes() -> int:
+    """What this process has caused to be sent to drives (proc(5))."""
+    lines = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(lines["write_bytes"])
+
+
+def measure(sides: list[Side], words: argparse.Namespace, console: Console) -> dict[str, Any]:
+    """Rounds by turns, after one that is not counted."""
+    source = torch.Generator().manual_seed(0)
+    num_parameters = sides[0].num_parameters
+    rounds: list[dict[str, dict[str, Any]]] = []
+    with console.status(f"{num_parameters:,} parameters"):
+        for _ in range(words.rounds + 1):
+            batches = [
+                torch.randint(VOCABULARY, (1, words.sequence), generator=source)
+                for _ in range(words.every)
+            ]
+            rounds.append({side.mode: side.round(batches) for side in sides})
+    for each in rounds:
+        losses = [each[mode].pop("losses") for mode in MODES]
+        assert all(one == losses[0] for one in losses), "durability changed a loss"
+    rounds = rounds[1:]
+    results: dict[str, Any] = {}
+    for side in sides:
+        mine = [each[side.mode] for each in rounds]
+        ratios = sorted(each[side.mode]["step_s"] / each["none"]["step_s"] for each in rounds)
+        results[side.mode] = {
+            **{name: statistics.median(each[name] for each in mine) for name in mine[0]},
+            "step_ratio": statistics.median(ratios),
+            "step_ratio_low": ratios[0],
+            "step_ratio_high": ratios[-1],
+            "space_nbytes": side.space_nbytes(),
+        }
+    return {"num_parameters": num_parameters, "modes": results, "rounds": rounds}
+
+
+def report(found: list[dict[str, Any]], words: argparse.Namespace, console: Console) -> None:
+    for each in found:
+        table = Table(
+            "mode", "step s", "beside none", "low - high", "written B/p", "checkpoint s",
+            "checkpoint B/p", "space B/p",
+            title=f"{each['num_parameters']:,} parameters, a checkpoint every {words.every} steps",
+        )  # fmt: skip
+        count = each["num_parameters"]
+        for mode, row in each["modes"].items():
+            has_checkpoint = mode in ("copied", "checkpoint")
+            table.add_row(
+                mode,
+                f"{row['step_s']:.2f}",
+                f"{row['step_ratio']:.2f}",
+                f"{row['step_ratio_low']:.2f} - {row['step_ratio_high']:.2f}",
+                f"{row['step_nbytes'] / count:.1f}",
+                f"{row['checkpoint_s']:.2f}" if has_checkpoint else "",
+                f"{row['checkpoint_nbytes'] / count:.2f}" if has_checkpoint else "",
+                f"{row['space_nbytes'] / count:.1f}",
+            )
+        console.print(table)
+    if words.save is not None:
+        settings = {name: str(value) for name, value in vars(words).items() if name != "save"}
+        environment = {
+            "cores": os.cpu_count(), "kernel": platform.release(), "torch": torch.__version__,
+            "load_average": os.getloadavg(), "free_nbytes": shutil.disk_usage(words.path).free,
+        }  # fmt: skip
+        written = {"settings": settings, "environment": environment, "results": found}
+        words.save.write_text(json.dumps(written, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

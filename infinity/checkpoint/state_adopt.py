@@ -1,0 +1,123 @@
+"""Going on in the swap files that a checkpoint links to, instead of copying it into new ones.
+
+A run that was killed has left its swap files, and its commits and checkpoints link to them. The run
+that resumes takes the files over: what is linked stays frozen, and loading the checkpoint restores
+its map. No byte of it moves, and no second set of files is needed. Where anything is not as
+expected the checkpoint is streamed into new files, as any other.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from infinity.checkpoint.state_commit import label_of
+from infinity.checkpoint.state_directory import (
+    find_checkpoint,
+    list_checkpoints,
+    prune,
+    read_linked,
+    read_manifest,
+    sweep,
+)
+from infinity.checkpoint.state_linked import LinkedState
+from infinity.config import SwapConfig
+from infinity.engine.durability import count_spares
+from infinity.errors import InfinityError
+from infinity.storage.swap_directory import job_of, swap_names
+from infinity.storage.swap_inspect import examine
+from infinity.storage.volume import Adopted, FileRange
+
+Inode = tuple[int, int]
+
+
+def plan_adoption(config: SwapConfig, path: str | os.PathLike[str]) -> Adopted | None:
+    """What to take over for a run that will load the checkpoint `path`; None: nothing.
+
+    Removes what a crash has left half-made in the directories of checkpoints, and those that `keep`
+    would not have kept: they would hold generations. A file is taken over only when every link to
+    it is known; one that somebody has made elsewhere must never see a write.
+    """
+    checkpoint = find_checkpoint(Path(path))
+    num_spares = count_spares(config)
+    is_measured = len(config.tiers.nvme) > 1 and any(t.weight == "auto" for t in config.tiers.nvme)
+    if not num_spares or is_measured:  # To measure a path is to write to its file.
+        return None
+    jobs: dict[str, str] = {}
+    swap_files: dict[Inode, str] = {}
+    for tier in config.tiers.nvme:
+        job = _stale_job(tier.path)
+        if job is None:
+            return None
+        jobs[str(tier.path)] = job
+        for name in swap_names(job, num_spares):
+            swap_path = tier.path / name
+            if swap_path.exists():
+                swap_files[_inode(swap_path)] = str(swap_path)
+    _tidy(config, checkpoint)
+    contents: dict[str, list[FileRange]] = {}
+    num_links = dict.fromkeys(swap_files, 1)
+    for each in _neighbours(config, checkpoint):
+        linked = _linked_state(each)
+        inodes = {name: _inode(each / name) for name in linked.files()} if linked else {}
+        if linked is None or not set(inodes.values()) & set(swap_files):
+            continue
+        if not set(inodes.values()) <= set(swap_files):
+            return None
+        for inode in inodes.values():
+            num_links[inode] += 1
+        contents[label_of(each)] = [
+            FileRange(swap_files[inodes[run.file]], run.offset_nbytes, run.nbytes)
+            for piece in linked.pieces
+            for run in piece.runs
+        ]
+    is_known = all(os.stat(swap_files[inode]).st_nlink == n for inode, n in num_links.items())
+    if label_of(checkpoint) not in contents or len(contents) > num_spares or not is_known:
+        return None
+    return Adopted(jobs, contents)
+
+
+def _stale_job(directory: Path) -> str | None:
+    """The one job that is gone and has left swap files."""
+    if not directory.is_dir():
+        return None
+    swap = examine(str(directory))
+    if swap is None or swap.is_held or swap.is_newer:
+        return None
+    jobs = {job_of(file.name) for file in swap.files}
+    return jobs.pop() if len(jobs) == 1 else None
+
+
+def _tidy(config: SwapConfig, checkpoint: Path) -> None:
+    keeps = {config.checkpoint_directory: config.checkpoint.keep if config.checkpoint else 1}
+    if config.commit_directory is not None:
+        keeps[config.commit_directory] = 1
+    for directory, keep in keeps.items():
+        if not directory.is_dir():
+            continue
+        sweep(directory)
+        if checkpoint.resolve() not in [p.resolve() for p in list_checkpoints(directory)[:-keep]]:
+            prune(directory, keep)
+
+
+def _neighbours(config: SwapConfig, checkpoint: Path) -> Iterator[Path]:
+    """Every checkpoint that may link to the same files, once."""
+    places = [checkpoint.parent, config.checkpoint_directory]
+    if config.commit_directory is not None:
+        places.append(config.commit_directory)
+    for place in {place.resolve(): None for place in places}:
+        yield from list_checkpoints(place)
+
+
+def _linked_state(path: Path) -> LinkedState | None:
+    """None also of a damaged one: its links stay unknown then, and nothing is taken over."""
+    try:
+        return read_linked(path, read_manifest(path))
+    except InfinityError:
+        return None
+
+
+def _inode(path: Path) -> Inode:
+    found = os.stat(path)
+    return found.st_dev, found.st_ino

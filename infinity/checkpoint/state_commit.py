@@ -1,0 +1,162 @@
+"""Keeping what is on NVMe without copying it: flush, freeze, link; and letting go of it again.
+
+Note [Order of a commit]
+  1. All writes are done; every swap file is synced. The state is durable, but nothing says so.
+  2. The volume is frozen: from here on no write reaches the ranges that hold this state.
+  3. The swap files are linked into the checkpoint that is being written, whose own files are
+     written and synced after that, and its rename makes the commit (`state_directory.writing`).
+  Letting go is the other way round: first the checkpoint has lost its name for good, then its
+  ranges may be written again (`thaw_removed`). So whatever name is there after a crash, what it
+  points to is as it was written. docs/design/0004-commits.md has the argument in full.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from infinity.checkpoint.safetensors_format import dtype_name
+from infinity.checkpoint.state_directory import list_checkpoints, sync_directory
+from infinity.checkpoint.state_layout import StateTensor
+from infinity.checkpoint.state_linked import LinkedPiece, LinkedRun, LinkedTensor
+from infinity.engine.state_access import StateAccess
+from infinity.errors import StorageError
+from infinity.state.store import NvmeHome
+from infinity.state.units import Piece, Unit
+from infinity.storage.volume import FileRange, Frozen, Volume
+
+# Of link(2): another file system, one without links, or too many.
+_NO_LINKS = (errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
+
+
+@dataclass(frozen=True, slots=True)
+class Links:
+    """What was linked. `checksums`: of every page of the pieces, in their order."""
+
+    pieces: tuple[LinkedPiece, ...]
+    checksums: bytes
+
+
+def is_linkable(state: StateAccess, unit: Unit, piece: Piece) -> bool:
+    """Gradients are not: they are written in place, while something is frozen, too. Nor are moments
+    of eight bits, whose tensors are no single range of their piece."""
+    if piece is Piece.GRADIENTS or unit.is_8bit(piece):
+        return False
+    return isinstance(state.store.home(unit, piece), NvmeHome)
+
+
+def has_room(volume: Volume, target: Path, *, keep: int | None, leaving: Collection[str]) -> bool:
+    """Whether a spare generation is left for the writes after a commit of `target`.
+
+    `keep`: how many checkpoints of its directory stay, this one counted; `leaving`: labels of
+    commits that will be given up right after it.
+    """
+    there = [*list_checkpoints(target.parent), target]
+    staying = set(map(label_of, there if keep is None else there[-keep:])) | {label_of(target)}
+    in_directory = set(map(label_of, there))
+    remaining = [
+        each.label
+        for each in volume.frozen
+        if each.label not in leaving and (each.label in staying or each.label not in in_directory)
+    ]
+    return len(remaining) + 1 <= volume.num_spares
+
+
+def link_state(
+    partial: Path, target: Path, state: StateAccess, tensors: Iterable[tuple[Unit, StateTensor]]
+) -> Links | None:
+    """Flushes the state on NVMe, freezes it and links the files it is in into `partial`.
+
+    None, and nothing is changed, where the file system has no links. `target` is the name that the
+    checkpoint will have.
+    """
+    volume = state.store.volume
+    assert volume is not None and volume.num_spares
+    volume.sync()
+    frozen = volume.freeze(label_of(target))
+    try:
+        of_piece: dict[tuple[int, Piece], list[LinkedTensor]] = {}
+        for unit, tensor in tensors:
+            row = of_piece.setdefault((unit.index, tensor.piece), [])
+            row.append(linked_tensor(unit, tensor))
+        pieces, paths, checksums = [], dict[str, None](), []
+        for (index, piece), rows in of_piece.items():
+            unit = state.units[index]
+            home = state.store.home(unit, piece)
+            assert isinstance(home, NvmeHome)
+            runs = volume.locate(home.extents)
+            paths.update((run.path, None) for run in runs)
+            table = linked_runs(runs), tuple(rows)
+            pieces.append(LinkedPiece(unit.name, piece.value, piece.kind, *table))
+            checksums.append(volume.checksums(home.extents))
+        is_linked = _link(paths, partial)
+    except BaseException:
+        volume.thaw(frozen)  # Its name was never given.
+        raise
+    if not is_linked:
+        volume.thaw(frozen)
+        return None
+    return Links(tuple(pieces), b"".join(checksums))
+
+
+def linked_tensor(unit: Unit, tensor: StateTensor) -> LinkedTensor:
+    """A tensor and its place in its piece, as the table has it."""
+    spec, facts = tensor.spec, tensor.spec.facts
+    offset_nbytes = (
+        spec.weight_offset_nbytes
+        if tensor.piece is Piece.PARAMETERS
+        else unit.nbytes(tensor.piece, spec.state_offset)
+    )
+    return LinkedTensor(
+        tensor.name, dtype_name(tensor.dtype), facts.shape, facts.stride, offset_nbytes
+    )
+
+
+def linked_runs(ranges: Iterable[FileRange]) -> tuple[LinkedRun, ...]:
+    """Ranges of swap files as the table has them: a link has the name of its file."""
+    return tuple(LinkedRun(os.path.basename(r.path), r.offset_nbytes, r.nbytes) for r in ranges)
+
+
+def _link(paths: Iterable[str], partial: Path) -> bool:
+    for path in paths:
+        try:
+            os.link(path, partial / os.path.basename(path))
+        except OSError as error:
+            if error.errno in _NO_LINKS:
+                for linked in partial.iterdir():
+                    linked.unlink()
+                return False
+            detail = "the swap file is gone; who removed it?" if error.errno == errno.ENOENT else ""
+            raise StorageError(
+                error.errno or errno.EIO, operation="link", path=path, detail=detail
+            ) from None
+    return True
+
+
+def label_of(path: Path) -> str:
+    """The label under which the content of the checkpoint `path` is frozen."""
+    return os.path.realpath(path)
+
+
+def thaw_removed(volume: Volume) -> None:
+    """Lets go of what belongs to checkpoints that have no name any more, once that is durable.
+
+    Where that cannot be assured the content stays frozen: its space is lost, its bytes are not.
+    """
+    gone = [each for each in volume.frozen if not os.path.lexists(each.label)]
+    for parent in {os.path.dirname(each.label) for each in gone}:
+        there = Path(parent)
+        while not there.is_dir():
+            there = there.parent
+        with contextlib.suppress(OSError):
+            sync_directory(there)
+            thaw(volume, (each for each in gone if os.path.dirname(each.label) == parent))
+
+
+def thaw(volume: Volume, frozen: Iterable[Frozen]) -> None:
+    for each in frozen:
+        volume.thaw(each)

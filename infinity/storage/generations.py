@@ -1,0 +1,129 @@
+"""Which of several files of one layout holds the current bytes of each offset: pure decisions.
+
+A volume with spare files has, per path, files of *generations* 0, 1, ... Every extent has the same
+offset in all of them. A map says, for each offset, which generation holds its current bytes. A
+commit freezes the map: what it points to is not written any more until the commit is given up. The
+next write of a range goes to a generation that no frozen map points to for this range, at the same
+offset; later writes go there in place, until the next commit.
+
+Note [Enough generations]
+  A frozen map points to one generation per offset. So n frozen maps occupy at most n of them, and
+  n + 1 generations always have one to write to, whatever the order and size of writes: the price of
+  n commits is n times what is rewritten, in space, and no byte of traffic.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+NOWHERE = -1  # In a frozen map: it needs no generation here.
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """`nbytes` at `offset_nbytes` of the file of one generation."""
+
+    generation: int
+    offset_nbytes: int
+    nbytes: int
+
+    @property
+    def end_nbytes(self) -> int:
+        return self.offset_nbytes + self.nbytes
+
+
+class GenerationMap:
+    """A generation for every offset from 0 on; `default` where nothing was put. Not thread-safe."""
+
+    def __init__(self, default: int = 0) -> None:
+        # Interval i starts at _starts[i] and ends where the next one starts; the last has no end.
+        # Neighbours differ.
+        self._starts = [0]
+        self._generations = [default]
+
+    def __len__(self) -> int:
+        """The number of intervals."""
+        return len(self._starts)
+
+    def copy(self) -> GenerationMap:
+        other = GenerationMap()
+        other._starts, other._generations = self._starts.copy(), self._generations.copy()
+        return other
+
+    def assign(self, other: GenerationMap, *, where_nowhere: int) -> None:
+        """Becomes a copy of `other`, with another generation where that has none."""
+        self._starts, self._generations = [], []
+        for start, generation in zip(other._starts, other._generations, strict=True):
+            known = where_nowhere if generation == NOWHERE else generation
+            if not self._generations or self._generations[-1] != known:
+                self._starts.append(start)
+                self._generations.append(known)
+
+    def at(self, offset_nbytes: int) -> int:
+        return self._generations[bisect_right(self._starts, offset_nbytes) - 1]
+
+    def of(self, offset_nbytes: int, nbytes: int) -> list[Run]:
+        """The runs that cover a range, in order; neighbours are of different generations."""
+        runs = []
+        end = offset_nbytes + nbytes
+        index = bisect_right(self._starts, offset_nbytes) - 1
+        while offset_nbytes < end:
+            index += 1
+            stop = min(end, self._starts[index]) if index < len(self._starts) else end
+            runs.append(Run(self._generations[index - 1], offset_nbytes, stop - offset_nbytes))
+            offset_nbytes = stop
+        return runs
+
+    def put(self, run: Run) -> None:
+        """From now on the run's generation holds its range."""
+        if not run.nbytes:
+            return
+        start, end = run.offset_nbytes, run.end_nbytes
+        after = self.at(end)  # What the range behind goes on with.
+        low = bisect_right(self._starts, start - 1)
+        high = bisect_right(self._starts, end)
+        starts, generations = [start], [run.generation]
+        if low and self._generations[low - 1] == run.generation:
+            starts, generations = [], []  # One with the interval before.
+        if after != run.generation:
+            starts, generations = [*starts, end], [*generations, after]
+        self._starts[low:high] = starts
+        self._generations[low:high] = generations
+
+
+def choose_targets(
+    current: GenerationMap,
+    frozen: Sequence[GenerationMap],
+    *,
+    offset_nbytes: int,
+    nbytes: int,
+    num_generations: int,
+) -> list[Run] | None:
+    """Where a write of a range may go: in place unless a frozen map needs what is there, else to
+    the lowest generation that none of them needs.
+
+    None when some offset has no such generation: there are fewer than len(frozen) + 1.
+    """
+    if not frozen:
+        return current.of(offset_nbytes, nbytes)
+    end = offset_nbytes + nbytes
+    cuts = {
+        run.offset_nbytes for each in (current, *frozen) for run in each.of(offset_nbytes, nbytes)
+    }
+    runs: list[Run] = []
+    for start, stop in pairwise(sorted(cuts | {end})):
+        needed = {each.at(start) for each in frozen}
+        generation: int | None = current.at(start)
+        if generation in needed:
+            generation = next((g for g in range(num_generations) if g not in needed), None)
+        if generation is None:
+            return None
+        if runs and runs[-1].generation == generation:
+            run = runs.pop()
+            runs.append(Run(generation, run.offset_nbytes, stop - run.offset_nbytes))
+        else:
+            runs.append(Run(generation, start, stop - start))
+    return runs

@@ -1,0 +1,92 @@
+"""Whole pages of files, read past the page cache and compared with their checksums."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import mmap
+import os
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from infinity.errors import CorruptionError, StorageError
+from infinity.sizes import MIB, PAGE_NBYTES
+from infinity.storage.checksums import ExpectedRange
+
+BUFFER_NBYTES = 4 * MIB
+
+
+class PageReader:
+    """Reads at most BUFFER_NBYTES at a time into memory of its own. Not thread-safe; close it.
+
+    Direct, where the file system can: what is read once is of no use to the page cache, and other
+    pages of the file may be written, directly, at the same time.
+    """
+
+    def __init__(self) -> None:
+        self._memory = mmap.mmap(-1, BUFFER_NBYTES)  # Page-aligned.
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        self._fds: dict[Path, int] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        for fd in self._fds.values():
+            os.close(fd)
+        self._fds.clear()
+
+    def read(self, path: Path, offset_nbytes: int, nbytes: int, checksums: bytes) -> memoryview:
+        """The bytes of a range of whole pages, valid until the next read.
+
+        `checksums`: CRC32C of each page, 4 bytes each. Raises CorruptionError naming the first bad
+        page, also where the file ends too early, and StorageError where it cannot be read.
+        """
+        assert nbytes <= BUFFER_NBYTES and not (offset_nbytes | nbytes) % PAGE_NBYTES
+        view = memoryview(self._memory)[:nbytes]
+        done = 0
+        try:
+            fd = self._open(path)
+            while done < nbytes:
+                count = os.preadv(fd, [view[done:]], offset_nbytes + done)
+                if count == 0:
+                    break
+                done += count
+        except OSError as error:
+            raise StorageError(
+                error.errno or errno.EIO, operation="read", path=str(path),
+                offset_nbytes=offset_nbytes + done, nbytes=nbytes - done,
+            ) from None  # fmt: skip
+        if done < nbytes:
+            raise CorruptionError(
+                errno.EBADMSG, operation="read", path=str(path),
+                offset_nbytes=offset_nbytes + done, nbytes=nbytes - done,
+                detail=f"the file ends at byte {offset_nbytes + done}, inside the state",
+            )  # fmt: skip
+        expected = ExpectedRange(str(path), offset_nbytes, self._address, nbytes, checksums)
+        found = expected.check()
+        if found is not None:
+            raise found
+        return view
+
+    def _open(self, path: Path) -> int:
+        fd = self._fds.get(path)
+        if fd is None:
+            flags = os.O_RDONLY | os.O_CLOEXEC
+            fd = -1
+            with contextlib.suppress(OSError):
+                fd = os.open(path, flags | os.O_DIRECT)
+            if fd < 0:
+                fd = os.open(path, flags)
+            self._fds[path] = fd
+        return fd

@@ -1,0 +1,231 @@
+"""A run that resumes goes on in the swap files of the one that was killed, and copies nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import infinity
+from infinity.errors import CorruptionError
+from infinity.testing import SimulatedDevice
+
+from .harness import Run, assert_same, durable, run
+from .killed_run import ROOM, section
+from .test_linked import flip, table
+
+ROOT = Path(__file__).resolve().parents[2]
+MIXED = {"parameters": "nvme", "moments": ["host", "nvme"], "master": "host", "gradients": "nvme"}
+Kill = Callable[..., None]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-m", "tests.checkpoint.killed_run"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    process = subprocess.Popen(command, text=True, cwd=ROOT, env=environment, **pipes)
+    with process:
+        yield process
+        process.stdin.close()
+
+
+@pytest.fixture
+def killed(server: subprocess.Popen[str]) -> Kill:
+    """Leaves what `killed_run` says in a directory."""
+
+    def kill(directory: Path, *, kind: str = "bf16", steps: int = 4, placement: Any = "nvme"):
+        job = {"directory": str(directory), "kind": kind, "steps": steps, "placement": placement}
+        server.stdin.write(json.dumps(job) + "\n")
+        server.stdin.flush()
+        assert server.stdout.readline() == "0\n"
+
+    return kill
+
+
+def expected(directory: Path, kind: str, first: int, stop: int) -> tuple[Any, Any]:
+    with run(kind, directory / "plain") as whole:
+        whole.steps(0, first)
+        return whole.steps(first, stop), whole.state()
+
+
+def commits(directory: Path) -> Path:
+    return directory / "swap" / "commits"
+
+
+def names(directory: Path) -> set[str]:
+    return {path.name for path in (directory / "swap").glob("*.swap")}
+
+
+def volume_of(each: Run) -> Any:
+    return infinity.engine_of(each.model).parts.store.volume
+
+
+@pytest.mark.parametrize("placement", ["nvme", MIXED], ids=["nvme", "mixed"])
+@pytest.mark.parametrize("kind", ["bf16", "conv", "frozen"])
+def test_it_goes_on_in_the_files_that_are_there(killed, tmp_path, kind, placement):
+    options = {"placement": placement, "nvme_nbytes": ROOM} if placement != "nvme" else {}
+    killed(tmp_path, kind=kind, placement=placement)
+    left = names(tmp_path)
+    with run(
+        kind, tmp_path / "swap", seed=7, resume=commits(tmp_path), checkpoint=section(tmp_path),
+        **{"nvme_nbytes": ROOM, **options},
+    ) as each:  # fmt: skip
+        assert names(tmp_path) == left
+        volume = volume_of(each)
+        frozen = {Path(one.label).name: one for one in volume.frozen}
+        assert set(frozen) == {"step-00000002", "step-00000004"}
+        assert each.load(commits(tmp_path)).step == 4
+        assert len(volume.frozen) == 2
+        got = []
+        for step in range(4, 9):
+            got.append(each.step(step))
+            _ = each.save(tmp_path / "c", keep=1) if step == 6 else each.commit()
+        state = each.state()
+    wanted = expected(tmp_path, kind, 4, 9)
+    assert got == wanted[0]
+    assert_same(wanted[1], state)
+    assert infinity.checkpoint.inspect(tmp_path / "c", verify=True)[0].is_whole
+
+
+def test_no_byte_of_the_state_is_copied(killed, tmp_path):
+    """Nothing is read by the engine, nothing written, when a checkpoint is restored in place."""
+    killed(tmp_path)
+    with run(
+        "bf16", tmp_path / "swap", seed=7, resume=commits(tmp_path), checkpoint=section(tmp_path),
+        nvme_nbytes=ROOM,
+    ) as each:  # fmt: skip
+        engine = infinity.engine_of(each.model)
+        before = engine.counters.snapshot()
+        each.load(commits(tmp_path))
+        after = engine.counters.snapshot()
+        for name in ("nvme_read_nbytes", "nvme_write_nbytes"):
+            assert after[name] == before[name]
+
+
+@pytest.mark.parametrize("device", [False, True])
+def test_a_run_goes_back_to_a_checkpoint_of_its_own(tmp_path, device):
+    """In the same process: the map of the checkpoint is restored, other copies are forgotten."""
+    options = {"device": SimulatedDevice(1)} if device else {}
+    with run("bf16", tmp_path / "swap", checkpoint=durable(tmp_path / "c"), **options) as each:
+        each.steps(0, 2)
+        each.save(tmp_path / "c")
+        state = each.state()
+        first = each.steps(2, 5), each.state()
+        each.model(77).backward()  # Never used.
+        before = infinity.engine_of(each.model).counters.snapshot()
+        each.load(tmp_path / "c")
+        after = infinity.engine_of(each.model).counters.snapshot()
+        assert after["nvme_write_nbytes"] - before["nvme_write_nbytes"] < 1 << 20, "no moments"
+        assert_same(state, each.state())
+        again = each.steps(2, 5), each.state()
+        assert first[0] == again[0]
+        assert_same(first[1], again[1])
+
+
+# What is not taken over is streamed, with the same result.
+
+
+def link_elsewhere(directory: Path) -> None:
+    for name in names(directory):
+        os.link(directory / "swap" / name, directory / name)
+
+
+def damage_a_neighbour(directory: Path) -> None:
+    (path,) = (directory / "c").iterdir()
+    (path / "linked.json").write_bytes(b"{}")
+
+
+def lose_a_file(directory: Path) -> None:
+    for name in names(directory):
+        os.unlink(directory / "swap" / name)
+
+
+def copy_the_commit(directory: Path) -> None:
+    shutil.copytree(commits(directory), directory / "copy")
+    shutil.rmtree(commits(directory))
+    (directory / "copy").rename(commits(directory))
+
+
+@pytest.mark.parametrize(
+    "change", [link_elsewhere, damage_a_neighbour, lose_a_file, copy_the_commit]
+)
+def test_what_is_not_as_expected_is_streamed(killed, tmp_path, change):
+    killed(tmp_path)
+    left = names(tmp_path)
+    change(tmp_path)
+    kept = {path: path.read_bytes() for path in tmp_path.glob("*.swap")}
+    with run(
+        "bf16", tmp_path / "swap", seed=7, resume=commits(tmp_path), checkpoint=section(tmp_path)
+    ) as each:
+        assert not names(tmp_path) & left
+        assert each.load(commits(tmp_path)).step == 4
+        got = each.steps(4, 7), each.state()
+    wanted = expected(tmp_path, "bf16", 4, 7)
+    assert got[0] == wanted[0]
+    assert_same(wanted[1], got[1])
+    assert kept == {path: path.read_bytes() for path in tmp_path.glob("*.swap")}
+
+
+def test_another_layout_is_streamed_into_the_files_that_are_there(killed, tmp_path):
+    """What the checkpoints need is frozen there, so nothing is written over it meanwhile."""
+    killed(tmp_path)
+    left = names(tmp_path)
+    with run(
+        "bf16", tmp_path / "swap", seed=7, resume=commits(tmp_path), checkpoint=section(tmp_path),
+        placement=MIXED,
+    ) as each:  # fmt: skip
+        assert names(tmp_path) == left
+        assert each.load(commits(tmp_path)).step == 4
+        got = [each.step(4)]
+        each.commit()
+        got += each.steps(5, 7)
+        state = each.state()
+    wanted = expected(tmp_path, "bf16", 4, 7)
+    assert got == wanted[0]
+    assert_same(wanted[1], state)
+
+
+def test_a_damaged_page_is_found_before_anything_changes(killed, tmp_path):
+    killed(tmp_path)
+    (path,) = commits(tmp_path).iterdir()
+    name, offset, _ = table(path)[2]["runs"][0]
+    flip(path / name, offset + 100)
+    with run(
+        "bf16", tmp_path / "swap", seed=7, resume=path, checkpoint=section(tmp_path),
+        nvme_nbytes=ROOM,
+    ) as each:  # fmt: skip
+        before = each.state()
+        with pytest.raises(CorruptionError) as caught:
+            each.load(path)
+        assert caught.value.path == str(path / name) and caught.value.offset_nbytes == offset
+        assert_same(before, each.state())
+        older = each.load(tmp_path / "c")  # The one before is whole, and in the same files.
+        assert older.step == 2
+        got = each.steps(2, 5)
+    assert got == expected(tmp_path, "bf16", 2, 5)[0]
+
+
+def test_what_a_crash_left_half_made_is_removed_first(killed, tmp_path):
+    killed(tmp_path)
+    (path,) = commits(tmp_path).iterdir()
+    shutil.copytree(path, path.parent / ".step-00000005.partial", copy_function=os.link)
+    older = path.parent / "step-00000003"
+    shutil.copytree(path, older, copy_function=os.link)
+    left = names(tmp_path)
+    with run(
+        "bf16", tmp_path / "swap", seed=7, resume=path, checkpoint=section(tmp_path),
+        nvme_nbytes=ROOM,
+    ) as each:  # fmt: skip
+        assert names(tmp_path) == left
+        assert list(commits(tmp_path).iterdir()) == [path]
+        each.load(path)
+        got = each.steps(4, 6)
+    assert got == expected(tmp_path, "bf16", 4, 6)[0]

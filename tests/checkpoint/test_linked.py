@@ -1,0 +1,505 @@
+"""Checkpoints that link to state on NVMe: exact, cheap, checked, and never at another's expense."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+import infinity
+from infinity.checkpoint.state_linked import CHECKSUMS_NAME, TABLE_NAME
+from infinity.errors import CapacityError, ConfigError, CorruptionError, StorageError
+from infinity.testing.faulty_engine import Fault, FaultyEngine
+
+from .harness import assert_same, content, durable, run
+from .test_exact import ELSEWHERE
+from .test_faults import EFFECTS, Ladder
+
+MIXTURE = ELSEWHERE["mixture"]
+
+
+def table(path: Path) -> list[dict]:
+    return json.loads((path / TABLE_NAME).read_text())["pieces"]
+
+
+def is_linked(path: Path) -> bool:
+    return (path / TABLE_NAME).exists()
+
+
+# Exact.
+
+
+@pytest.mark.parametrize(
+    ("kind", "elsewhere"),
+    [(kind, "same") for kind in ("fp32", "bf16", "fp16", "conv", "frozen", "tied", "mixed")]
+    + [(kind, where) for kind in ("bf16", "conv") for where in ("host", "device", "mixture")],
+)
+def test_resumed_run_is_the_uninterrupted_one(tmp_path, kind, elsewhere):
+    """While the run that was saved goes on, and again after it has ended."""
+    checkpoints = tmp_path / "checkpoints"
+    with run(kind, tmp_path / "swap", checkpoint=durable(checkpoints)) as whole:
+        whole.steps(0, 3)
+        whole.model(10).backward()  # Gradients, which are on NVMe as well.
+        path = whole.save(checkpoints)
+        saved = whole.state()
+        expected = whole.steps(3, 6), whole.state()
+        assert is_linked(path)
+        with run(kind, tmp_path / "a", seed=5, **ELSEWHERE[elsewhere]) as resumed:
+            assert resumed.load(checkpoints).step == 3
+            assert_same(saved, resumed.state())
+    assert not (tmp_path / "swap").exists() or not list((tmp_path / "swap").iterdir())
+    with run(kind, tmp_path / "b", seed=6, **ELSEWHERE[elsewhere]) as resumed:
+        resumed.load(checkpoints)
+        assert resumed.steps(3, 6) == expected[0]
+        assert_same(expected[1], resumed.state())
+
+
+def test_what_rests_elsewhere_is_written_beside_the_links(tmp_path):
+    checkpoints = tmp_path / "checkpoints"
+    with run("bf16", tmp_path / "swap", checkpoint=durable(checkpoints), **MIXTURE) as each:
+        each.steps(0, 2)
+        path = each.save(checkpoints)
+        plain = each.save(tmp_path / "plain", linked=False)
+        expected = each.steps(2, 4)
+    linked = {tensor[0] for piece in table(path) for tensor in piece["tensors"]}
+    copied = set()
+    for file in path.glob("unit-*.safetensors"):
+        names = json.loads(file.read_bytes()[8:].split(b"}}")[0] + b"}}")
+        copied |= set(names) - {"__metadata__"}
+    assert linked and copied and not linked & copied
+    assert any(name.endswith(".exp_avg") for name in linked)
+    assert any(name.endswith(".residual") for name in copied)
+    assert not is_linked(plain)
+    for place in (path, plain):
+        with run("bf16", tmp_path / "swap", seed=4) as resumed:
+            resumed.load(place)
+            assert resumed.steps(2, 4) == expected
+
+
+def test_saving_changes_nothing_and_every_kept_one_stays_as_it_was(tmp_path):
+    """Weights are changed by hand between steps, too, and commits come and go."""
+    checkpoints = tmp_path / "checkpoints"
+    section = durable(checkpoints, keep=3, durability="step")
+
+    def work(each, step):
+        with infinity.gather(each.model.inner.blocks[1], modify=True):
+            each.model.inner.blocks[1][0].weight.data[0, 0] += step
+        return each.step(step)
+
+    with run("bf16", tmp_path / "plain") as one:
+        expected = [work(one, step) for step in range(8)]
+    states = {}
+    with run("bf16", tmp_path / "swap", checkpoint=section) as other:
+        for step in range(8):
+            assert work(other, step) == expected[step]
+            other.commit()
+            if step % 2:
+                path = other.save(checkpoints, keep=3)
+                assert is_linked(path)
+                states[path] = other.state()
+        kept = sorted(checkpoints.iterdir())
+        assert [path.name for path in kept] == [f"step-{n:08d}" for n in (4, 6, 8)]
+    for path in kept:
+        with run("bf16", tmp_path / "again", seed=2) as resumed:
+            resumed.load(path)
+            assert_same(states[path], resumed.state())
+    assert all(each.is_whole for each in infinity.checkpoint.inspect(checkpoints, verify=True))
+
+
+# Cheap.
+
+
+class Counter:
+    """Counts the bytes that reach files: through the storage engine and through `os`."""
+
+    def __init__(self, monkeypatch):
+        self.nbytes = 0
+        for name in ("write", "pwrite"):
+            monkeypatch.setattr(os, name, self._wrap(getattr(os, name)))
+
+    def _wrap(self, real):
+        def call(*args):
+            done = real(*args)
+            self.nbytes += done
+            return done
+
+        return call
+
+    def engine(self, inner):
+        submit = inner.submit
+
+        def counted(operation, segments, priority):
+            if operation == "write":
+                self.nbytes += sum(segment.nbytes for segment in segments)
+            return submit(operation, segments, priority)
+
+        inner.submit = counted
+        return inner
+
+
+def test_a_checkpoint_does_not_grow_with_the_model(tmp_path, monkeypatch):
+    """Bytes written by a save: four times the state costs its checksums more, 1 of 1024."""
+    spent, state = {}, {}
+    for kind in ("bf16", "bf16-large"):
+        counter = Counter(monkeypatch)
+        directory = tmp_path / kind
+        directory.mkdir()
+        with run(
+            kind, directory / "swap", wrap_storage=counter.engine, host_nbytes="16MiB",
+            checkpoint=durable(directory / "checkpoints"),
+        ) as each:  # fmt: skip
+            each.steps(0, 1)
+            infinity.engine_of(each.model).flush()  # What the step itself has still to write.
+            before = counter.nbytes
+            path = each.save(directory / "checkpoints")
+            spent[kind] = counter.nbytes - before
+            state[kind] = sum(run[2] for piece in table(path) for run in piece["runs"])
+            before = counter.nbytes
+            each.save(directory / "plain", linked=False)
+            assert counter.nbytes - before >= state[kind] * 0.9
+        monkeypatch.undo()
+    grown = state["bf16-large"] - state["bf16"]
+    assert grown > 5 << 20
+    assert spent["bf16-large"] - spent["bf16"] <= grown / 1024 + 1000
+
+
+def test_without_the_section_there_is_nothing_to_pay(tmp_path, monkeypatch):
+    """No spare file, no byte more, and the same writes at the same places."""
+    seen = {}
+    for name, section in (("none", None), ("off", durable(tmp_path, durability="none"))):
+        writes = []
+
+        def record(inner, writes=writes):
+            submit = inner.submit
+
+            def recorded(operation, segments, priority):
+                writes.extend((operation, s.offset_nbytes, s.nbytes) for s in segments)
+                return submit(operation, segments, priority)
+
+            inner.submit = recorded
+            return inner
+
+        with run(
+            "bf16", tmp_path / name, prefetch=False, checkpoint=section, wrap_storage=record
+        ) as each:
+            each.steps(0, 2)
+            assert len(list((tmp_path / name).glob("*.swap"))) == 1
+            assert infinity.engine_of(each.model).parts.store.volume.num_spares == 0
+        seen[name] = writes
+    assert seen["none"] == seen["off"]
+
+
+# Where links are not possible, or there is no room for more of them.
+
+
+def test_more_than_the_spares_hold_are_copies(tmp_path):
+    checkpoints = tmp_path / "checkpoints"
+    with run("bf16", tmp_path / "swap", checkpoint=durable(checkpoints, keep=2)) as each:
+        paths = []
+        for step in range(4):
+            each.step(step)
+            paths.append(each.save(checkpoints))  # All are kept.
+        assert [is_linked(path) for path in paths] == [True, True, False, False]
+        shutil.rmtree(paths[0])  # By hand: its generation is free again.
+        each.steps(4, 5)
+        assert is_linked(each.save(checkpoints))
+        expected = each.steps(5, 6)
+    assert all(found.is_whole for found in infinity.checkpoint.inspect(checkpoints, verify=True))
+    with run("bf16", tmp_path / "swap", seed=1) as resumed:
+        resumed.load(checkpoints)
+        assert resumed.steps(5, 6) == expected
+
+
+@pytest.mark.parametrize("code", [errno.EXDEV, errno.EPERM, errno.EMLINK])
+def test_a_file_system_without_links_gets_a_copy(tmp_path, monkeypatch, code):
+    def refuse(*args, **options):
+        raise OSError(code, os.strerror(code))
+
+    with run("bf16", tmp_path / "swap", checkpoint=durable(tmp_path / "c")) as each:
+        each.steps(0, 1)
+        monkeypatch.setattr(os, "link", refuse)
+        path = each.save(tmp_path / "c", keep=1)
+        assert not is_linked(path)
+        assert infinity.engine_of(each.model).parts.store.volume.frozen == ()
+        each.steps(1, 2)
+        assert infinity.checkpoint.inspect(path, verify=True)[0].is_whole
+
+
+def test_another_file_system_needs_no_spares(tmp_path):
+    other = Path("/dev/shm")
+    if not other.is_dir() or other.stat().st_dev == tmp_path.stat().st_dev:
+        pytest.skip("one file system here")
+    with run("bf16", tmp_path / "swap", checkpoint=durable(other / tmp_path.name)) as each:
+        assert infinity.engine_of(each.model).parts.store.volume.num_spares == 0
+
+
+def test_commit_needs_its_section(tmp_path):
+    with (
+        run("fp32", tmp_path / "swap", checkpoint=durable(tmp_path)) as each,
+        pytest.raises(ConfigError, match="durability"),
+    ):
+        each.commit()
+
+
+def test_spares_are_refused_with_numbers_before_anything_is_taken(tmp_path):
+    section = durable(tmp_path / "c", keep=5)
+    with (
+        pytest.raises(CapacityError, match="5 spare generations") as refused,
+        run("bf16", tmp_path / "swap", checkpoint=section, nvme_nbytes="8MiB"),
+    ):
+        pass
+    assert refused.value.needed_nbytes > refused.value.available_nbytes == 8 << 20
+    assert list((tmp_path / "swap").iterdir()) == []
+
+
+# Damage.
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> Path:
+    directory = tmp_path_factory.mktemp("linked")
+    with run("frozen", directory / "swap", checkpoint=durable(directory / "c")) as each:
+        each.steps(0, 2)
+        each.save(directory / "c")
+        each.steps(2, 3)
+        return each.save(directory / "c")
+
+
+def test_a_flipped_bit_is_found_in_every_page_and_every_small_file(saved, tmp_path):
+    """In every 4096 bytes of linked state once, and in every 97th byte of all other files."""
+    copy = tmp_path / saved.name
+    shutil.copytree(saved, copy)
+    places = [
+        (run[0], run[1] + page * 4096 + (page * 977) % 4096)
+        for piece in table(saved)
+        for run in piece["runs"]
+        for page in range(run[2] // 4096)
+    ]
+    assert len({name for name, _ in places}) == 2, "two generations hold the state"
+    for path in saved.iterdir():
+        if path.suffix != ".swap":
+            places += [(path.name, at) for at in range(0, path.stat().st_size, 97)]
+    for name, at in places:
+        flip(copy / name, at)
+        (found,) = infinity.checkpoint.inspect(copy, verify=True)
+        assert any(name in fault or "manifest" in fault for fault in found.faults), (name, at)
+        flip(copy / name, at)
+    assert infinity.checkpoint.inspect(copy, verify=True)[0].is_whole
+
+
+def flip(path: Path, at: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ (1 << at % 8)]))
+
+
+def test_other_ranges_of_a_linked_file_are_no_part_of_it(saved, tmp_path):
+    copy = tmp_path / saved.name
+    shutil.copytree(saved, copy)
+    used: dict[str, set[int]] = {}
+    for run_ in (run_ for piece in table(saved) for run_ in piece["runs"]):
+        pages = range(run_[1] // 4096, (run_[1] + run_[2]) // 4096)
+        used.setdefault(run_[0], set()).update(pages)
+    for name, pages in used.items():
+        size = (copy / name).stat().st_size
+        other = set(range(size // 4096)) - pages
+        assert other
+        for page in other:
+            flip(copy / name, page * 4096)
+    assert infinity.checkpoint.inspect(copy, verify=True)[0].is_whole
+
+
+def test_a_damaged_page_stops_a_load(saved, tmp_path):
+    copy = tmp_path / saved.name
+    shutil.copytree(saved, copy)
+    piece = next(p for p in table(saved) if p["piece"] == "exp_avg")
+    name, offset, _ = piece["runs"][0]
+    flip(copy / name, offset + 10)
+    with (
+        run("frozen", tmp_path / "swap", seed=4) as each,
+        pytest.raises(CorruptionError, match="mixture") as caught,
+    ):
+        each.load(copy)
+    assert caught.value.path == str(copy / name)
+    assert caught.value.offset_nbytes == offset
+
+
+@pytest.mark.parametrize("how", ["truncated", "missing", "empty"])
+def test_a_file_that_is_short_or_missing_is_named_before_anything_changes(saved, tmp_path, how):
+    copy = tmp_path / saved.name
+    shutil.copytree(saved, copy)
+    with run("frozen", tmp_path / "swap", seed=3) as each:
+        before = each.state()
+        for path in sorted(copy.iterdir()):
+            whole = path.read_bytes()
+            if how == "missing":
+                path.unlink()
+            elif path.suffix == ".swap":
+                end = max(r[1] + r[2] for p in table(saved) for r in p["runs"] if r[0] == path.name)
+                path.write_bytes(whole[: end - 1] if how == "truncated" else b"")
+            else:
+                path.write_bytes(whole[:-1] if how == "truncated" else b"")
+            with pytest.raises(CorruptionError, match=path.name.replace(".", r"\.")):
+                each.load(copy)
+            (found,) = infinity.checkpoint.inspect(copy)
+            assert not found.is_whole
+            path.write_bytes(whole)
+        assert_same(before, each.state())
+
+
+@pytest.mark.parametrize("name", [TABLE_NAME, CHECKSUMS_NAME])
+def test_tables_are_under_the_manifest(saved, name):
+    names = {file["name"] for file in json.loads((saved / "manifest.json").read_text())["files"]}
+    assert name in names
+
+
+# Faults.
+
+
+def test_whatever_fails_the_commits_before_are_untouched(tmp_path, monkeypatch):
+    """The ladder of test_faults, for links: and no generation is lost on the way."""
+    checkpoints = tmp_path / "checkpoints"
+    seen = []
+    with run("bf16", tmp_path / "swap", checkpoint=durable(checkpoints, keep=1)) as each:
+        each.steps(0, 1)
+        each.save(checkpoints, keep=1)
+        first = state_of(checkpoints)
+        ladder = Ladder(monkeypatch, checkpoints)
+        real = os.link
+        links = {"left": 0}
+
+        def link(source, target):
+            if links["left"]:
+                links["left"] -= 1
+                if not links["left"]:
+                    raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return real(source, target)
+
+        monkeypatch.setattr(os, "link", link)
+        for rung in range(1, 1000):
+            each.steps(rung, rung + 1)
+            ladder.left, ladder.failed = rung, None
+            links["left"] = rung if rung <= 2 else 0
+            try:
+                each.save(checkpoints, keep=1, step=2)
+            except StorageError as error:
+                assert error.errno == errno.EIO
+                if (checkpoints / "step-00000002").exists():
+                    break  # What failed is the removal of the old one; see below.
+                assert state_of(checkpoints) == first, f"after {ladder.failed} failed"
+                assert infinity.checkpoint.inspect(checkpoints, verify=True)[-1].is_whole
+                seen.append(ladder.failed or "link")
+            else:
+                break
+        assert ladder.failed == "open", "the lock of the directory, to remove the old one"
+        ladder.left = 0
+        newest = state_of(checkpoints)
+        assert all(
+            found.is_whole for found in infinity.checkpoint.inspect(checkpoints, verify=True)
+        )
+        expected = each.state()
+        with pytest.raises(StorageError, match="2 commits are kept and there are 1 spare") as full:
+            each.steps(1000, 1002)
+            infinity.engine_of(each.model).flush()
+        assert full.value.errno == errno.ENOSPC
+        assert state_of(checkpoints) == newest
+    assert set(seen) >= set(EFFECTS) - {"posix_fallocate", "pwrite", "replace", "mkdir"}, seen
+    monkeypatch.undo()
+    with run("bf16", tmp_path / "swap", seed=5) as resumed:
+        assert resumed.load(checkpoints).step == 2
+        assert_same(expected, resumed.state())
+
+
+def list_names(directory: Path) -> list[Path]:
+    return sorted(path for path in directory.iterdir() if not path.name.startswith("."))
+
+
+def state_of(directory: Path) -> dict[str, bytes]:
+    """Every file of the whole checkpoints; of linked files what belongs to them."""
+    found = {}
+    for path in list_names(directory):
+        for name, data in content(path).items():
+            if not name.endswith(".swap"):
+                found[f"{path.name}/{name}"] = data
+        for number, piece in enumerate(table(path)):
+            parts = [
+                (path / file).read_bytes()[offset : offset + nbytes]
+                for file, offset, nbytes in piece["runs"]
+            ]
+            found[f"{path.name}/{number}"] = b"".join(parts)
+    return found
+
+
+@pytest.mark.parametrize("operation", ["write", "sync"])
+def test_a_drive_that_fills_up_or_fails_keeps_the_last_commit(tmp_path, operation):
+    """The first cause is the error, again and again; what was committed can be gone on with."""
+    checkpoints = tmp_path / "checkpoints"
+    faults: list[FaultyEngine] = []
+
+    def wrap(inner):
+        faults.append(FaultyEngine(inner))
+        return faults[-1]
+
+    section = durable(checkpoints, durability="step", keep=1)
+    with run("bf16", tmp_path / "swap", checkpoint=section, wrap_storage=wrap) as each:
+        each.steps(0, 2)
+        path = each.commit()
+        kept = state_of(path.parent)
+        expected = each.steps(2, 3)
+        (engine,) = faults
+        nth = engine._counts.get(operation, 0) + 5
+        if operation == "sync":
+            nth = engine._counts.get(operation, 0) + 1
+        engine._faults = (Fault(nth=nth, operation=operation, errno=errno.ENOSPC),)
+        errors = []
+        for step in range(3, 6):
+            try:
+                each.step(step)
+                each.commit()
+            except infinity.errors.InfinityError as error:
+                errors.append(error)
+        causes = [e if isinstance(e, StorageError) else e.__cause__ for e in errors]
+        assert causes and all(cause.errno == errno.ENOSPC for cause in causes)
+        assert all("infinity-" in cause.path for cause in causes)
+        assert state_of(path.parent) == kept
+    assert infinity.checkpoint.inspect(path, verify=True)[0].is_whole
+    with run("bf16", tmp_path / "swap", seed=5) as resumed:
+        assert resumed.load(path.parent).step == 2
+        assert resumed.steps(2, 3) == expected
+
+
+def test_deleted_swap_files_are_named_and_the_last_commit_stays(tmp_path):
+    section = durable(tmp_path / "c", durability="step", keep=1)
+    with run("bf16", tmp_path / "swap", checkpoint=section) as each:
+        each.steps(0, 1)
+        path = each.commit()
+        for file in (tmp_path / "swap").glob("*.swap"):
+            file.unlink()
+        each.steps(1, 2)  # They are open; training does not need their names.
+        with pytest.raises(StorageError, match="the swap file is gone"):
+            each.commit()
+        each.steps(2, 3)
+        assert infinity.checkpoint.inspect(path, verify=True)[0].is_whole
+    with run("bf16", tmp_path / "swap", seed=5) as resumed:
+        assert resumed.load(path).step == 1
+
+
+def test_a_second_job_gets_an_error_not_the_state(tmp_path):
+    section = durable(tmp_path / "c", durability="step", keep=1)
+    with run("bf16", tmp_path / "swap", checkpoint=section) as each:
+        each.steps(0, 1)
+        path = each.commit()
+        with (
+            pytest.raises(infinity.errors.SwapLockedError, match=str(os.getpid())),
+            run("bf16", tmp_path / "swap", checkpoint=section),
+        ):
+            pass
+        each.steps(1, 2)
+        each.commit()
+    assert not path.exists() and infinity.checkpoint.inspect(path.parent, verify=True)[0].is_whole

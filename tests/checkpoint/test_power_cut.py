@@ -1,0 +1,213 @@
+"""A power cut at any moment, whatever was not flushed lost or reordered, leaves a committed step.
+
+The long form, INFINITY_POWER_CUTS=5000, cuts that often.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+import infinity
+from infinity.checkpoint.state_directory import list_checkpoints, step_of
+from infinity.checkpoint.state_manifest import MANIFEST_NAME
+from infinity.storage.volume import Volume
+
+from .harness import assert_same, durable, run
+from .power_cut import Disk, Event, Named, Recorder, Renamed, Returned, Synced
+
+STEPS = 9
+CUTS = int(os.environ.get("INFINITY_POWER_CUTS", "100"))
+PLACEMENT = {"parameters": "nvme", "moments": "nvme", "master": "host", "gradients": "nvme"}
+
+
+class Recording:
+    """A run of a tiny model, every step committed and every third kept as a checkpoint."""
+
+    def __init__(self, root: Path) -> None:
+        root.mkdir()
+        recorder = Recorder(root)
+        self.manifests: dict[int, set[str]] = {}
+        self.losses: list[tuple[float, float]] = []
+        with recorder.recording(), self._run(root, recorder) as each:
+            for step in range(STEPS):
+                self.losses.append(each.step(step))
+                if step % 3 == 2:
+                    paths = [each.save(root / "checkpoints", keep=2)]
+                else:
+                    paths = [each.commit()]
+                recorder.returned(step + 1)
+                for path in paths:
+                    content = (path / MANIFEST_NAME).read_bytes()
+                    digests = self.manifests.setdefault(step + 1, set())
+                    digests.add(hashlib.sha256(content).hexdigest())
+            self.state = each.state()
+        self.events = recorder.events
+
+    @staticmethod
+    def _run(root: Path, recorder: Recorder):
+        return run(
+            "bf16-tiny", root / "swap", wrap_storage=recorder.wrap, placement=PLACEMENT,
+            checkpoint=durable(root / "checkpoints", durability="step", keep=2),
+        )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def recording(tmp_path_factory) -> Recording:
+    return Recording(tmp_path_factory.mktemp("recorded") / "root")
+
+
+@pytest.fixture
+def place(tmp_path) -> Iterator[Path]:
+    """Where what a cut leaves is looked at: in memory where that is possible, it is much."""
+    memory = Path("/dev/shm")
+    if not os.access(memory, os.W_OK):
+        yield tmp_path
+        return
+    with tempfile.TemporaryDirectory(dir=memory) as directory:
+        yield Path(directory)
+
+
+def cut_often(events: Sequence[Event], recording: Recording, place: Path, cuts: int) -> list[str]:
+    """What is wrong after the first of so many power cuts, at moments in every phase, that leaves
+    something wrong; empty when none does."""
+    drawn = random.Random(0)
+    moments = Counter(drawn.randrange(len(events)) for _ in range(cuts))
+    disk = Disk()
+    returned = 0
+    for index, event in enumerate(events):
+        disk.apply(event)
+        if isinstance(event, Returned):
+            returned = event.step
+        for _ in range(moments[index]):
+            target = place / "cut"
+            disk.cut(drawn, target, lambda path: path.parts[0] != "swap" or len(path.parts) > 2)
+            faults = faults_of(target, returned, recording)
+            shutil.rmtree(target)
+            if faults:
+                return [f"cut after event {index} of {len(events)}, {event}", *faults]
+    return []
+
+
+def faults_of(root: Path, returned: int, recording: Recording) -> list[str]:
+    faults, newest = [], 0
+    for directory in (root / "checkpoints", root / "swap" / "commits"):
+        there = list_checkpoints(directory)
+        for found in infinity.checkpoint.inspect(directory, verify=True) if there else ():
+            faults += found.faults
+            step = step_of(found.path)
+            newest = max(newest, step)
+            if found.is_whole:
+                content = (found.path / MANIFEST_NAME).read_bytes()
+                if hashlib.sha256(content).hexdigest() not in recording.manifests[step]:
+                    faults.append(f"step {step} is not what was committed")
+    if newest < returned:
+        faults.append(f"step {returned} was committed, and {newest} is the last one there")
+    return faults
+
+
+def test_every_cut_leaves_a_committed_step(recording, place):
+    """Everything that has a name is whole, and nothing is older than the last commit."""
+    assert cut_often(recording.events, recording, place, CUTS) == []
+
+
+def test_a_run_goes_on_from_what_a_cut_leaves(recording, tmp_path):
+    """Not only whole: the continuation has the bits of the uninterrupted run."""
+    drawn = random.Random(1)
+    moments = {drawn.randrange(len(recording.events) // 2, len(recording.events)) for _ in range(3)}
+    disk, resumed = Disk(), 0
+    for index, event in enumerate(recording.events):
+        disk.apply(event)
+        if index in moments:
+            target = tmp_path / f"cut-{index}"
+            disk.cut(drawn, target, lambda path: True)
+            places = [target / "checkpoints", target / "swap" / "commits"]
+            newest = max((p for d in places for p in list_checkpoints(d)), key=step_of)
+            with run("bf16-tiny", target / "swap", seed=9) as each:
+                first = each.load(newest).step
+                assert each.steps(first, STEPS) == recording.losses[first:]
+                assert_same(recording.state, each.state())
+            resumed += 1
+    assert resumed == len(moments)
+
+
+def flushes(events: Sequence[Event]) -> Counter[str]:
+    return Counter(event.what for event in events if isinstance(event, Synced))
+
+
+FLUSHES = [
+    "swap files", "a partial directory", "checkpoints", "above them",
+    "unit-00000.safetensors", "buffers.safetensors", "program.pt", "linked.json", "linked.crc32c",
+    "manifest.json", "manifest.sha256",
+]  # fmt: skip
+
+
+def test_every_flush_is_known(recording):
+    found = flushes(recording.events)
+    assert set(found) - {f"unit-{n:05d}.safetensors" for n in range(9)} == set(FLUSHES) - {
+        "unit-00000.safetensors"
+    }
+
+
+@pytest.mark.parametrize("what", FLUSHES)
+def test_without_any_one_flush_a_cut_is_found(recording, place, what):
+    """The mutation check: each kind of flush is needed, and the simulator notices."""
+    events = [e for e in recording.events if not (isinstance(e, Synced) and e.what == what)]
+    assert len(events) < len(recording.events)
+    assert cut_often(events, recording, place, 2000)
+
+
+def test_a_name_before_its_content_is_found(recording, place):
+    """The rename before the sync of what is renamed."""
+    events = list(recording.events)
+    for index, event in enumerate(recording.events):
+        before = recording.events[index - 1]
+        if isinstance(event, Renamed) and isinstance(before, Synced):
+            events[index - 1], events[index] = event, before
+    assert events != recording.events
+    assert cut_often(events, recording, place, 2000)
+
+
+def test_writes_that_nobody_waits_for_are_found(recording, place):
+    """Completions are seen one sync too late."""
+    events: list[Event] = []
+    late: list[Event] = []
+    for event in recording.events:
+        if type(event).__name__ == "Completed":
+            late.append(event)
+            continue
+        events.append(event)
+        if isinstance(event, Named) and event.name.endswith(".swap"):
+            events += late
+            late = []
+    assert cut_often(events, recording, place, 2000)
+
+
+@pytest.mark.parametrize("mutation", ["freeze", "thaw"])
+def test_overwriting_what_a_commit_needs_is_found(tmp_path, place, monkeypatch, mutation):
+    """Without freezing, writes reach what was committed; thawed at once, too."""
+
+    def thaw_at_once(self, label="", real=Volume.freeze):
+        frozen = real(self, label)
+        self.thaw(frozen)
+        return frozen
+
+    if mutation == "freeze":
+        monkeypatch.setattr(
+            "infinity.storage.volume.choose_targets",
+            lambda current, frozen, *, offset_nbytes, nbytes, num_generations: current.of(
+                offset_nbytes, nbytes
+            ),
+        )
+    else:
+        monkeypatch.setattr(Volume, "freeze", thaw_at_once)
+    mutated = Recording(tmp_path / "root")
+    assert cut_often(mutated.events, mutated, place, 2000)

@@ -1,0 +1,198 @@
+"""Volumes with spare files: what is frozen stays as it is on the drive, and space is counted."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import random
+from pathlib import Path
+
+import pytest
+
+from infinity.errors import CapacityError, CorruptionError, StorageError, UnsupportedError
+from infinity.sizes import KIB, MIB, PAGE_NBYTES
+from infinity.storage.arena import Arena
+from infinity.storage.engine import Priority
+from infinity.storage.volume import Extent, Frozen, Volume, VolumePath
+
+SIZE = 512 * KIB
+
+
+@pytest.fixture
+def drives(tmp_path: Path) -> list[VolumePath]:
+    return [VolumePath(str(tmp_path / name)) for name in "ab"]
+
+
+def write(volume: Volume, arena: Arena, piece: tuple[Extent, ...], at: int, data: bytes) -> None:
+    arena.memory(0, len(data))[:] = data
+    volume.write(
+        piece, offset_nbytes=at, nbytes=len(data), address=arena.address,
+        priority=Priority.WRITE_BACK,
+    ).wait()  # fmt: skip
+
+
+def read(volume: Volume, arena: Arena, piece: tuple[Extent, ...]) -> bytes:
+    volume.read(
+        piece, offset_nbytes=0, nbytes=SIZE, address=arena.address, priority=Priority.FORWARD
+    ).wait()
+    return bytes(arena.memory(0, SIZE))
+
+
+def on_drive(volume: Volume, piece: tuple[Extent, ...]) -> list[tuple[str, int, int]]:
+    return [(r.path, r.offset_nbytes, r.nbytes) for r in volume.locate(piece)]
+
+
+def bytes_of(places: list[tuple[str, int, int]]) -> bytes:
+    content = b""
+    for path, offset, nbytes in places:
+        with open(path, "rb") as file:
+            file.seek(offset)
+            content += file.read(nbytes)
+    return content
+
+
+@pytest.mark.parametrize("num_spares", [1, 2])
+def test_frozen_content_stays_on_the_drive_whatever_is_written(
+    open_any, native_name, arena: Arena, drives: list[VolumePath], num_spares: int
+) -> None:
+    drawn = random.Random(num_spares)
+    with Volume(
+        open_any(native_name), drives, stripe_nbytes=32 * KIB, verify=True, num_spares=num_spares
+    ) as volume:
+        piece, _ = volume.reserve([SIZE, MIB])
+        expected = bytes(SIZE)
+        kept: list[tuple[Frozen, list[tuple[str, int, int]], bytes]] = []
+        for _ in range(60):
+            for _ in range(drawn.randint(1, 6)):
+                at = drawn.randrange(0, SIZE, PAGE_NBYTES)
+                nbytes = min(SIZE - at, drawn.randint(1, 20) * PAGE_NBYTES)
+                data = drawn.randbytes(nbytes)
+                write(volume, arena, piece, at, data)
+                expected = expected[:at] + data + expected[at + nbytes :]
+            assert read(volume, arena, piece) == expected
+            volume.sync()
+            kept.append((volume.freeze(), on_drive(volume, piece), expected))
+            if len(kept) > num_spares:
+                volume.thaw(kept.pop(drawn.randrange(num_spares))[0])
+            assert len(volume.frozen) == len(kept) <= num_spares
+            for _, places, content in kept:
+                assert bytes_of(places) == content
+        files = {path for path, _, _ in on_drive(volume, piece)}
+        assert len(files) > len(drives), "generations were used"
+
+
+def test_without_a_commit_nothing_moves_and_without_spares_there_is_one_file(
+    open_any, arena: Arena, drives: list[VolumePath]
+) -> None:
+    for num_spares in (0, 1):
+        with Volume(open_any("threads"), drives[:1], num_spares=num_spares) as volume:
+            (piece,) = volume.reserve([SIZE])
+            write(volume, arena, piece, 0, b"x" * SIZE)
+            assert on_drive(volume, piece) == [(volume.file_paths[0], 0, SIZE)]
+            assert len(list(Path(drives[0].path).glob("*.swap"))) == 1 + num_spares
+        assert not list(Path(drives[0].path).iterdir())
+
+
+def test_a_bit_flipped_in_a_spare_file_is_found_and_named(
+    open_any, arena: Arena, drives: list[VolumePath]
+) -> None:
+    with Volume(open_any("threads"), drives[:1], verify=True, num_spares=1) as volume:
+        (piece,) = volume.reserve([SIZE])
+        write(volume, arena, piece, 0, b"1" * SIZE)
+        volume.freeze()
+        write(volume, arena, piece, 64 * KIB, b"2" * 64 * KIB)
+        (_, (path, offset, _), _) = on_drive(volume, piece)
+        assert path.endswith("-1.swap") and offset == 64 * KIB
+        with open(path, "r+b") as file:
+            file.seek(offset + 5000)
+            file.write(b"3")
+        with pytest.raises(CorruptionError) as caught:
+            read(volume, arena, piece)
+        assert caught.value.path == path
+        assert caught.value.offset_nbytes == offset + PAGE_NBYTES
+
+
+def test_more_commits_than_spares_leave_no_room_for_a_write(
+    open_any, arena: Arena, drives: list[VolumePath]
+) -> None:
+    with Volume(open_any("threads"), drives[:1], num_spares=1) as volume:
+        (piece,) = volume.reserve([SIZE])
+        write(volume, arena, piece, 0, b"1" * SIZE)
+        first = volume.freeze()
+        write(volume, arena, piece, 0, b"2" * SIZE)
+        volume.freeze()
+        with pytest.raises(StorageError, match="2 commits are kept and there are 1 spare") as full:
+            write(volume, arena, piece, 0, b"3" * SIZE)
+        assert full.value.errno == errno.ENOSPC
+        assert read(volume, arena, piece) == b"2" * SIZE
+        volume.thaw(first)
+        volume.thaw(first)
+        write(volume, arena, piece, 0, b"3" * SIZE)
+        assert read(volume, arena, piece) == b"3" * SIZE
+
+
+def test_links_outlive_the_volume(open_any, arena: Arena, drives, tmp_path: Path) -> None:
+    with Volume(open_any("threads"), drives[:1], num_spares=1) as volume:
+        (piece,) = volume.reserve([SIZE])
+        write(volume, arena, piece, 0, b"1" * SIZE)
+        volume.sync()
+        volume.freeze()
+        ((path, offset, nbytes),) = on_drive(volume, piece)
+        os.link(path, tmp_path / "link")
+        write(volume, arena, piece, 0, b"2" * SIZE)
+    assert bytes_of([(str(tmp_path / "link"), offset, nbytes)]) == b"1" * SIZE
+
+
+# Space.
+
+
+def test_spares_are_preallocated_for_what_is_rewritten_only(
+    open_any, drives: list[VolumePath]
+) -> None:
+    with Volume(open_any("threads"), drives[:1], num_spares=2) as volume:
+        volume.reserve([MIB, 4 * MIB], spared_nbytes=[MIB, 64 * KIB])
+        base, *spares = sorted(Path(drives[0].path).glob("*.swap"), key=lambda path: len(path.name))
+        assert {os.stat(path).st_size for path in (base, *spares)} == {5 * MIB}
+        assert os.stat(base).st_blocks * 512 >= 5 * MIB
+        for path in spares:
+            assert MIB + 64 * KIB <= os.stat(path).st_blocks * 512 < 2 * MIB
+
+
+@pytest.mark.parametrize("paths", [1, 2])
+@pytest.mark.parametrize("missing_nbytes", [0, PAGE_NBYTES])
+def test_spares_are_counted_before_anything_is_taken(
+    open_any, tmp_path: Path, paths: int, missing_nbytes: int
+) -> None:
+    """2 MiB of which 1 is rewritten, and 3 spares of that: 5 MiB, to the page."""
+    room_nbytes = (5 * MIB - missing_nbytes) // paths // PAGE_NBYTES * PAGE_NBYTES
+    drives = [VolumePath(str(tmp_path / str(i)), capacity_nbytes=room_nbytes) for i in range(paths)]
+    with Volume(open_any("threads"), drives, stripe_nbytes=PAGE_NBYTES, num_spares=3) as volume:
+        if not missing_nbytes:
+            volume.reserve([2 * MIB], spared_nbytes=[MIB])
+            return
+        with pytest.raises(CapacityError, match=r"checkpoint\.keep") as refused:
+            volume.reserve([2 * MIB], spared_nbytes=[MIB])
+        assert "3 spare generations" in str(refused.value)
+        assert [os.path.getsize(path) for path in volume.file_paths] == [0] * paths
+
+
+def test_one_full_path_is_named_although_the_others_have_room(open_any, tmp_path: Path) -> None:
+    small = VolumePath(str(tmp_path / "small"), capacity_nbytes=MIB + 512 * KIB, weight=5.0)
+    large = VolumePath(str(tmp_path / "large"), capacity_nbytes=64 * MIB, weight=0.001)
+    with Volume(open_any("threads"), [small, large], num_spares=1) as volume:
+        # What is rewritten all comes to lie on the small path.
+        with pytest.raises(CapacityError, match="small") as refused:
+            volume.reserve([MIB, 40 * MIB], spared_nbytes=[MIB, 0])
+        assert refused.value.needed_nbytes > refused.value.available_nbytes
+        assert [os.path.getsize(path) for path in volume.file_paths] == [0, 0]
+
+
+def test_a_directory_that_a_newer_version_left_is_refused(open_any, tmp_path: Path) -> None:
+    drive = tmp_path / "drive"
+    drive.mkdir()
+    (drive / "infinity.lock").write_text(json.dumps({"schema": 99, "pid": None}))
+    (drive / "infinity-0123456789abcdef.swap").write_bytes(b"of the newer one")
+    with pytest.raises(UnsupportedError, match="schema 99"):
+        Volume(open_any("threads"), [VolumePath(str(drive))])
+    assert len(list(drive.iterdir())) == 2
