@@ -32,6 +32,7 @@ def offload(
     units: UnitRule = "auto",
     device: OwnDevice | None = None,
     resume: str | os.PathLike[str] | None = None,
+    group: Any = None,
 ) -> nn.Module:
     """Moves the model's parameters to the tiers of `config`, in place, and returns the model.
 
@@ -47,6 +48,11 @@ def offload(
     device: a device adapter of your own (infinity.testing.SimulatedDevice)
     resume: the checkpoint, or directory of them, that `infinity.checkpoint.load` is called with
         next; the swap files it links to are gone on with where that is possible, not copied
+    group: the data-parallel ranks that state is divided over: a process group, or the slice of a
+        device mesh, `mesh["dp"]`; None takes all ranks of torch.distributed, if it is initialized
+
+    With several ranks, build the same model with the same weights on each of them and call
+    `optimizer.step()` equally often; see docs/RANKS.md.
 
     Attach adapters, freeze parameters and tie weights before. Raises ConfigError, CapacityError,
     StorageError or UnsupportedError before anything was touched.
@@ -64,7 +70,10 @@ def offload(
         from infinity.checkpoint.state_adopt import plan_adoption
 
         adopted = plan_adoption(resolved, resume)
-    build(model, resolved, weights=plan, seed=seed, units=units, device=device, adopted=adopted)
+    build(
+        model, resolved, weights=plan, seed=seed, units=units, device=device, group=group,
+        adopted=adopted,
+    )  # fmt: skip
     return model
 
 

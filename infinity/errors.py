@@ -9,6 +9,7 @@ InfinityError
   UnsupportedError(RuntimeError) a kernel, hardware or PyTorch feature is missing, and the remedy
   ParameterNotResident(RuntimeError)  a released parameter was used: full name, tier, the fix
   NonFiniteError(ArithmeticError)     a loss or a gradient is not finite: step, unit
+  RankError(RuntimeError)        another rank is gone or out of step: rank, cause
 
 Every message says what was expected, what came and what to do next. Bad input raises from this
 tree; a broken invariant of the package itself asserts.
@@ -114,3 +115,19 @@ class NonFiniteError(InfinityError, ArithmeticError):
             "; no weight was changed by this step. Lower the learning rate, check the data, or set "
             "optimizer.max_grad_norm"
         )
+
+
+class RankError(InfinityError, RuntimeError):
+    """A rank of the job is gone, stuck or does something else. `rank` is the one that failed first.
+
+    Training cannot go on without its shards: end the job and start again from a checkpoint.
+    """
+
+    def __init__(self, rank: int, cause: str) -> None:
+        self.rank = rank
+        self.cause = cause
+        super().__init__(cause)
+
+    def again(self) -> RankError:
+        """The same error to raise in another place, with a traceback of its own."""
+        return RankError(self.rank, self.cause)

@@ -93,6 +93,7 @@ def load(
     before anything was changed; but for bytes that turn out wrong while they are streamed, which is
     a CorruptionError that says so.
     """
+    engine_of(model).refuse_ranks("infinity.checkpoint.load")
     found = Checkpoint(find_checkpoint(Path(path)))
     program = found.program()
     _check_program(program, optimizer, scheduler, found.path)

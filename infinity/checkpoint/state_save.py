@@ -88,6 +88,7 @@ def save(
     checkpoints that were there. Raises ConfigError when one of this or a later step is there,
     StorageError naming the operation and the file, InfinityError while parameters are in use.
     """
+    engine_of(model).refuse_ranks("infinity.checkpoint.save")
     if keep is not None and keep < 1:
         raise ConfigError(f"keep={keep}: expected at least 1, the checkpoint that is written")
     program = _Program.of(optimizer, scheduler, step, extra)

@@ -57,6 +57,7 @@ ComputeDtype = Literal["float32", "bfloat16"]
 GradientDtype = Literal["float32"]
 MomentFormat = Literal["float32", "8bit"]
 UpdatesMode = Literal["deferred", "at_step"]
+RankBudgets = Literal["node", "rank"]
 OptimizerName = Literal["adamw"]
 LrSchedule = Literal["constant", "linear", "cosine"]
 IoEngineName = Literal["auto", "io_uring", "threads"]
@@ -285,6 +286,22 @@ class Schedule(Section):
     )
     update_chunk: Annotated[int, Size(minimum=2 * PAGE_NBYTES, multiple=2 * PAGE_NBYTES)] = Field(
         16 * MIB, description="Bytes of each kind of state that one move of the optimizer takes."
+    )
+
+
+class Ranks(Section):
+    """State divided over the ranks of torch.distributed. Of no effect where there is one rank."""
+
+    stage: Annotated[int, Integer(1, 3)] = Field(
+        3,
+        description="What is divided, as in ZeRO: 1 the optimizer's state, 2 gradients as well, 3 "
+        "parameters as well.",
+    )
+    budgets: Annotated[RankBudgets, Choice(RankBudgets)] = Field(
+        "node",
+        description='Whom the capacities of host and nvme are for: "node" divides them evenly '
+        'among the ranks of a node, "rank" gives each rank all of them. The device is always one '
+        "rank's own.",
     )
 
 

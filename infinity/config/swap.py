@@ -25,6 +25,7 @@ from infinity.config.schema import (
     Output,
     Placement,
     Precision,
+    Ranks,
     Schedule,
     Section,
     Tiers,
@@ -73,6 +74,7 @@ class SwapConfig(Section):
     placement: Placement = defaults()
     io: Io = defaults()
     schedule: Schedule = defaults()
+    ranks: Ranks = defaults()
     precision: Precision = defaults()
     optimizer: Optimizer = defaults()
     model: Model | None = None
@@ -82,8 +84,9 @@ class SwapConfig(Section):
     checkpoint: Checkpoint | None = None
 
     @field_validator(
-        "tiers", "placement", "io", "schedule", "precision", "optimizer", "output", mode="before"
-    )
+        "tiers", "placement", "io", "schedule", "ranks", "precision", "optimizer", "output",
+        mode="before",
+    )  # fmt: skip
     @classmethod
     def _empty(cls, value: Any) -> Any:
         return null_as_empty(value)

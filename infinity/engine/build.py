@@ -18,15 +18,25 @@ from infinity.config import SwapConfig
 from infinity.config.schema import NvmeTier
 from infinity.engine.activations import Activations
 from infinity.engine.discover import Anatomy, Found, UnitRule, dissect, storage_strides
+from infinity.engine.divide import (
+    Division,
+    config_of_rank,
+    divide,
+    refuse_different_weights,
+    remove_directories,
+)
 from infinity.engine.durability import count_spares
 from infinity.engine.engine import _ENGINES, Engine, Machinery, Site, Slot
 from infinity.engine.gradients import Gradients
 from infinity.engine.handles import Handle
 from infinity.engine.initialise import initialise
 from infinity.engine.master import Masters
+from infinity.engine.ranked import RankedGradients, RankedMasters, RankedUpdater, RankGroup
 from infinity.engine.update import Updater
 from infinity.errors import ConfigError, UnsupportedError
 from infinity.observe import Counters
+from infinity.ranks.rendezvous import find_group
+from infinity.ranks.store import RankedStore
 from infinity.schedule.executor import Executor
 from infinity.state.budgets import Budgets
 from infinity.state.store import StateStore
@@ -65,15 +75,20 @@ def build(
     seed: int,
     units: UnitRule,
     device: OwnDevice | None,
+    group: Any = None,
     wrap_storage: Callable[[StorageEngine], StorageEngine] | None = None,
     adopted: Adopted | None = None,
 ) -> Engine:
     """Moves a model's parameters to their tiers and puts handles in their place.
 
     A failure leaves the model as it was and no swap file behind. `wrap_storage` decorates the
-    storage engine (fault injection in tests). `adopted` swap files are gone on with.
+    storage engine (fault injection in tests). `adopted` swap files are gone on with. `group`: see
+    `infinity.offload`.
     """
     _refuse(model, has_weights=weights is not None)
+    ranks = find_group(group)
+    if ranks is not None:
+        config = config_of_rank(config, ranks)
     anatomy = dissect(model, units)
     if not anatomy.units:
         raise ConfigError(f"{type(model).__name__} has no parameters; nothing to offload")
@@ -86,10 +101,16 @@ def build(
         )
         for index, (name, members) in enumerate(anatomy.units)
     ]
-    budgets = _budgets(config, laid_out, anatomy, device)
+    division = None
+    if ranks is not None:
+        division = divide(laid_out, ranks, config)
+        laid_out = list(division.partition.wholes)
+    budgets = _budgets(config, laid_out, anatomy, device, division)
     resources = ExitStack()
     try:
-        parts = _assemble(config, laid_out, budgets, device, wrap_storage, adopted, resources)
+        parts = _assemble(
+            config, laid_out, budgets, device, wrap_storage, adopted, resources, division
+        )
         engine = Engine(model, config, parts, _slots(parts, anatomy, laid_out), _sites(anatomy))
         for slot in engine.slots:
             slot.handle.owner = engine
@@ -97,7 +118,12 @@ def build(
         resources.close()
         raise
     try:
+        if parts.ranks is not None:
+            parts.ranks.open()
+            refuse_different_weights(engine, parts.ranks)
         _fill(engine, weights, seed)
+        if parts.ranks is not None:
+            parts.ranks.agree_on_weights(range(len(laid_out)))
     except BaseException:
         engine.uninstall()
         engine.close()
@@ -170,17 +196,23 @@ def facts_of(found: Found, config: SwapConfig) -> TensorFacts:
 
 
 def _budgets(
-    config: SwapConfig, units: Sequence[Unit], anatomy: Anatomy, device: OwnDevice | None
+    config: SwapConfig,
+    units: Sequence[Unit],
+    anatomy: Anatomy,
+    device: OwnDevice | None,
+    division: Division | None,
 ) -> Budgets:
     """Asks this machine for its sizes."""
     is_cpu = device.shares_host_memory if device is not None else _kind(config) == "cpu"
     return Budgets(
         config,
-        units,
+        units if division is None else division.partition.units,
         held_nbytes=anatomy.held_nbytes([rounded_nbytes(u.weight_nbytes) for u in units]),
         shares_host_memory=is_cpu,
         device_nbytes=_device_nbytes(config, is_given=is_cpu or device is not None),
-        available_host_nbytes=available_host_nbytes(),
+        available_host_nbytes=available_host_nbytes() // (division.sharing if division else 1),
+        gathered_nbytes=division.gathered_nbytes if division else 0,
+        serving_nbytes=division.serving_nbytes if division else 0,
     )
 
 
@@ -216,17 +248,25 @@ def _assemble(
     wrap_storage: Callable[[StorageEngine], StorageEngine] | None,
     adopted: Adopted | None,
     resources: ExitStack,
+    division: Division | None,
 ) -> Machinery:
     counters = Counters()
+    if division is not None:
+        resources.callback(remove_directories, config)
     arena = Arena(budgets.host_nbytes, huge_pages=config.tiers.host.huge_pages)
     resources.callback(arena.close)
     volume = _open_volume(config, arena, budgets, wrap_storage, adopted, resources)
     host = HostTier(arena, counters)
     device = _open_device(config, host, counters, own_device)
     resources.callback(device.close)
-    store = StateStore(
-        units, budgets.placement, host=host, volume=volume, device=device, counters=counters
-    )
+    homes: dict[str, Any] = {
+        "placement": budgets.placement,
+        "host": host,
+        "volume": volume,
+        "device": device,
+        "counters": counters,
+    }
+    store = StateStore(units, **homes) if division is None else division.store(resources, **homes)
     pool = HostPool(host, is_tight=budgets.is_tight)
     placed_on_device = budgets.placement.placed_nbytes["device"]
     window = budgets.device_nbytes
@@ -239,9 +279,13 @@ def _assemble(
         device_window_nbytes=(
             None if window is None or device.shares_host_memory else window - placed_on_device
         ),
+        is_outdated_by_step=division is not None and division.partition.stage == 3,
     )
-    gradients = Gradients(store, pool=pool, device=device, counters=counters)
-    updater = Updater(
+    is_ranked = isinstance(store, RankedStore)
+    gradients = (RankedGradients if is_ranked else Gradients)(
+        store, pool=pool, device=device, counters=counters
+    )
+    updater = (RankedUpdater if is_ranked else Updater)(
         store,
         pool=pool,
         executor=executor,
@@ -264,7 +308,6 @@ def _assemble(
         updater.reclaim,
     ):
         pool.add_reclaimer(reclaim)
-    masters = Masters(store, pool)
     return Machinery(
         store,
         pool,
@@ -272,10 +315,11 @@ def _assemble(
         executor,
         gradients,
         updater,
-        masters,
+        (RankedMasters if is_ranked else Masters)(store, pool),
         activations,
         counters,
         resources,
+        RankGroup(store, executor, gradients) if is_ranked else None,
     )
 
 

@@ -14,7 +14,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,6 +39,7 @@ from infinity.engine.hooks import (
 from infinity.engine.interrupts import uninterrupted
 from infinity.engine.layer_major import Conductor
 from infinity.engine.master import Masters
+from infinity.engine.ranked import RankGroup
 from infinity.engine.state_access import StateAccess
 from infinity.engine.update import StepRecord, Updater
 from infinity.errors import InfinityError, ParameterNotResident, UnsupportedError
@@ -140,6 +141,7 @@ class Machinery:
     activations: Activations
     counters: Counters
     resources: ExitStack  # Closes device, volume, storage engine and arena, in that order.
+    ranks: RankGroup | None = None
 
 
 @dataclass(eq=False, repr=False)
@@ -187,6 +189,8 @@ class Engine:
         self._is_in_pass = False  # The model's forward is running: its own code may change weights.
         self._is_layer_major = False  # `accumulate` is running: it says when passes begin and end.
         self._initialising: list[int] | None = None  # Units held by initialisation, oldest first.
+        self._unagreed: set[int] = set()  # Units that were set and that other ranks do not see yet.
+        self._is_filling = True  # Until weights have their first values.
         # A model that is dropped without close() gives its memory and its swap files back too.
         self._finalizer = weakref.finalize(self, self.parts.resources.close)
         _open_engines.add(self)
@@ -233,7 +237,8 @@ class Engine:
         _ENGINES.pop(self.model, None)
 
     def forget_originals(self) -> None:
-        """Lets the memory of the model's own parameters go."""
+        """Weights have their values: lets the memory of the model's own parameters go."""
+        self._is_filling = False
         for slot in self.slots:
             slot.original = None
 
@@ -258,6 +263,7 @@ class Engine:
         priority = Priority.FORWARD if current_backward() == OUTSIDE_BACKWARD else Priority.BACKWARD
         try:
             with uninterrupted(), self._lock, self._tracer.during(Lane.ENGINE, "enter"):
+                self._gradients.take_in()
                 if priority is Priority.BACKWARD and not self._is_layer_major:
                     self._write_out_finished(entering=units)
                 for unit in units:
@@ -616,7 +622,7 @@ class Engine:
             raise InfinityError(
                 f"{name!r} has shape {slot.spec.facts.shape}, got {tuple(tensor.shape)}"
             )
-        with uninterrupted(), self._lock, torch.no_grad():
+        with uninterrupted(), self._lock, torch.no_grad(), self._setting([slot.unit.index]):
             self.reset()
             if self._executor.is_held(slot.unit.index):
                 raise InfinityError(
@@ -625,6 +631,26 @@ class Engine:
                 )
             self._quiesce()
             self._write(slot.unit, {slot.spec: tensor})
+
+    @contextmanager
+    def _setting(self, units: Sequence[int]) -> Iterator[None]:
+        """Around a change of units' weights from outside, which all ranks make alike."""
+        ranks = self.parts.ranks
+        if ranks is None or self._is_filling:
+            yield
+            return
+        ranks.barrier("weights are about to be set")
+        yield
+        self._unagreed.update(units)
+        self._agree()
+
+    def _agree(self) -> None:
+        """What was set becomes what all ranks see, but for units that an outer gather holds."""
+        if self.parts.ranks is not None and self._unagreed:
+            idle = [unit for unit in sorted(self._unagreed) if not self._executor.is_held(unit)]
+            self._unagreed.difference_update(idle)
+            if idle:
+                self.parts.ranks.agree_on_weights(idle)
 
     def _write(self, unit: Unit, values: Mapping[TensorSpec, torch.Tensor]) -> None:
         """Writes weights (and masters) of one unit; the write to NVMe is left for later."""
@@ -642,7 +668,7 @@ class Engine:
         """Writes one unit's original parameters, those that have memory, to its tiers."""
         values = {
             slot.spec: slot.original.detach()
-            for slot in self._by_unit[unit.index]
+            for slot in self._by_unit.get(unit.index, ())
             if slot.original is not None and not slot.original.is_meta
         }
         if values:
@@ -680,6 +706,7 @@ class Engine:
         with self._lock, torch.no_grad():
             if self.is_closed:
                 raise InfinityError(f"{what}: the engine of this model is closed")
+            self.refuse_ranks(what)
             self.reset()
             self._refuse_held(what)
             self.flush()
@@ -687,6 +714,19 @@ class Engine:
             yield StateAccess(
                 parts.store, parts.pool, parts.executor, parts.gradients, chunk_nbytes
             )
+
+    def refuse_ranks(self, what: str) -> None:
+        """Raises UnsupportedError where state is divided over ranks."""
+        if self.parts.ranks is not None:
+            raise UnsupportedError(
+                f"{what} does not know state that is divided over ranks yet; save weights with "
+                "infinity.checkpoint.export_safetensors, on one rank"
+            )
+
+    def gather_numbers(self, what: str, number: float) -> list[float]:
+        """The `number` of every rank, in rank order; all ranks call it. `what` is for messages."""
+        ranks = self.parts.ranks
+        return [number] if ranks is None else ranks.gather_numbers(what, number)
 
     def _refuse_held(self, what: str) -> None:
         held = self._executor.held()
@@ -718,13 +758,19 @@ class Engine:
     def gather(self, slots: Sequence[Slot], *, modify: bool) -> Iterator[None]:
         """Holds the units of `slots`; gradients appear as `.grad`. See `infinity.gather`."""
         units = list(dict.fromkeys(slot.unit.index for slot in slots))
+        with self._setting(units) if modify else nullcontext():
+            yield from self._gather(slots, units, modify=modify)
+        self._agree()
+
+    def _gather(self, slots: Sequence[Slot], units: list[int], *, modify: bool) -> Iterator[None]:
         self.enter(units)
         lent: list[Slot] = []
         try:
             if modify:
                 self._lend_for_changing(units)
             for slot in slots:
-                if slot.compute.grad is None and self._gradients.has(slot.spec):
+                is_whole = self.parts.ranks is None
+                if is_whole and slot.compute.grad is None and self._gradients.has(slot.spec):
                     gradient = self.read_gradient(slot.name)
                     assert gradient is not None
                     slot.compute.grad = gradient.to(slot.compute.device, slot.compute.dtype)
@@ -782,6 +828,14 @@ class Engine:
         return by_compute.get(id(answer), answer)
 
     # -- The step ----------------------------------------------------------------------------------
+
+    def begin_step(self) -> None:
+        """All ranks enter the optimizer's step; from here on gradients are those of all of them."""
+        if self.parts.ranks is not None:
+            with self._lock, self._tracer.during(Lane.PHASES, "all ranks enter the step"):
+                self.reset()
+                self._refuse_held("optimizer.step()")
+                self.parts.ranks.begin_step()
 
     def step(self, record: StepRecord) -> None:
         """Decides an optimizer step; each unit is updated before anybody sees it again."""

@@ -157,6 +157,9 @@ class Gradients:
                 buffer.writing.wait()
             buffer.writing = None
 
+    def take_in(self) -> None:
+        """Where ranks share gradients, adds up what others have given. Called now and then."""
+
     # -- Out ---------------------------------------------------------------------------------------
 
     def finish_copies(self) -> None:
@@ -244,6 +247,17 @@ class Gradients:
             if isinstance(home, NvmeHome):
                 self.write_out(unit)
         return _shaped(flat, spec)
+
+    def view(self, unit: Unit, spec: TensorSpec) -> torch.Tensor:
+        """One gradient, fp32, flat, on the host: not a copy where that can be, and valid until
+        anything else is asked of these gradients."""
+        assert spec in self._present
+        self.finish_copies()
+        home = self._store.home(unit, Piece.GRADIENTS)
+        if isinstance(home, DeviceHome):
+            self._rescale_resting(unit, home.memory)
+            return _slice(home.memory.view(torch.float32), spec).cpu()
+        return _slice(self._array(unit), spec)
 
     # -- After a step ------------------------------------------------------------------------------
 

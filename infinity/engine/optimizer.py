@@ -100,6 +100,7 @@ class AdamW(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         assert self._engine is not None
+        self._engine.begin_step()
         factor = self._clip()
         settings, steps = {}, {}
         for group in self.param_groups:

@@ -81,12 +81,15 @@ class Executor:
         counters: Counters,
         window_nbytes: int,
         device_window_nbytes: int | None,
+        is_outdated_by_step: bool = False,
     ) -> None:
         self._store = store
         self._pool = pool
         self._device = device
         self._counters = counters
         self._window_nbytes = window_nbytes  # 0: nothing is fetched ahead.
+        # What comes from other ranks is no use after the step, so none is fetched across it.
+        self._is_outdated_by_step = is_outdated_by_step
         self._device_window_nbytes = device_window_nbytes
         self._attached_nbytes = 0
         self.traces = {"train": Trace(), "eval": Trace()}
@@ -242,7 +245,7 @@ class Executor:
         if not self._window_nbytes:
             return
         ahead_nbytes = 0
-        for index in self._trace.upcoming():
+        for index in self._trace.upcoming(this_pass=self._is_outdated_by_step):
             weights = self.weights[index]
             ahead_nbytes += weights.unit.weight_nbytes
             if ahead_nbytes > self._window_nbytes:
@@ -399,6 +402,34 @@ class Executor:
         if weights.rests_on_device:
             self._finish_write(weights)
             self._drop_block(weights)
+
+    def prefetch_anew(self) -> None:
+        """After a step that made weights outdated: fetches for the pass to come."""
+        self._trace.begin()
+        self._prefetch(Priority.FORWARD)
+
+    def take_off_device(self, unit: int) -> None:
+        """Puts an idle unit's host bytes back to their own address, for others to read them."""
+        weights = self.weights[unit]
+        assert not weights.holds, weights.unit.name
+        if weights.state is State.ATTACHED and not weights.rests_on_device:
+            self._detach(weights)
+
+    def discard(self, unit: int) -> None:
+        """Drops bytes that are out of date: who needs the unit next fetches it. Nobody holds it."""
+        weights = self.weights[unit]
+        assert not weights.holds and not weights.is_checked_out, weights.unit.name
+        if weights.rests_on_host or weights.rests_on_device:
+            return
+        if weights.state is State.READING:
+            self._finish_read(weights)
+        if weights.state is State.ATTACHED:
+            self._detach(weights)
+        weights.dirty_nbytes = 0
+        self._finish_write(weights)
+        if weights.block is not None:
+            self._drop_block(weights)
+        weights.state = State.ABSENT
 
     def absorb(self, unit: int) -> None:
         """What was changed on the device since the unit was held becomes the unit's weights.

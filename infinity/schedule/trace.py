@@ -60,10 +60,15 @@ class Trace:
         place = places[index] if index < len(places) else places[0] + len(self._order)
         return place - self._cursor
 
-    def upcoming(self) -> Iterator[int]:
-        """The units of the next full cycle in expected order, each once."""
+    def upcoming(self, *, this_pass: bool = False) -> Iterator[int]:
+        """The units of the next full cycle in expected order, each once; with `this_pass`, those
+        until the end of the pass that has begun."""
         seen: set[int] = set()
-        for step in range(len(self._order)):
+        count = len(self._order)
+        if this_pass:
+            is_over = self._cursor == 0 and bool(self._recorded)
+            count = 0 if is_over else count - self._cursor
+        for step in range(count):
             unit = self._order[(self._cursor + step) % len(self._order)]
             if unit not in seen:
                 seen.add(unit)

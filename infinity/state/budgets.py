@@ -31,6 +31,8 @@ class Budgets:
     `held_nbytes`: the most weight bytes that nested modules hold at once. `device_nbytes`: what the
     device may be filled with (None: unlimited). `available_host_nbytes`: what a share or "auto" of
     `tiers.host.capacity` is taken of. `shares_host_memory`: the device computes on host memory.
+    With ranks, `gathered_nbytes`: the largest unit's weights that are put together from shards;
+    `serving_nbytes`: what other ranks are served through, lent for good.
     Raises ConfigError for a tier that is not there, CapacityError for a budget that is too small.
     """
 
@@ -43,6 +45,8 @@ class Budgets:
         shares_host_memory: bool,
         device_nbytes: int | None,
         available_host_nbytes: int,
+        gathered_nbytes: int = 0,
+        serving_nbytes: int = 0,
     ) -> None:
         self.preferences = {
             kind: tuple(getattr(config.placement, kind))
@@ -58,18 +62,21 @@ class Budgets:
             held_nbytes=self.held_nbytes,
             chunk_nbytes=config.schedule.update_chunk,
             staged_nbytes=self._staged_nbytes(units),
+            gathered_nbytes=gathered_nbytes,
         )
+        smallest += serving_nbytes
         comfortable = self._comfortable(config, units, smallest)
         self.host_nbytes = self._host_nbytes(config, units, comfortable, available_host_nbytes)
         self._refuse_small_host(units, smallest)
         self.placement = self._place(units, smallest, comfortable)
         self.working_nbytes = working_nbytes = (
-            self.host_nbytes - self.placement.placed_nbytes["host"]
+            self.host_nbytes - self.placement.placed_nbytes["host"] - serving_nbytes
         )
         # Where less than this is free, what is kept for later gets in the way of what is needed
         # now.
         self.is_tight = working_nbytes < 3 * smallest
         weights_nbytes = max(resting_nbytes(unit, Piece.PARAMETERS) for unit in units)
+        weights_nbytes = max(weights_nbytes, gathered_nbytes)
         self.chunk_nbytes, self.num_berths = plan_berths(
             working_nbytes - max(weights_nbytes, self.held_nbytes),
             config.schedule.update_chunk,

@@ -128,8 +128,11 @@ def smallest_working_nbytes(
     held_nbytes: int,
     chunk_nbytes: int,
     staged_nbytes: int = 0,
+    gathered_nbytes: int = 0,
 ) -> int:
     """The least host memory training can work in, beside what rests on the host.
+
+    `gathered_nbytes`: the largest unit's weights that are put together from the shards of ranks.
 
     `staged_nbytes`: what gradients of a device with its own memory come out through.
     `held_nbytes`: the most weight bytes that nested modules hold at once. In a backward these are
@@ -139,8 +142,10 @@ def smallest_working_nbytes(
     piece that travels.
     """
     streamed = {kind for kind, order in preferences.items() if set(order) != {"host"}}
+    are_weights_away = "parameters" in streamed or gathered_nbytes > 0
     weights_nbytes = _most(units, Piece.PARAMETERS) if "parameters" in streamed else 0
-    held_nbytes = max(held_nbytes, weights_nbytes) if "parameters" in streamed else 0
+    weights_nbytes = max(weights_nbytes, gathered_nbytes)
+    held_nbytes = max(held_nbytes, weights_nbytes) if are_weights_away else 0
     gradients_nbytes = 2 * _most(units, Piece.GRADIENTS) if "gradients" in streamed else 0
     master_nbytes = _most(units, Piece.MASTER) if "master" in streamed else 0
     travelling = sum(piece.kind in streamed for piece in _STATE_PIECES)

@@ -102,6 +102,7 @@ class Unit:
     state_numel: int
     master_dtype: torch.dtype | None  # int16: a residual; fp32: the whole value; None: no master.
     moments: MomentFormat = MomentFormat.FLOAT32
+    pieces: frozenset[Piece] | None = None  # Those that rest on this rank; None: all of them.
 
     @property
     def has_residual(self) -> bool:
@@ -126,6 +127,8 @@ class Unit:
     def nbytes(self, piece: Piece, numel: int | None = None) -> int:
         """Bytes of the piece, or of `numel` elements of a piece of state that start a chunk; 0 when
         the unit has none of it."""
+        if self.pieces is not None and piece not in self.pieces:
+            return 0
         if piece is Piece.PARAMETERS:
             return self.weight_nbytes
         numel = self.state_numel if numel is None else numel

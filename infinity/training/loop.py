@@ -16,10 +16,12 @@ import torch
 
 import infinity
 from infinity.config import Optimizer, Train
+from infinity.engine.engine import engine_of
 from infinity.errors import NonFiniteError
 from infinity.training.data import Batches
 from infinity.training.learning_rate import lr_ratio
 from infinity.training.nonfinite import first_nonfinite_module
+from infinity.training.ranks import JobRank
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +82,9 @@ class Loop:
         train: Train,
         device: torch.device,
         micro_batch: int | None = None,
+        job: JobRank = JobRank(),  # noqa: B008  Frozen.
     ) -> None:
+        self._job = job
         self._model = model
         self._optimizer = optimizer
         self._batches = batches
@@ -105,8 +109,14 @@ class Loop:
         for ids in self._batches_of_step():
             losses.append(self._backward(ids))
             if not math.isfinite(losses[-1]):
-                raise self._nonfinite(f"the loss ({losses[-1]})", step, ids)
+                break
             num_tokens += ids.numel()
+        mean = self._mean_of_ranks(sum(losses) / len(losses))
+        if not math.isfinite(mean):
+            is_here = not math.isfinite(losses[-1])
+            raise self._nonfinite(
+                f"the loss ({losses[-1] if is_here else mean})", step, ids, is_here
+            )
         learning_rate = float(self._optimizer.param_groups[0]["lr"])
         self._optimizer.step()
         self._optimizer.zero_grad()
@@ -115,11 +125,17 @@ class Loop:
         norm = getattr(self._optimizer, "grad_norm", None)
         return StepOutcome(
             step=step,
-            loss=sum(losses) / len(losses),
+            loss=mean,
             grad_norm=None if norm is None else float(norm),
             learning_rate=learning_rate,
-            num_tokens=num_tokens,
+            num_tokens=num_tokens * self._job.count,
         )
+
+    def _mean_of_ranks(self, loss: float) -> float:
+        """The mean over all ranks, which all of them see; one that is not finite makes it so."""
+        if self._job.count == 1:
+            return loss
+        return sum(engine_of(self._model).gather_numbers("the loss", loss)) / self._job.count
 
     def evaluate(self) -> float:
         """Mean loss over the held-out batches, every sequence weighing the same."""
@@ -156,16 +172,20 @@ class Loop:
         return sum(loss.item() for loss in losses) * self._train.accumulation
 
     def _batches_of_step(self) -> Iterator[torch.Tensor]:
+        """Ranks take turns: a step of N ranks sees what N times the accumulation would."""
         first = self.num_steps * self._train.accumulation
         for index in range(first, first + self._train.accumulation):
-            yield torch.from_numpy(self._batches.train_batch(index))
+            number = index * self._job.count + self._job.rank
+            yield torch.from_numpy(self._batches.train_batch(number))
 
     def _loss(self, ids: torch.Tensor) -> torch.Tensor:
         ids = ids.to(self._device)
         loss: torch.Tensor = self._model(input_ids=ids, labels=ids, **self._options).loss
         return loss
 
-    def _nonfinite(self, what: str, step: int, ids: torch.Tensor) -> NonFiniteError:
+    def _nonfinite(self, what: str, step: int, ids: torch.Tensor, is_here: bool) -> NonFiniteError:
         self._optimizer.zero_grad()
+        if not is_here:
+            return NonFiniteError(what, step=step, unit="a module on another rank")
         unit = first_nonfinite_module(self._model, lambda: self._loss(ids))
         return NonFiniteError(what, step=step, unit=unit or "the loss itself")

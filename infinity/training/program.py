@@ -15,6 +15,8 @@ How a run ends:
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -38,6 +40,7 @@ from infinity.training.interrupt import Interrupt
 from infinity.training.loop import Loop, parameter_groups
 from infinity.training.model import ModelPlan, build_model, plan_model, stream_weights
 from infinity.training.output import SUMMARY_NAME, claim_output, mark_output
+from infinity.training.ranks import JobRank, job_rank
 from infinity.training.report import Reporter, StepRecord, Summary, write_summary
 from infinity.training.resume import check_same_run, identity_of, plan_resume
 from infinity.training.sample import encode_prompt, generate
@@ -64,7 +67,11 @@ def train(
     keep_freed_memory()
     console = console or Console()
     with ExitStack() as stack:
-        job = _prepare(config, stack, plan_resume(config, resume=resume, resume_from=resume_from))
+        rank = stack.enter_context(job_rank(config))
+        if not rank.is_first:
+            console, trace = Console(quiet=True), None
+        resumed = plan_resume(config, resume=resume, resume_from=resume_from)
+        job = _prepare(config, stack, resumed, rank)
         run = _Run(config, job, console, trace)
         stack.callback(run.close)
         run.set_up()
@@ -87,10 +94,11 @@ class _Job:
     output: Path
     identity: dict[str, Any]
     resume: Loaded | None
+    rank: JobRank
     started_s: float
 
 
-def _prepare(config: SwapConfig, stack: ExitStack, resume: Loaded | None) -> _Job:
+def _prepare(config: SwapConfig, stack: ExitStack, resume: Loaded | None, rank: JobRank) -> _Job:
     """Everything that can be refused without making a swap file."""
     assert config.model and config.data and config.train
     started_s = time.perf_counter()
@@ -113,8 +121,8 @@ def _prepare(config: SwapConfig, stack: ExitStack, resume: Loaded | None) -> _Jo
             max_positions=plan.max_positions,
         )
     model = build_model(plan, config)
-    output = claim_output(config)
-    if config.output.export:
+    output = claim_output(config) if rank.is_first else config.output.directory
+    if config.output.export and rank.is_first:
         export_nbytes = plan_export(model, max_shard_nbytes=config.output.max_shard).nbytes
         check_space(output, export_nbytes)
     batches = open_batches(
@@ -122,7 +130,7 @@ def _prepare(config: SwapConfig, stack: ExitStack, resume: Loaded | None) -> _Jo
         tokenizer,
         batch_size=train.batch_size,
         vocab_size=plan.vocab_size,
-        directory=output,
+        directory=output if rank.is_first else None,
     )
     stack.callback(batches.close)
     identity = identity_of(config, batches)
@@ -137,6 +145,7 @@ def _prepare(config: SwapConfig, stack: ExitStack, resume: Loaded | None) -> _Jo
         output=output,
         identity=identity,
         resume=resume,
+        rank=rank,
         started_s=started_s,
     )
 
@@ -196,13 +205,18 @@ class _Run:
             train=self._train,
             device=next(self._model.parameters()).device,
             micro_batch=self._config.schedule.micro_batch,
+            job=self._job.rank,
         )
         self._model.train()
-        torch.manual_seed(self._train.seed)  # Dropout starts alike, wherever the weights came from.
+        # Dropout starts alike, wherever the weights came from, and is another on every rank.
+        torch.manual_seed(self._train.seed + self._job.rank.rank)
         if self._job.resume is not None:
             self._resume(self._job.resume.path)
-        mark_output(self._config)
-        self._reporter.start(self._config.output.metrics_path, resumed_at=self.summary.resumed_at)
+        metrics_path = Path(os.devnull)
+        if self._job.rank.is_first:
+            mark_output(self._config)
+            metrics_path = self._config.output.metrics_path
+        self._reporter.start(metrics_path, resumed_at=self.summary.resumed_at)
         self.summary.phases_s["setup_s"] = time.perf_counter() - self._job.started_s
 
     def _resume(self, path: Path) -> None:
@@ -213,13 +227,15 @@ class _Run:
     def train(self, interrupt: Interrupt) -> None:
         """Steps until the last, or until `interrupt` asks for an end; then a checkpoint."""
         try:
-            while self._loop.num_steps < self._train.steps and interrupt.received is None:
+            while self._loop.num_steps < self._train.steps and not self._is_stopped(interrupt):
                 self._step()
         except NonFiniteError:
             self._reporter.end_of_steps()
             if self._loop.num_steps and self._config.output.export:
-                self._export("the weights of the last good step")
-                self._write_summary()
+                if self._job.rank.is_first:
+                    self._export("the weights of the last good step")
+                    self._write_summary()
+                self._wait_for_all("the export")
             raise
         finally:
             self._reporter.end_of_steps()
@@ -227,7 +243,25 @@ class _Run:
             self.summary.interrupted_by = interrupt.received.name
         self._save_checkpoint()
 
+    def _is_stopped(self, interrupt: Interrupt) -> bool:
+        """Whether any rank was asked to end: a signal reaches them at different moments."""
+        if self._job.rank.count > 1:
+            received = self._engine.gather_numbers("whether to stop", interrupt.received or 0)
+            if interrupt.received is None and max(received):
+                interrupt.received = signal.Signals(int(max(received)))
+        return interrupt.received is not None
+
+    def _wait_for_all(self, what: str) -> None:
+        """Other ranks need this one's shards as long as they read weights."""
+        self._engine.gather_numbers(what, 0)
+
     def finish(self, interrupt: Interrupt) -> None:
+        """What is left to do when the steps are over; rank 0 does it."""
+        if self._job.rank.is_first:
+            self._finish(interrupt)
+        self._wait_for_all("the end of the run")
+
+    def _finish(self, interrupt: Interrupt) -> None:
         """Export, sample, summary."""
         goes_on = interrupt.received is not None and self._config.checkpoint is not None
         if self._config.output.export and self._loop.num_steps and not goes_on:
@@ -264,6 +298,7 @@ class _Run:
             every = self._train.eval_every
             is_last = outcome.step == self._train.steps
             is_evaluated = bool(every) and (outcome.step % every == 0 or is_last)
+            is_evaluated &= self._job.rank.is_first
             if is_evaluated or is_last or self._commits_steps():
                 self._engine.flush()  # It is this step's work: no later one does it.
         elapsed_s = time.perf_counter() - start_s

@@ -100,3 +100,18 @@ def test_a_pass_without_uses_keeps_the_prediction(order: list[int]) -> None:
     trace.begin()
     trace.begin()
     assert list(trace.order) == order
+
+
+def test_upcoming_of_this_pass_ends_with_the_pass() -> None:
+    trace = Trace()
+    for _ in range(2):
+        trace.begin()
+        for unit in (0, 1, 2, 1, 0):
+            trace.visit(unit)
+    assert list(trace.upcoming(this_pass=True)) == [], "the pass is over"
+    assert list(trace.upcoming()) == [0, 1, 2]
+    trace.begin()
+    assert list(trace.upcoming(this_pass=True)) == [0, 1, 2]
+    for unit in (0, 1, 2):
+        trace.visit(unit)
+    assert list(trace.upcoming(this_pass=True)) == [1, 0]

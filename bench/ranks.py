@@ -1,0 +1,207 @@
+"""What does a rank keep, and what does it send, by stage and number of ranks?
+
+    python bench/ranks.py --save bench/results/ranks.json --plot bench/results/plots/ranks.png
+
+A GPT-2-like model trains over gloo on this machine, once for every stage and number of ranks. Bytes
+are counted, not estimated: what rests on the tiers of a rank, the most that was lent out of its
+arena, the most that waited in its inbox, and what it gave and got in one step. Beside them stand
+the formulas of ZeRO with our formats: per parameter 2 or 4 bytes of weight (bf16, fp32), 4 of
+gradient, 8 of moments, and beside bf16 2 of residual. Stage 1 sums gradients apart from those of
+the rank, 4/N more. No figure here depends on the speed of the machine, but for the inbox: it is
+larger where ranks share processors and run apart.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from rich.console import Console
+from rich.table import Table
+
+STEPS = 3
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--width", type=int, default=384)
+    parser.add_argument("--sequence", type=int, default=64)
+    parser.add_argument("--compute", default="bfloat16", choices=["bfloat16", "float32"])
+    parser.add_argument("--host", default="2GiB", help="host budget of the node")
+    parser.add_argument("--path", type=Path, help="a directory: state on NVMe instead of the host")
+    parser.add_argument("--save", type=Path)
+    parser.add_argument("--plot", type=Path)
+    words = parser.parse_args()
+    rows = [
+        measure(stage, count, words)
+        for count in words.ranks
+        for stage in ((1, 2, 3) if count > 1 else (3,))
+    ]
+    report(rows, words)
+    if words.plot:
+        plot(rows, words.compute, words.plot)
+
+
+def measure(stage: int, count: int, words: argparse.Namespace) -> dict[str, Any]:
+    """One line: the rank with the most of each, which is what a machine must have."""
+    with tempfile.TemporaryDirectory(prefix="infinity-ranks-") as scratch:
+        torch.multiprocessing.spawn(
+            train, args=(count, stage, words, scratch), nprocs=count, join=True
+        )
+        found = [json.loads((Path(scratch) / f"{r}.json").read_text()) for r in range(count)]
+    numel = found[0]["num_parameters"]
+    return {
+        "stage": stage if count > 1 else None,
+        "ranks": count,
+        "num_parameters": numel,
+        "resting_nbytes": max(each["resting_nbytes"] for each in found),
+        "formula_nbytes": formula(stage, count, words.compute) * numel,
+        "arena_high_water_nbytes": max(each["arena_high_water_nbytes"] for each in found),
+        "inbox_high_water_nbytes": max(each["inbox_high_water_nbytes"] for each in found),
+        "given_nbytes": sum(each["given_nbytes"] for each in found) / count,
+        "gathered_nbytes": sum(each["gathered_nbytes"] for each in found) / count,
+        "data_parallel_nbytes": 2 * (count - 1) / count * numel * item_nbytes(words.compute),
+    }
+
+
+def formula(stage: int, count: int, compute: str) -> float:
+    """Bytes per parameter that rest on one rank: what every rank keeps, and its part."""
+    weight = float(item_nbytes(compute))
+    if count == 1:
+        return 16.0
+    kept = {1: weight + 4, 2: weight, 3: 0.0}[stage]
+    divided = 16.0 if stage == 3 else 16.0 - weight  # Gradients that are summed included.
+    return kept + divided / count
+
+
+def item_nbytes(compute: str) -> int:
+    return 2 if compute == "bfloat16" else 4
+
+
+def train(rank: int, count: int, stage: int, words: argparse.Namespace, scratch: str) -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel, logging
+
+    import infinity
+
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(Path(scratch) / "rendezvous"), count)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=count)
+    torch.manual_seed(0)
+    logging.set_verbosity_error()
+    shape = GPT2Config(
+        n_layer=words.layers, n_embd=words.width, n_head=4, vocab_size=512,
+        n_positions=words.sequence,
+    )  # fmt: skip
+    model = GPT2LMHeadModel(shape)
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    config: dict[str, Any] = {
+        "ranks": {"stage": stage},
+        "tiers": {"host": {"capacity": words.host}, "device": {"kind": "cpu"}},
+        "precision": {"compute": words.compute},
+    }
+    if words.path:
+        config["tiers"]["nvme"] = [{"path": str(words.path / "swap"), "capacity": words.host}]
+    infinity.offload(model, config)
+    engine = infinity.engine_of(model)
+    optimizer = infinity.AdamW(model, lr=1e-4, max_grad_norm=1.0)
+    before: dict[str, float] = {}
+    for step in range(STEPS):
+        if step == STEPS - 1:
+            before = engine.counters.snapshot()
+        generator = torch.Generator().manual_seed(100 * step + rank)
+        ids = torch.randint(0, 512, (1, words.sequence), generator=generator)
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    after = engine.counters.snapshot()
+    placed = engine.placed_nbytes()
+    found = {
+        "num_parameters": num_parameters,
+        "resting_nbytes": sum(sum(tiers.values()) for tiers in placed.values()),
+        "arena_high_water_nbytes": engine.parts.pool._host.high_water_nbytes,
+        "inbox_high_water_nbytes": after.get("ranks_inbox_high_water_nbytes", 0),
+        "given_nbytes": grown(before, after, "ranks_reduced_nbytes"),
+        "gathered_nbytes": grown(before, after, "ranks_gathered_nbytes"),
+    }
+    (Path(scratch) / f"{rank}.json").write_text(json.dumps(found))
+    engine.close()
+    dist.destroy_process_group()
+
+
+def grown(before: dict[str, float], after: dict[str, float], name: str) -> float:
+    return after.get(name, 0) - before.get(name, 0)
+
+
+def report(rows: list[dict[str, Any]], words: argparse.Namespace) -> None:
+    table = Table(title="bytes per parameter, of the rank that has most")
+    for title in (
+        "ranks", "stage", "rests", "formula", "arena", "inbox", "given", "got", "data parallel",
+        "volume",
+    ):  # fmt: skip
+        table.add_column(title, justify="right")
+    for row in rows:
+        numel = row["num_parameters"]
+        sent = row["given_nbytes"] + row["gathered_nbytes"]
+        row["volume_share"] = sent / row["data_parallel_nbytes"] if row["ranks"] > 1 else None
+        table.add_row(
+            str(row["ranks"]),
+            str(row["stage"] or "-"),
+            *(
+                f"{row[name] / numel:.2f}"
+                for name in (
+                    "resting_nbytes", "formula_nbytes", "arena_high_water_nbytes",
+                    "inbox_high_water_nbytes", "given_nbytes", "gathered_nbytes",
+                    "data_parallel_nbytes",
+                )
+            ),
+            "-" if row["volume_share"] is None else f"{row['volume_share']:.2f}",
+        )  # fmt: skip
+    Console().print(table)
+    if words.save:
+        machine = {"processor": platform.processor(), "torch": torch.__version__}
+        options = {k: str(v) for k, v in vars(words).items() if k not in ("save", "plot")}
+        content = {"question": __doc__.splitlines()[0], "options": options, "machine": machine}
+        words.save.parent.mkdir(parents=True, exist_ok=True)
+        words.save.write_text(json.dumps(content | {"rows": rows}, indent=1) + "\n")
+
+
+def plot(rows: list[dict[str, Any]], compute: str, path: Path) -> None:
+    """Bytes per parameter over the number of ranks: counted as points, formulas as lines."""
+    from infinity.bench.plots import check
+
+    pyplot = check()
+    figure, axis = pyplot.subplots(figsize=(5.2, 3.8))
+    counts = sorted({row["ranks"] for row in rows})
+    for stage in (1, 2, 3):
+        mine = [row for row in rows if row["stage"] in (stage, None)]
+        (line,) = axis.plot(
+            counts, [formula(stage, count, compute) for count in counts], "--", linewidth=1
+        )
+        axis.plot(
+            [row["ranks"] for row in mine],
+            [row["resting_nbytes"] / row["num_parameters"] for row in mine],
+            "o",
+            color=line.get_color(),
+            label=f"stage {stage}",
+        )
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(counts, [str(count) for count in counts])
+    axis.set_ylim(0)
+    axis.set_xlabel("ranks")
+    axis.set_ylabel("bytes per parameter that rest on a rank")
+    axis.legend(title="counted; formula dashed")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130, bbox_inches="tight")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,137 @@
+"""What a rank makes of a configuration and a model: its budgets, its directories, its shards."""
+
+from __future__ import annotations
+
+import contextlib
+import zlib
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from infinity.config import SwapConfig
+from infinity.config.values import Capacity
+from infinity.engine.ranked import RankGroup
+from infinity.errors import ConfigError, StorageError
+from infinity.ranks.rendezvous import Group, connect
+from infinity.ranks.store import RankedStore, serving_nbytes
+from infinity.state.partition import Partition, partition
+from infinity.state.units import Unit
+from infinity.tiers.ranges import rounded_nbytes
+
+if TYPE_CHECKING:
+    from infinity.engine.engine import Engine
+
+# Of each parameter, what is compared between ranks before training begins.
+_COMPARED_NBYTES = 64 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """State divided over ranks, and what that costs this rank's host memory."""
+
+    partition: Partition
+    group: Group
+    sharing: int  # Ranks that share this machine's memory by their configuration.
+
+    @property
+    def gathered_nbytes(self) -> int:
+        """The largest unit's weights, where they are put together when they are needed."""
+        if self.partition.stage < 3:
+            return 0
+        return max(rounded_nbytes(unit.weight_nbytes) for unit in self.partition.wholes)
+
+    @property
+    def serving_nbytes(self) -> int:
+        return serving_nbytes(self.partition)
+
+    def store(self, resources: ExitStack, **homes: Any) -> RankedStore:
+        """The store of this rank, its links connected and closed with `resources`.
+
+        Links come last: the others wait for them, and taking the space may take a while.
+        """
+        store = RankedStore(self.partition, **homes)
+        resources.callback(store.close)
+        store.links = connect(self.group, homes["counters"])
+        resources.callback(store.links.close)
+        return store
+
+
+def divide(units: Sequence[Unit], group: Group, config: SwapConfig) -> Division:
+    """This rank's part of the units, as `[ranks]` says."""
+    return Division(
+        partition(units, rank=group.rank, count=group.count, stage=config.ranks.stage),
+        group,
+        group.node_count if config.ranks.budgets == "node" else 1,
+    )
+
+
+def config_of_rank(config: SwapConfig, group: Group) -> SwapConfig:
+    """The configuration as it holds for this rank.
+
+    Swap directories get a directory of their own per rank. Capacities for a node are divided by its
+    ranks; a share of memory stays a share, of a part of the memory. Updates are made in the step,
+    which all ranks enter together.
+    """
+    if config.precision.moments != "float32":
+        raise ConfigError(
+            f"precision.moments: {config.precision.moments!r} with {group.count} ranks is not "
+            'possible yet, shards are cut inside its blocks; use "float32"'
+        )
+    count = group.node_count if config.ranks.budgets == "node" else 1
+    host = config.tiers.host
+    drives = []
+    for tier in config.tiers.nvme:
+        try:
+            tier.path.mkdir(exist_ok=True)
+        except OSError as error:
+            raise StorageError(error.errno or 0, operation="mkdir", path=str(tier.path)) from None
+        drives.append(
+            tier.model_copy(
+                update={
+                    "path": tier.path / f"rank-{group.rank}",
+                    "capacity": _part(tier.capacity, count),
+                }
+            )
+        )
+    capacity = host.capacity if host.capacity.nbytes is None else _part(host.capacity, count)
+    tiers = config.tiers.model_copy(
+        update={"host": host.model_copy(update={"capacity": capacity}), "nvme": tuple(drives)}
+    )
+    schedule = config.schedule.model_copy(update={"updates": "at_step"})
+    return config.model_copy(update={"tiers": tiers, "schedule": schedule})
+
+
+def remove_directories(config: SwapConfig) -> None:
+    """Removes the directories of this rank, which are empty once its volume is closed."""
+    for tier in config.tiers.nvme:
+        with contextlib.suppress(OSError):
+            tier.path.rmdir()
+
+
+def _part(capacity: Capacity, count: int) -> Capacity:
+    if capacity.nbytes is not None:
+        return Capacity(nbytes=capacity.nbytes // count)
+    return Capacity(percent=(capacity.percent or 100.0) / count) if count > 1 else capacity
+
+
+def refuse_different_weights(engine: Engine, ranks: RankGroup) -> None:
+    """Every rank must start from the same model: each keeps a part of what it was given."""
+    sums = [str(ranks.partition.stage)]
+    for slot in engine.slots:
+        original = slot.original
+        facts = slot.spec.facts
+        text = f"{slot.name} {facts.shape} {facts.dtype} {facts.is_trainable}"
+        if original is not None and not original.is_meta:
+            head = original.detach().flatten()[: _COMPARED_NBYTES // original.element_size()]
+            content = head.contiguous().cpu().view(torch.uint8).numpy()
+            text += f" {zlib.crc32(content)}"
+        sums.append(text)
+    ranks.refuse_different(
+        "infinity.offload",
+        "\n".join(sums).encode(),
+        remedy="Build the same model on every rank (the same seed before it is built, or "
+        "weights=...) with the same [ranks] stage",
+    )

@@ -1,0 +1,508 @@
+"""Connections between ranks: requests that are served at once, whatever the other rank computes.
+
+Every rank has a socket to every other for what it wants (get, put, note) and a thread that empties
+its queue, in order; and a thread behind every socket that others opened, which serves. Neither
+takes a lock of the engine, so a rank that waits for another is still of use to a third. That is
+what lets ranks take different ways through a model.
+
+A rank that is gone is noticed by its closed sockets, one that is stuck by its silence: a link that
+has nothing to say beats every BEAT_S. The first failure ends all waiting on this rank and is told
+to the others, so that all of them name the same rank.
+
+Messages are a fixed header and raw bytes; nothing is unpickled. Who connects must know the secret
+that was exchanged through the process group.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import queue
+import socket
+import struct
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Protocol
+
+from infinity.errors import InfinityError, RankError
+from infinity.observe import Counters
+
+BEAT_S = 2.0
+SILENCE_S = 20.0  # A process that says nothing for so long does not compute, it is stuck.
+LINGER_S = 600.0  # A rank that is done waits so long for the others, who may need its shards.
+_CAUSE_S = 1.0  # A closed socket may be seen before the word that explains it.
+_QUEUED_NBYTES = 64 << 20  # Gradients on their way out, beyond which the giver waits.
+_HEADER = struct.Struct("<BxxxIIIQ")  # kind, three numbers, bytes that follow
+
+
+class Kind(IntEnum):
+    HELLO = 1  # (rank): the server's secret
+    GET = 2  # (unit, piece)
+    DATA = 3  # the answer to GET
+    PUT = 4  # (tensor, dtype, generation): a part of a gradient
+    NOTE = 5  # (length of the tag): tag and content
+    BEAT = 6
+    BYE = 7  # (rank + 1 that failed, or 0): why
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """How a rank is reached, and what it is called in messages."""
+
+    rank: int
+    host: str
+    pid: int
+    address: str
+    port: int
+    secret: bytes
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} (process {self.pid} on {self.host})"
+
+
+class Service(Protocol):
+    """What a rank does for others. Called by the threads of links, several at a time."""
+
+    def serve(self, unit: int, piece: int, *, to: int) -> tuple[int, Iterable[memoryview]]:
+        """The bytes of this rank's shard: how many, and the parts. A part is sent before the next
+        is asked for."""
+
+    def deliver(
+        self, rank: int, tensor: int, dtype: int, generation: int, content: bytearray
+    ) -> None:
+        """Takes a part of a gradient that `rank` gave."""
+
+
+class Job:
+    """One message on its way, and its end. `wait` raises what went wrong, every time."""
+
+    def __init__(self) -> None:
+        self._over = threading.Event()
+        self._error: BaseException | None = None
+
+    def done(self) -> bool:
+        return self._over.is_set()
+
+    def wait(self) -> None:
+        self._over.wait()
+        if self._error is not None:
+            raise self._error
+
+    def finish(self, error: BaseException | None = None) -> None:
+        self._error = error
+        self._over.set()
+
+
+@dataclass(slots=True)
+class _Message:
+    job: Job
+    kind: Kind
+    numbers: tuple[int, int, int]
+    content: memoryview = field(default_factory=lambda: memoryview(b""))
+    sinks: Sequence[memoryview] = ()  # Where the answer goes.
+
+
+class Links:
+    """One rank's connections to all others. Thread-safe.
+
+    `peers` has every rank, this one included; `listener` accepts at this one's address. Nothing is
+    served before `open`.
+    """
+
+    def __init__(
+        self, rank: int, peers: Sequence[Peer], listener: socket.socket, counters: Counters
+    ) -> None:
+        self.rank = rank
+        self.peers = tuple(peers)
+        self._listener = listener
+        self._counters = counters
+        self._changed = threading.Condition()
+        self._failure: RankError | None = None
+        self._notes: dict[int, deque[tuple[str, bytes]]] = {p.rank: deque() for p in peers}
+        self._left: set[int] = set()  # Ranks that said goodbye: done, and not in need of anything.
+        self._queues: dict[int, queue.SimpleQueue[_Message | None]] = {}
+        self._outgoing: dict[int, socket.socket] = {}
+        self._sending: dict[int, threading.Lock] = {}  # One message at a time on a socket.
+        self._incoming: list[socket.socket] = []
+        self._missing = {peer.rank for peer in self.others}  # Have not connected yet.
+        self._serving: list[threading.Thread] = []
+        self._queued_nbytes = 0
+        self._is_closing = False
+        self._service: Service | None = None
+
+    @property
+    def count(self) -> int:
+        return len(self.peers)
+
+    @property
+    def others(self) -> list[Peer]:
+        return [peer for peer in self.peers if peer.rank != self.rank]
+
+    # -- Opening and closing -----------------------------------------------------------------------
+
+    def open(self, service: Service) -> None:
+        """Connects to every other rank and starts serving them. Raises RankError."""
+        self._service = service
+        try:
+            self._connect()
+        except RankError as error:
+            self._fail(error)
+            raise
+        for peer in self.others:
+            name = f"infinity-rank-{peer.rank}"
+            threading.Thread(target=self._send_all, args=(peer,), name=name, daemon=True).start()
+
+    def _connect(self) -> None:
+        accepting = threading.Thread(target=self._accept, name="infinity-accept", daemon=True)
+        accepting.start()
+        for peer in self.others:
+            try:
+                connection = socket.create_connection((peer.address, peer.port), timeout=SILENCE_S)
+                _prepare(connection)
+                _send(connection, Kind.HELLO, (self.rank, 0, 0), memoryview(peer.secret))
+            except OSError as error:
+                raise RankError(peer.rank, f"{peer} cannot be reached: {error}") from error
+            self._outgoing[peer.rank] = connection
+            self._sending[peer.rank] = threading.Lock()
+            self._queues[peer.rank] = queue.SimpleQueue()
+        accepting.join()
+        for peer in self.others:
+            if peer.rank in self._missing:
+                raise RankError(peer.rank, f"{peer} has not connected within {SILENCE_S:.0f} s")
+
+    def _accept(self) -> None:
+        """Takes one connection of every other rank; anybody else's is closed."""
+        deadline_s = time.monotonic() + SILENCE_S
+        with contextlib.suppress(OSError), self._listener:
+            while self._missing:
+                self._listener.settimeout(max(0.1, deadline_s - time.monotonic()))
+                connection, _ = self._listener.accept()
+                try:
+                    connection.settimeout(BEAT_S)
+                    _prepare(connection)
+                    kind, (rank, _, _), nbytes = _receive_header(connection)
+                    secret = bytearray(min(nbytes, 64))
+                    _receive_into(connection, memoryview(secret))
+                    mine = self.peers[self.rank].secret
+                    is_known = kind is Kind.HELLO and rank in self._missing
+                    if not (is_known and hmac.compare_digest(bytes(secret), mine)):
+                        raise ConnectionError("not a rank of this job")
+                except (OSError, ValueError):
+                    connection.close()
+                    continue
+                self._missing.discard(rank)
+                connection.settimeout(SILENCE_S)
+                self._incoming.append(connection)
+                serving = threading.Thread(
+                    target=self._serve_all,
+                    args=(self.peers[rank], connection),
+                    name=f"infinity-serve-{rank}",
+                    daemon=True,
+                )
+                self._serving.append(serving)
+                serving.start()
+
+    def close(self) -> None:
+        """Says goodbye and waits until every other rank has, or is gone: it may need shards.
+
+        While an exception is on its way, the others are told of it instead.
+        """
+        error = sys.exc_info()[1]
+        if isinstance(error, RankError):
+            self._fail(error)
+        elif error is not None:
+            self.abort(f"{type(error).__name__}: {error}")
+        with self._changed:
+            if self._is_closing:
+                return
+            self._is_closing = True
+            failure = self._failure
+        if failure is None:
+            for peer in self._queues:
+                self._submit(peer, Kind.BYE, (0, 0, 0))
+        if failure is None:
+            deadline_s = time.monotonic() + LINGER_S
+            with self._changed:
+                while self._failure is None and len(self._left) < self.count - 1:
+                    if not self._changed.wait(max(0.0, deadline_s - time.monotonic())):
+                        break
+        for waiting in self._queues.values():
+            waiting.put(None)
+        for connection in (*self._outgoing.values(), *self._incoming):
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+            connection.close()
+        self._listener.close()
+        for thread in self._serving:
+            if thread is not threading.current_thread():
+                thread.join(_CAUSE_S)  # What it reads from is about to go.
+
+    def abort(self, cause: str) -> None:
+        """Tells the others that this rank ends, and why. For an exception nobody has caught."""
+        if not self._is_closing:
+            self._fail(RankError(self.rank, f"{self.peers[self.rank]} failed: {cause}"))
+
+    # -- Failure -----------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raises RankError when a rank is known to be gone."""
+        if self._failure is not None:
+            raise self._failure.again()
+
+    def _fail(self, error: RankError) -> None:
+        """The first failure counts. All that waits on this rank ends, and the others are told."""
+        with self._changed:
+            if self._failure is not None or self._is_done():
+                return
+            self._failure = error
+            self._changed.notify_all()
+        telling = [
+            threading.Thread(target=self._tell, args=(rank, error), daemon=True)
+            for rank in self._outgoing
+            if rank != error.rank
+        ]
+        for thread in telling:
+            thread.start()
+        for thread in telling:
+            thread.join(_CAUSE_S)  # A rank that does not listen must not keep this one.
+
+    def _tell(self, rank: int, error: RankError) -> None:
+        # Not through the queue, whose thread may be waiting for an answer.
+        with contextlib.suppress(OSError), self._sending[rank]:
+            content = memoryview(str(error).encode())
+            _send(self._outgoing[rank], Kind.BYE, (error.rank + 1, 0, 0), content)
+
+    def _is_done(self) -> bool:
+        """All the others have said goodbye; what closes now is nobody's death."""
+        return len(self._left) == self.count - 1
+
+    def _lost(self, peer: Peer, why: str) -> None:
+        """A link broke. If a word about the cause is on its way, it is waited for."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._failure is not None or self._is_closing or peer.rank in self._left,
+                _CAUSE_S,
+            )
+            if self._is_closing:
+                self._left.add(peer.rank)
+                self._changed.notify_all()
+            if peer.rank in self._left:
+                return
+        self._fail(RankError(peer.rank, f"{peer} is gone: {why}"))
+
+    # -- Asking ------------------------------------------------------------------------------------
+
+    def get(self, rank: int, unit: int, piece: int, sinks: Sequence[memoryview]) -> Job:
+        """Asks for the bytes of another rank's shard, into `sinks`, which together are as long."""
+        return self._submit(rank, Kind.GET, (unit, piece, 0), sinks=sinks)
+
+    def put(self, rank: int, tensor: int, dtype: int, generation: int, content: memoryview) -> None:
+        """Gives a part of a gradient to its owner. `content` stays unchanged until it is sent.
+
+        Waits while much is on its way; how fast it leaves does not depend on what others compute.
+        """
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._failure is not None or self._queued_nbytes <= _QUEUED_NBYTES
+            )
+            self._queued_nbytes += content.nbytes
+        self._counters.add("ranks_reduced_nbytes", content.nbytes)
+        self._submit(rank, Kind.PUT, (tensor, dtype, generation), content)
+
+    def all_gather(self, tag: str, content: bytes) -> list[bytes]:
+        """Every rank's `content`, in rank order. All ranks call it with one tag, in one order.
+
+        All that this rank asked for or gave before has been served when another rank returns.
+        """
+        label = tag.encode()
+        for peer in self.others:
+            self._submit(peer.rank, Kind.NOTE, (len(label), 0, 0), memoryview(label + content))
+        gathered = []
+        for peer in self.peers:
+            if peer.rank == self.rank:
+                gathered.append(content)
+                continue
+            found, theirs = self._next_note(peer, tag)
+            if found != tag:
+                self._fail(
+                    RankError(
+                        peer.rank,
+                        f"{peer} is at {found!r} while {self.peers[self.rank]} is at {tag!r}; all "
+                        "ranks must make the same calls in the same order",
+                    )
+                )
+                self.check()
+            gathered.append(theirs)
+        return gathered
+
+    def _next_note(self, peer: Peer, tag: str) -> tuple[str, bytes]:
+        notes = self._notes[peer.rank]
+        with self._changed:
+            self._changed.wait_for(
+                lambda: notes or self._failure is not None or peer.rank in self._left
+            )
+            if notes:
+                return notes.popleft()
+            self.check()
+        raise InfinityError(
+            f"{peer} has closed its engine while {self.peers[self.rank]} waits for it in {tag!r}; "
+            "all ranks must make the same number of steps. A rank without data still calls "
+            "optimizer.step()"
+        )
+
+    def _submit(
+        self,
+        rank: int,
+        kind: Kind,
+        numbers: tuple[int, int, int],
+        content: memoryview | None = None,
+        sinks: Sequence[memoryview] = (),
+    ) -> Job:
+        self.check()
+        job = Job()
+        self._queues[rank].put(_Message(job, kind, numbers, content or memoryview(b""), sinks))
+        return job
+
+    # -- Threads -----------------------------------------------------------------------------------
+
+    def _send_all(self, peer: Peer) -> None:
+        """Carries out what is wanted of one other rank, in order."""
+        waiting, connection = self._queues[peer.rank], self._outgoing[peer.rank]
+        error: BaseException | None = None
+        while True:
+            try:
+                message = waiting.get(timeout=BEAT_S)
+            except queue.Empty:
+                message = _Message(Job(), Kind.BEAT, (0, 0, 0))
+            if message is None:
+                break
+            if error is None and self._failure is None:
+                try:
+                    self._carry_out(connection, message, peer)
+                except (OSError, RankError) as broken:
+                    self._lost(peer, _describe(broken))
+                    error = self._failure or RankError(peer.rank, f"{peer} has closed its engine")
+            elif error is None:
+                error = self._failure
+            self._note_sent(message)
+            message.job.finish(error)
+        while True:  # What was asked for after the end.
+            try:
+                message = waiting.get_nowait()
+            except queue.Empty:
+                return
+            if message is not None:
+                message.job.finish(self._failure or InfinityError("the links are closed"))
+
+    def _note_sent(self, message: _Message) -> None:
+        if message.kind is Kind.PUT:
+            with self._changed:
+                self._queued_nbytes -= message.content.nbytes
+                self._changed.notify_all()
+
+    def _carry_out(self, connection: socket.socket, message: _Message, peer: Peer) -> None:
+        connection.settimeout(SILENCE_S)
+        with self._sending[peer.rank]:
+            _send(connection, message.kind, message.numbers, message.content)
+        if message.kind is not Kind.GET:
+            return
+        connection.settimeout(BEAT_S)  # Wakes to see whether the rank that serves is still there.
+        kind, _, nbytes = _receive_header(connection, self.check)
+        wanted = sum(sink.nbytes for sink in message.sinks)
+        if kind is not Kind.DATA or nbytes != wanted:
+            raise ConnectionError(f"expected {wanted} bytes of data, got {nbytes} of {kind.name}")
+        for sink in message.sinks:
+            _receive_into(connection, sink, self.check)
+        self._counters.add("ranks_gathered_nbytes", nbytes)
+
+    def _serve_all(self, peer: Peer, connection: socket.socket) -> None:
+        """Serves one other rank until it says goodbye or is gone."""
+        assert self._service is not None
+        try:
+            while self._serve_one(peer, connection, self._service):
+                pass
+        except TimeoutError:
+            self._lost(peer, f"it said nothing for {SILENCE_S:.0f} s")
+        except OSError as broken:
+            self._lost(peer, _describe(broken))
+        except Exception as error:  # Of this rank: a drive that failed, a broken invariant.
+            self.abort(f"{type(error).__name__}: {error}")
+
+    def _serve_one(self, peer: Peer, connection: socket.socket, service: Service) -> bool:
+        kind, (first, second, third), nbytes = _receive_header(connection)
+        if kind is Kind.GET:
+            total_nbytes, parts = service.serve(first, second, to=peer.rank)
+            connection.sendall(_HEADER.pack(Kind.DATA, 0, 0, 0, total_nbytes))
+            for part in parts:
+                connection.sendall(part)
+            return True
+        content = bytearray(nbytes)
+        _receive_into(connection, memoryview(content))
+        if kind is Kind.PUT:
+            service.deliver(peer.rank, first, second, third, content)
+        elif kind is Kind.NOTE:
+            note = content[:first].decode(), bytes(content[first:])
+            with self._changed:
+                self._notes[peer.rank].append(note)
+                self._changed.notify_all()
+        elif kind is Kind.BYE:
+            if first:
+                self._fail(RankError(first - 1, content.decode()))
+                return False
+            with self._changed:
+                self._left.add(peer.rank)
+                self._changed.notify_all()
+        return True
+
+
+def _prepare(connection: socket.socket) -> None:
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+
+def _describe(broken: Exception) -> str:
+    if isinstance(broken, (ConnectionResetError, BrokenPipeError)):
+        return "its connections closed without a word; it was killed or has crashed"
+    return str(broken) or type(broken).__name__
+
+
+def _send(
+    connection: socket.socket, kind: Kind, numbers: tuple[int, int, int], content: memoryview
+) -> None:
+    content = content.cast("B") if content.nbytes else content
+    header = _HEADER.pack(kind, *numbers, content.nbytes)
+    if content.nbytes <= 1 << 16:
+        connection.sendall(header + bytes(content))
+    else:
+        connection.sendall(header)
+        connection.sendall(content)
+
+
+def _receive_header(
+    connection: socket.socket, check: Callable[[], None] | None = None
+) -> tuple[Kind, tuple[int, int, int], int]:
+    header = bytearray(_HEADER.size)
+    _receive_into(connection, memoryview(header), check)
+    kind, first, second, third, nbytes = _HEADER.unpack(header)
+    return Kind(kind), (first, second, third), nbytes
+
+
+def _receive_into(
+    connection: socket.socket, sink: memoryview, check: Callable[[], None] | None = None
+) -> None:
+    """Fills `sink`. With `check`, a timeout asks it whether to go on waiting."""
+    while sink.nbytes:
+        try:
+            count = connection.recv_into(sink)
+        except TimeoutError:
+            if check is None:
+                raise
+            check()
+            continue
+        if count == 0:
+            raise ConnectionResetError
+        sink = sink[count:]

@@ -1,0 +1,103 @@
+"""From a process group of torch.distributed to links between its ranks."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import sys
+import weakref
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch.distributed as dist
+
+from infinity.errors import ConfigError
+from infinity.observe import Counters
+from infinity.ranks.links import Links, Peer
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The data-parallel ranks of this job, as far as the engine needs to know them."""
+
+    process_group: Any
+    rank: int
+    count: int
+    node_rank: int  # Among the ranks of this node.
+    node_count: int
+    hosts: tuple[str, ...]
+
+
+def find_group(group: Any = None) -> Group | None:
+    """The ranks that state is divided over, or None where there is only one.
+
+    `group` is a process group, a 1-D `DeviceMesh`, or None for all ranks of torch.distributed. A
+    collective call over the group: it learns which ranks share a node.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        if group is not None:
+            raise ConfigError("a group was given, but torch.distributed is not initialized")
+        return None
+    if hasattr(group, "get_group"):
+        if group.ndim != 1:
+            raise ConfigError(
+                f"expected a mesh of one dimension, got {group.ndim}; give the data-parallel slice "
+                'of it, such as mesh["dp"]'
+            )
+        group = group.get_group()
+    rank, count = dist.get_rank(group), dist.get_world_size(group)
+    if rank < 0:
+        raise ConfigError("this process is not a member of the group that was given")
+    if count == 1:
+        return None
+    hosts: list[Any] = [None] * count
+    dist.all_gather_object(hosts, socket.gethostname(), group=group)
+    here = [other for other in range(count) if hosts[other] == hosts[rank]]
+    return Group(group, rank, count, here.index(rank), len(here), tuple(hosts))
+
+
+def connect(group: Group, counters: Counters) -> Links:
+    """Links between the ranks, not open yet. A collective call."""
+    address = "127.0.0.1" if len(set(group.hosts)) == 1 else _address_for_others()
+    listener = socket.create_server((address, 0), backlog=group.count)
+    me = Peer(
+        group.rank,
+        group.hosts[group.rank],
+        os.getpid(),
+        address,
+        listener.getsockname()[1],
+        secrets.token_bytes(32),
+    )
+    peers: list[Any] = [None] * group.count
+    dist.all_gather_object(peers, me, group=group.process_group)
+    links = Links(group.rank, peers, listener, counters)
+    _tell_of_uncaught_exceptions(links)
+    return links
+
+
+def _address_for_others() -> str:
+    """The address of this node that routes to the node of rank 0. Nothing is sent."""
+    master = os.environ.get("MASTER_ADDR", "")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((master, 9))
+            return str(probe.getsockname()[0])
+        except OSError:
+            return socket.gethostbyname(socket.gethostname())
+
+
+def _tell_of_uncaught_exceptions(links: Links) -> None:
+    """The others shall name what ended this rank, not only that its connections closed."""
+    before, known = sys.excepthook, weakref.ref(links)
+
+    def tell(
+        kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+    ) -> None:
+        living = known()
+        if living is not None:
+            living.abort(f"{kind.__name__}: {error}")
+        before(kind, error, traceback)
+
+    sys.excepthook = tell

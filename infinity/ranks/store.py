@@ -1,0 +1,270 @@
+"""The state of a rank that owns shards: its own pieces, and whole weights put together from all.
+
+To the executor a whole unit whose weights are divided looks like one that rests far away: a read
+brings it, a write takes this rank's shard home. Shards are asked for one-sidedly. That is safe
+without a lock because a shard only changes inside the optimizer's step, between two points that all
+ranks pass together (design/0005).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from infinity.ranks.links import Job, Links
+from infinity.sizes import MIB, PAGE_NBYTES, align_down, align_up
+from infinity.state.partition import Partition, Segment, Shard
+from infinity.state.store import StateStore, Transfer
+from infinity.state.units import Piece, Unit
+from infinity.storage.engine import Priority
+from infinity.tiers.host import Block, HostTier
+
+# What is served from a drive goes through a block of this size, one for each other rank.
+SERVING_NBYTES = MIB
+_CODES = tuple(Piece)
+
+
+def serving_nbytes(partition: Partition) -> int:
+    """Host memory that serving needs for good."""
+    return SERVING_NBYTES * partition.count
+
+
+class Gathering:
+    """Whole weights on their way from all ranks. `wait` returns when nobody writes any more."""
+
+    def __init__(self, jobs: Sequence[Job]) -> None:
+        self._jobs = jobs
+
+    def done(self) -> bool:
+        return all(job.done() for job in self._jobs)
+
+    def wait(self) -> None:
+        first: BaseException | None = None
+        for job in self._jobs:
+            try:
+                job.wait()
+            except BaseException as error:
+                first = first or error
+        if first is not None:
+            raise first
+
+
+class RankedStore(StateStore):
+    """Homes of this rank's pieces, and the way to the pieces of others.
+
+    `partition.units` are its units. Reads and writes of whole units come from the training thread,
+    `serve` from the threads of `links`, which are set before anything is read or written.
+    """
+
+    links: Links
+
+    def __init__(self, partition: Partition, *, host: HostTier, **parts: Any) -> None:
+        self.partition = partition
+        self._ranked_host = host
+        super().__init__(partition.units, host=host, **parts)
+        self._blocks: list[Block] = []
+        for rank in range(partition.count):
+            block = host.allocate(SERVING_NBYTES, f"serving rank {rank}")
+            assert block is not None, "the budget has room for serving"
+            self._blocks.append(block)
+        self._own = ThreadPoolExecutor(1, thread_name_prefix="infinity-own-shard")
+        # Units whose shard was written past the executor, which may keep an older copy.
+        self.rewritten: set[int] = set()
+
+    def close(self) -> None:
+        """Ends the thread of the own shard. After `links.close`."""
+        self._own.shutdown(wait=True)
+
+    # -- Whole units -------------------------------------------------------------------------------
+
+    def is_divided(self, unit: Unit, piece: Piece) -> bool:
+        """Whether the piece of a whole unit is put together from the shards of all ranks."""
+        return (
+            piece is Piece.PARAMETERS
+            and unit.index < len(self.partition.wholes)
+            and self.partition.stage == 3
+        )
+
+    def read(
+        self,
+        unit: Unit,
+        piece: Piece,
+        block: Block,
+        *,
+        priority: Priority,
+        offset_nbytes: int = 0,
+        nbytes: int | None = None,
+    ) -> Transfer:
+        if not self.is_divided(unit, piece):
+            return super().read(
+                unit, piece, block, priority=priority, offset_nbytes=offset_nbytes, nbytes=nbytes
+            )
+        assert offset_nbytes == 0 and nbytes is None
+        whole = self._ranked_host.tensor(block, nbytes=unit.weight_nbytes)
+        return self.gather_weights(unit.index, whole, is_mine_there=False)
+
+    def write(
+        self,
+        unit: Unit,
+        piece: Piece,
+        block: Block,
+        *,
+        offset_nbytes: int = 0,
+        nbytes: int | None = None,
+    ) -> Transfer:
+        if not self.is_divided(unit, piece):
+            return super().write(unit, piece, block, offset_nbytes=offset_nbytes, nbytes=nbytes)
+        assert offset_nbytes == 0
+        self.rewritten.add(unit.index)
+        whole = self._ranked_host.tensor(block, nbytes=unit.weight_nbytes)
+        return self._in_own_thread(self._keep_mine, unit.index, whole)
+
+    def gather_weights(self, index: int, whole: torch.Tensor, *, is_mine_there: bool) -> Transfer:
+        """Starts bringing what is divided of a unit's weights to their places in `whole` (uint8,
+        host, shape (weight_nbytes,)): the shards of the others and, unless it is there, mine."""
+        jobs: list[Job] = []
+        for shard in self.partition.shards[index]:
+            segments = self._served(shard, Piece.PARAMETERS)
+            sinks = [
+                whole[each.whole_offset_nbytes : each.whole_offset_nbytes + each.nbytes]
+                for each in segments
+            ]
+            if not segments:
+                continue
+            if shard.rank != self.partition.rank:
+                views = [memoryview(sink.numpy()) for sink in sinks]
+                jobs.append(
+                    self.links.get(shard.rank, index, _CODES.index(Piece.PARAMETERS), views)
+                )
+            elif not is_mine_there:
+                jobs.append(self._in_own_thread(self._bring_mine, index, segments, sinks))
+        return Gathering(jobs)
+
+    def gather_state(self, index: int, piece: Piece) -> torch.Tensor:
+        """A copy of a piece of state of a whole unit, from all ranks: shape (state_numel,)."""
+        unit = self.partition.wholes[index]
+        dtype = unit.dtype(piece)
+        assert dtype is not None and piece is not Piece.PARAMETERS
+        whole = torch.zeros(unit.state_numel, dtype=dtype)
+        jobs: list[Job] = []
+        for shard in self.partition.shards[index]:
+            sink = whole[shard.start : shard.stop].view(torch.uint8)
+            if not sink.numel():
+                continue
+            if shard.rank == self.partition.rank:
+                segments = [Segment(0, 0, sink.numel())]
+                jobs.append(self._in_own_thread(self._copy_state, shard, piece, segments, [sink]))
+            else:
+                view = memoryview(sink.numpy())
+                jobs.append(self.links.get(shard.rank, index, _CODES.index(piece), [view]))
+        Gathering(jobs).wait()
+        return whole
+
+    # -- This rank's shard -------------------------------------------------------------------------
+
+    def serve(self, unit: int, piece: int, *, to: int) -> tuple[int, Iterable[memoryview]]:
+        """The bytes of this rank's shard of a unit, for another rank; see `links.Service`."""
+        shard, kind = self.partition.shards[unit][self.partition.rank], _CODES[piece]
+        segments = self._served(shard, kind)
+        return sum(each.nbytes for each in segments), self._parts(shard, kind, segments, to)
+
+    def _served(self, shard: Shard, piece: Piece) -> Sequence[Segment]:
+        """Of weights that every rank keeps whole, what the step changes: the trainable ones."""
+        if piece is not Piece.PARAMETERS:
+            nbytes = shard.unit.nbytes(piece)
+            return [Segment(0, 0, nbytes)] if nbytes else []
+        if self.partition.stage == 3:
+            return shard.segments
+        whole = self.partition.wholes[shard.unit.index - len(self.partition.wholes)]
+        return [s for s in shard.segments if s.whole_offset_nbytes < whole.trainable_nbytes]
+
+    def _parts(
+        self, shard: Shard, piece: Piece, segments: Iterable[Segment], reader: int
+    ) -> Iterator[memoryview]:
+        """The bytes of `segments` in parts; a part is valid until the next is asked for."""
+        unit, is_whole = shard.unit, False
+        if piece is Piece.PARAMETERS and self.partition.stage < 3:
+            unit, is_whole = self.partition.wholes[unit.index - len(self.partition.wholes)], True
+        resting = self.resting(unit, piece)
+        block = self._blocks[reader]
+        for segment in segments:
+            start = segment.whole_offset_nbytes if is_whole else segment.shard_offset_nbytes
+            stop = start + segment.nbytes
+            if resting is not None:
+                yield memoryview(resting[start:stop].numpy())
+                continue
+            while start < stop:
+                low = align_down(start, PAGE_NBYTES)
+                high = min(align_up(stop, PAGE_NBYTES), low + SERVING_NBYTES)
+                super().read(
+                    unit,
+                    piece,
+                    block,
+                    priority=Priority.FORWARD,
+                    offset_nbytes=low,
+                    nbytes=high - low,
+                ).wait()
+                until = min(stop, high)
+                part = self._ranked_host.tensor(block)[start - low : until - low]
+                yield memoryview(part.numpy())
+                start = until
+
+    def _bring_mine(
+        self, index: int, segments: Sequence[Segment], sinks: Sequence[torch.Tensor]
+    ) -> None:
+        self._copy_state(
+            self.partition.shards[index][self.partition.rank], Piece.PARAMETERS, segments, sinks
+        )
+
+    def _copy_state(
+        self,
+        shard: Shard,
+        piece: Piece,
+        segments: Sequence[Segment],
+        sinks: Sequence[torch.Tensor],
+    ) -> None:
+        for segment, sink in zip(segments, sinks, strict=True):
+            done = 0
+            for part in self._parts(shard, piece, [segment], self.partition.rank):
+                sink[done : done + part.nbytes].copy_(torch.frombuffer(part, dtype=torch.uint8))
+                done += part.nbytes
+
+    def _keep_mine(self, index: int, whole: torch.Tensor) -> None:
+        """Writes this rank's part of whole weights to where it rests."""
+        shard = self.partition.shards[index][self.partition.rank]
+        resting = self.resting(shard.unit, Piece.PARAMETERS)
+        block = self._blocks[self.partition.rank]
+        for segment in shard.segments:
+            start = segment.whole_offset_nbytes
+            source = whole[start : start + segment.nbytes]
+            if resting is not None:
+                place = segment.shard_offset_nbytes
+                resting[place : place + segment.nbytes].copy_(source)
+                continue
+            for done in range(0, segment.nbytes, SERVING_NBYTES):
+                part = source[done : done + SERVING_NBYTES]
+                self._ranked_host.tensor(block)[: part.numel()].copy_(part)
+                super().write(
+                    shard.unit,
+                    Piece.PARAMETERS,
+                    block,
+                    offset_nbytes=segment.shard_offset_nbytes + done,
+                    nbytes=align_up(part.numel(), PAGE_NBYTES),
+                ).wait()
+
+    def _in_own_thread(self, function: Callable[..., None], *arguments: Any) -> Job:
+        job = Job()
+
+        def run() -> None:
+            try:
+                function(*arguments)
+            except BaseException as error:
+                job.finish(error)
+            else:
+                job.finish()
+
+        self._own.submit(run)
+        return job

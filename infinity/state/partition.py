@@ -1,0 +1,228 @@
+"""Which rank owns what: every unit cut into one contiguous shard per rank.
+
+Bandwidth-centric, as in ZeRO-Infinity: each rank owns 1/N of every unit, so that all ranks' links
+pull at the same time. The cut is made in the unit's arrays of state, at multiples of STATE_GRANULE;
+the weights are cut at the same elements, so that the owner of a master's part can write the weights
+that follow from it. Frozen weights have no state and are cut at pages.
+
+Two lists of units come out of it. *Wholes* are what modules need, with those pieces that every rank
+keeps for itself. *Shards* are what this rank owns of the others: a shard is a unit of its own,
+whose tensors are flat runs of elements. Stage by stage (Rajbhandari et al., "ZeRO", 2020, section
+5):
+
+  stage  every rank keeps          one rank owns a part of
+  1      parameters, gradients     master, moments, summed gradients
+  2      parameters                master, moments, gradients
+  3      nothing                   parameters, master, moments, gradients
+
+Everything here is a pure function of layouts and numbers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from infinity.sizes import PAGE_NBYTES, align_up
+from infinity.state.units import STATE_GRANULE, Piece, TensorFacts, TensorSpec, Unit
+
+STAGES = (1, 2, 3)
+_STATE = frozenset(Piece) - {Piece.PARAMETERS}
+_KEPT = {
+    1: frozenset({Piece.PARAMETERS, Piece.GRADIENTS}),
+    2: frozenset({Piece.PARAMETERS}),
+    3: frozenset[Piece](),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """`nbytes` bytes of weights: where they lie in the whole unit and where in the shard."""
+
+    whole_offset_nbytes: int
+    shard_offset_nbytes: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Share:
+    """Elements [start, stop) of a whole trainable tensor, owned by `rank`; `part` is what they are
+    in the shard."""
+
+    rank: int
+    whole: TensorSpec
+    part: TensorSpec
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Shard:
+    """What one rank owns of one unit: elements [start, stop) of its arrays of state."""
+
+    rank: int
+    unit: Unit
+    start: int
+    stop: int
+    shares: tuple[Share, ...]
+    segments: tuple[Segment, ...]
+
+    @property
+    def weight_nbytes(self) -> int:
+        """Bytes of weights, padding between tensors included, rounding to pages not."""
+        return sum(segment.nbytes for segment in self.segments)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Partition:
+    """All units over all ranks, seen from one rank. Unit i's shard is unit `len(wholes) + i`."""
+
+    rank: int
+    count: int
+    stage: int
+    wholes: tuple[Unit, ...]
+    shards: tuple[tuple[Shard, ...], ...]  # By unit and rank.
+
+    @property
+    def mine(self) -> tuple[Shard, ...]:
+        return tuple(of_unit[self.rank] for of_unit in self.shards)
+
+    @property
+    def units(self) -> tuple[Unit, ...]:
+        """What has state on this rank: wholes, then this rank's shards."""
+        return (*self.wholes, *(shard.unit for shard in self.mine))
+
+    def shares(self) -> dict[TensorSpec, list[Share]]:
+        """The shares of every trainable tensor in element order. Empty tensors have none."""
+        found: dict[TensorSpec, list[Share]] = {
+            spec: [] for unit in self.wholes for spec in unit.trainable()
+        }
+        for of_unit in self.shards:
+            for shard in of_unit:
+                for share in shard.shares:
+                    found[share.whole].append(share)
+        for shares in found.values():
+            shares.sort(key=lambda share: share.start)
+        return found
+
+
+def partition(units: Sequence[Unit], *, rank: int, count: int, stage: int) -> Partition:
+    """Cuts every unit into `count` shards. `units[i].index` is i."""
+    assert 0 <= rank < count and stage in STAGES
+    kept, owned = _KEPT[stage], _STATE | (frozenset({Piece.PARAMETERS}) - _KEPT[stage])
+    return Partition(
+        rank=rank,
+        count=count,
+        stage=stage,
+        wholes=tuple(dataclasses.replace(unit, pieces=kept) for unit in units),
+        shards=tuple(
+            tuple(
+                _shard(unit, owner, *bounds, index=len(units) + unit.index, pieces=owned)
+                for owner, bounds in enumerate(_bounds(unit, count))
+            )
+            for unit in units
+        ),
+    )
+
+
+def cut(total: int, part: int, count: int) -> tuple[int, int]:
+    """[start, stop) of one of `count` nearly equal parts: cut(10, 1, 3) is (3, 6)."""
+    return part * total // count, (part + 1) * total // count
+
+
+def _part_of(unit: Unit, rank: int, count: int) -> int:
+    """Which part of a unit a rank owns. It turns with the unit: of units too small for all ranks
+    everybody gets some."""
+    return (rank + unit.index) % count
+
+
+def _bounds(unit: Unit, count: int) -> Iterator[tuple[int, int, int, int]]:
+    """For every rank: elements of state, and bytes of frozen weights behind the trainable head."""
+    granules = unit.state_numel // STATE_GRANULE
+    pages = (unit.weight_nbytes - unit.trainable_nbytes) // PAGE_NBYTES
+    for rank in range(count):
+        part = _part_of(unit, rank, count)
+        start, stop = cut(granules, part, count)
+        first, last = cut(pages, part, count)
+        yield start * STATE_GRANULE, stop * STATE_GRANULE, first * PAGE_NBYTES, last * PAGE_NBYTES
+
+
+def _shard(
+    unit: Unit,
+    rank: int,
+    start: int,
+    stop: int,
+    frozen_start_nbytes: int,
+    frozen_stop_nbytes: int,
+    *,
+    index: int,
+    pieces: frozenset[Piece],
+) -> Shard:
+    low, high = _weight_place(unit, start), _weight_place(unit, stop)
+    shares = tuple(_shares(unit, rank, start, stop, low))
+    tensors = [share.part for share in shares]
+    head_nbytes = align_up(high - low, PAGE_NBYTES)
+    frozen_nbytes = frozen_stop_nbytes - frozen_start_nbytes
+    if frozen_nbytes:
+        facts = TensorFacts(
+            f"frozen of {unit.name}", (frozen_nbytes,), (1,), torch.uint8, is_trainable=False
+        )
+        tensors.append(TensorSpec(facts, frozen_nbytes, head_nbytes, -1))
+    segments = (
+        Segment(low, 0, high - low),
+        Segment(unit.trainable_nbytes + frozen_start_nbytes, head_nbytes, frozen_nbytes),
+    )
+    return Shard(
+        rank=rank,
+        unit=Unit(
+            index=index,
+            name=f"{unit.name} (shard of rank {rank})",
+            tensors=tuple(tensors),
+            trainable_nbytes=head_nbytes,
+            weight_nbytes=max(head_nbytes + frozen_nbytes, PAGE_NBYTES),
+            state_numel=stop - start,
+            master_dtype=unit.master_dtype if stop > start else None,
+            pieces=pieces,
+        ),
+        start=start,
+        stop=stop,
+        shares=shares,
+        segments=tuple(segment for segment in segments if segment.nbytes),
+    )
+
+
+def _weight_place(unit: Unit, element: int) -> int:
+    """The byte in the unit's weights that belongs to an element of its arrays of state.
+
+    Padding behind a tensor belongs to the tensor before it; element 0 is byte 0, the end of the
+    state is the end of the trainable weights.
+    """
+    specs = list(unit.trainable())
+    if element >= unit.state_numel or not specs:
+        return unit.trainable_nbytes
+    spec = specs[bisect_right([spec.state_offset for spec in specs], element) - 1]
+    following = specs[specs.index(spec) + 1 :]
+    end = following[0].weight_offset_nbytes if following else unit.trainable_nbytes
+    return min(
+        spec.weight_offset_nbytes + (element - spec.state_offset) * spec.facts.dtype.itemsize, end
+    )
+
+
+def _shares(unit: Unit, rank: int, start: int, stop: int, low_nbytes: int) -> Iterator[Share]:
+    for whole in unit.trainable():
+        first = max(start, whole.state_offset) - whole.state_offset
+        last = min(stop, whole.state_offset + whole.numel) - whole.state_offset
+        if first >= last:
+            continue
+        facts = whole.facts
+        part = TensorSpec(
+            TensorFacts(facts.name, (last - first,), (1,), facts.dtype, is_trainable=True),
+            last - first,
+            whole.weight_offset_nbytes + first * facts.dtype.itemsize - low_nbytes,
+            whole.state_offset + first - start,
+        )
+        yield Share(rank, whole, part, first, last)

@@ -1,0 +1,51 @@
+"""`infinity train` as one of several ranks: what torchrun says, and who speaks for all."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from infinity.config import SwapConfig
+from infinity.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class JobRank:
+    """This process among those of the job. Rank 0 prints, evaluates and exports."""
+
+    rank: int = 0
+    count: int = 1
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+
+@contextmanager
+def job_rank(config: SwapConfig) -> Iterator[JobRank]:
+    """Within, the process group of the job: one that is there already, or what torchrun says."""
+    is_given = dist.is_initialized()
+    if not is_given and int(os.environ.get("WORLD_SIZE", "1")) <= 1:
+        yield JobRank()
+        return
+    if config.checkpoint is not None:
+        raise ConfigError(
+            "[checkpoint] is for one rank: state that is divided over ranks cannot be saved yet. "
+            "Leave the section out; the export at the end has the weights"
+        )
+    if is_given:
+        yield JobRank(dist.get_rank(), dist.get_world_size())
+        return
+    is_cuda = config.tiers.device.kind != "cpu" and torch.cuda.is_available()
+    if is_cuda:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    dist.init_process_group("nccl" if is_cuda else "gloo")
+    try:
+        yield JobRank(dist.get_rank(), dist.get_world_size())
+    finally:
+        dist.destroy_process_group()

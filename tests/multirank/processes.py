@@ -1,0 +1,108 @@
+"""Ranks as processes of this machine, over gloo.
+
+They are forked from one server that has imported torch once, so that a rank costs milliseconds.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import queue
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+_PRELOADED = [
+    "torch.distributed.fsdp",
+    "torch.nn.parallel",
+    "transformers.models.gpt2.modeling_gpt2",
+    "infinity.training.program",
+]
+TIME_LIMIT_S = 120.0  # Of a hang; what is tested takes seconds.
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+def _run(
+    rank: int, count: int, port: int, results: Any, work: Callable[..., Any], arguments: Any
+) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    store = dist.TCPStore("127.0.0.1", port, count, is_master=rank == 0)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=count)
+    try:
+        # Pickled here: the queue would share the memory of tensors, which ends with this process.
+        results.put((rank, pickle.dumps(work(rank, *arguments)), None))
+    except BaseException as error:
+        # What an interpreter does with an exception nobody catches: multiprocessing does not.
+        sys.excepthook(type(error), error, error.__traceback__)
+        text = f"{type(error).__name__}: {error}"
+        results.put((rank, None, (text, traceback.format_exc())))
+    results.close()
+    results.join_thread()
+    os._exit(0)  # Groups of ranks that ended otherwise are not waited for.
+
+
+class Ranks:
+    """`count` processes that run `work(rank, *arguments)`. Ends them all when it is left."""
+
+    def __init__(self, count: int, work: Callable[..., Any], *arguments: Any) -> None:
+        tests = str(Path(__file__).parent.parent)
+        if tests not in sys.path:
+            sys.path.append(tests)  # Where a rank finds the module of `work`.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(_PRELOADED)
+        self._results = context.Queue()
+        port = free_port()
+        self.processes: list[BaseProcess] = [
+            context.Process(
+                target=_run, args=(rank, count, port, self._results, work, arguments), daemon=True
+            )
+            for rank in range(count)
+        ]
+        for process in self.processes:
+            process.start()
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *unused: object) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join()
+
+    def outcomes(self, ranks: set[int]) -> dict[int, tuple[Any, Any]]:
+        """(answer, (error, traceback) or None) of each of `ranks`, as they end."""
+        found: dict[int, tuple[Any, Any]] = {}
+        deadline_s = time.monotonic() + TIME_LIMIT_S
+        while missing := sorted(ranks - found.keys()):
+            codes = {rank: self.processes[rank].exitcode for rank in missing}
+            try:
+                rank, answer, error = self._results.get(timeout=1.0)
+                found[rank] = answer and pickle.loads(answer), error
+            except queue.Empty:
+                # What a rank said before it ended has been read by now.
+                assert not any(code is not None for code in codes.values()), f"died: {codes}"
+                assert time.monotonic() < deadline_s, f"ranks {missing} hang"
+        return found
+
+
+def run_ranks(count: int, work: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """What `work(rank, *arguments)` answers on each of `count` ranks. Raises when one failed."""
+    with Ranks(count, work, *arguments) as ranks:
+        outcomes = ranks.outcomes(set(range(count)))
+    for rank, (_, error) in sorted(outcomes.items()):
+        assert error is None, f"rank {rank}: {error[1]}"
+    return [outcomes[rank][0] for rank in range(count)]

@@ -1,0 +1,69 @@
+"""Training over ranks gives the bits of plain PyTorch: stages, placements, ways through the model.
+
+The reference adds up, in one process and in the order that is promised, what each rank would have
+given. `DistributedDataParallel` and `fully_shard` are held against it separately.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from infinity.state.partition import STAGES
+
+from .processes import run_ranks
+from .work import MIXED, NVME, Case, assert_same, expected, train_all
+
+PLACEMENTS = ({}, NVME, MIXED)
+# Every combination of stage and placement, then what else may differ between ranks.
+CASES = [
+    *(Case(stage, placement) for stage in STAGES for placement in PLACEMENTS),
+    *(Case(stage, compute="bfloat16") for stage in STAGES),
+    Case(3, NVME, compute="bfloat16"),
+    *(Case(stage, skips=True, steps=4) for stage in STAGES),
+    *(Case(stage, NVME, model="experts", steps=4) for stage in STAGES),
+    *(Case(stage, accumulation=3, skips=True) for stage in STAGES),
+    Case(3, lazy_ranks=(1,)),
+    Case(1, model="experts", lazy_ranks=(0,)),
+    Case(3, simulated=True),
+    Case(2, MIXED, simulated=True),
+    Case(2, {"gradients": "device", "moments": "device"}, simulated=True, skips=True),
+    Case(3, budgets="rank", capacity="16MiB"),
+]
+
+
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_ranks_have_the_bits_of_a_sum_in_rank_order(count: int) -> None:
+    cases = CASES if count == 3 else [case for case in CASES if count == 2 or not case.placement]
+    for case, runs in zip(
+        cases, zip(*run_ranks(count, train_all, cases), strict=True), strict=True
+    ):
+        for rank, (found, wanted) in enumerate(zip(runs, expected(case, count), strict=True)):
+            assert_same(found, wanted, f"rank {rank} of {count}, {case}")
+
+
+def test_one_rank_is_as_without_ranks() -> None:
+    case = Case(3, steps=2)
+    [[found]] = run_ranks(1, train_all, [case])
+    [wanted] = expected(case, 1)
+    assert_same(found, wanted, "one rank")
+    assert not any(name.startswith("ranks_") for name in found.counters)
+
+
+def test_the_norm_does_not_depend_on_ranks_and_clips() -> None:
+    """Within the rounding of a norm summed in fp32: one part in 2^24 for every halving of the
+    number of elements, here fewer than 2^16, twice (squares and their sum)."""
+    case = Case(3, max_norm=0.1, steps=1)
+    of_stage = []
+    for stage in STAGES:
+        [first, second] = run_ranks(2, train_all, [Case(stage, max_norm=0.1, steps=1)])
+        assert first[0].norms == second[0].norms
+        of_stage.append(first[0])
+    assert of_stage[0].norms == of_stage[1].norms == of_stage[2].norms
+    wanted = expected(case, 2)[0]
+    [norm], [reference] = of_stage[2].norms, wanted.norms
+    assert reference > case.max_norm, "the clip does nothing"
+    assert abs(norm - reference) <= 2 * 16 * 2.0**-24 * reference
+    for name, weight in wanted.weights.items():
+        # One step of Adam moves by lr whatever the scale; the clip reaches it through eps alone.
+        assert torch.allclose(of_stage[2].weights[name], weight, atol=1e-6), name

@@ -1,0 +1,172 @@
+"""A rank that ends, however it ends, ends the others soon, and all of them say which one it was."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import infinity
+from infinity.errors import InfinityError, NonFiniteError, RankError
+
+from .models import loss_of
+from .processes import Ranks, run_ranks
+from .work import LR, Case, build, micro_batches, offloaded, train_model
+
+VICTIM = 2
+TIME_LIMIT_S = 30.0
+
+
+def _killed(signal_number: int, note: str) -> None:
+    Path(note).write_text(str(time.monotonic()))  # One clock for all processes of a machine.
+    os.kill(os.getpid(), signal_number)
+    time.sleep(600)  # A stopped process goes on from here, should it be continued.
+
+
+def _die_in(
+    rank: int, phase: str, signal_number: int | None, silence_s: float | None, note: str
+) -> None:
+    """Trains until rank VICTIM dies in `phase` of the second step."""
+    if silence_s is not None:
+        from infinity.ranks import links
+
+        links.BEAT_S, links.SILENCE_S = silence_s / 4, silence_s
+    case = Case(3, steps=50)
+    model = offloaded(case, None)  # type: ignore[arg-type]
+    engine = infinity.engine_of(model)
+
+    def die(*unused: Any) -> None:
+        if signal_number is None:
+            Path(note).write_text(str(time.monotonic()))
+            raise MemoryError("of the test")
+        _killed(signal_number, note)
+
+    optimizer = infinity.AdamW(model, lr=LR)
+    for step in range(case.steps):
+        if rank == VICTIM and step == 1:
+            if phase == "forward":
+                model.blocks[1].register_forward_pre_hook(die)
+            elif phase == "backward":
+                model.blocks[1].register_full_backward_hook(die)
+            elif phase == "step":
+                engine.parts.updater._compute = die  # type: ignore[method-assign]
+            else:
+                die()
+        for x, skip in micro_batches(case, rank, step):
+            loss_of(model, x, skip).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _deaths(
+    directory: Path, phase: str, signal_number: int | None, silence_s: float | None = None
+) -> list[str]:
+    """What the other ranks say, soon after the death."""
+    others, note = {0, 1, 3}, directory / "death"
+    with Ranks(4, _die_in, phase, signal_number, silence_s, str(note)) as ranks:
+        outcomes = ranks.outcomes(others)
+        assert time.monotonic() - float(note.read_text()) < TIME_LIMIT_S
+    return [outcomes[rank][1][0] for rank in sorted(others)]
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward", "step", "between"])
+def test_a_killed_rank_is_named_by_all_others(phase: str, tmp_path: Path) -> None:
+    for message in _deaths(tmp_path, phase, signal.SIGKILL):
+        assert message.startswith(f"RankError: rank {VICTIM} "), message
+        assert "killed or has crashed" in message
+
+
+def test_an_exception_on_one_rank_is_told_to_all_others(tmp_path: Path) -> None:
+    for message in _deaths(tmp_path, "backward", None):
+        assert message.startswith(f"RankError: rank {VICTIM} "), message
+        assert "MemoryError: of the test" in message
+
+
+def test_a_rank_that_is_stuck_is_named_by_all_others(tmp_path: Path) -> None:
+    for message in _deaths(tmp_path, "between", signal.SIGSTOP, silence_s=8.0):
+        assert message.startswith(f"RankError: rank {VICTIM} "), message
+        assert "said nothing" in message
+
+
+def _misuse(rank: int) -> dict[str, str]:
+    """Errors that all ranks, or those that are told of it, raise; by what was done."""
+    found: dict[str, str] = {}
+
+    def note(what: str, kinds: type[BaseException], function: Any) -> None:
+        try:
+            function()
+        except kinds as error:
+            found[what] = f"{type(error).__name__}: {error}"
+
+    case = Case(2)
+    model = offloaded(case, None)  # type: ignore[arg-type]
+    optimizer = infinity.AdamW(model, lr=LR, max_grad_norm=1.0, error_if_nonfinite=True)
+    before = {n: infinity.engine_of(model).read_parameter(n) for n in ("head.weight",)}
+    [(x, _)] = micro_batches(Case(2, steps=1), rank, 0)
+    (loss_of(model, x) * (float("inf") if rank == 1 else 1.0)).backward()
+    note("not finite", NonFiniteError, optimizer.step)
+    after = infinity.engine_of(model).read_parameter("head.weight")
+    assert torch.equal(before["head.weight"], after), "a step that was refused changed a weight"
+    optimizer.zero_grad()
+    loss_of(model, x).backward()
+    optimizer.step()
+    note("read a gradient", InfinityError, lambda: model.head.weight.grad.norm())
+    note("save", InfinityError, lambda: infinity.checkpoint.save("/nowhere", model, optimizer))
+    if rank == 0:
+        optimizer.zero_grad()
+    note("zero_grad on one rank", RankError, optimizer.step)
+    infinity.engine_of(model).close()
+
+    torch.manual_seed(rank)
+    note("other weights", InfinityError, lambda: infinity.offload(_unlike(rank), _config()))
+
+    model = offloaded(case, None)  # type: ignore[arg-type]
+    optimizer = infinity.AdamW(model, lr=LR)
+    if rank == 0:
+        infinity.engine_of(model).close()
+    else:
+        note("too few steps", InfinityError, optimizer.step)
+        infinity.engine_of(model).close()
+    return found
+
+
+def _unlike(rank: int) -> Any:
+    model = build(Case())
+    with torch.no_grad():
+        model.head.weight.add_(rank)
+    return model
+
+
+def _config() -> dict[str, Any]:
+    return {"tiers": {"host": {"capacity": "32MiB"}}}
+
+
+def test_misuse_is_named_and_does_not_hang() -> None:
+    first, second = run_ranks(2, _misuse)
+    for found in (first, second):
+        assert found["not finite"].startswith("NonFiniteError")
+        assert "divided over 2 ranks" in found["read a gradient"]
+        assert "does not know state that is divided" in found["save"]
+        assert "call zero_grad() on all ranks alike" in found["zero_grad on one rank"]
+        assert "Build the same model on every rank" in found["other weights"]
+    assert (
+        "rank 0" in second["too few steps"] and "has closed its engine" in second["too few steps"]
+    )
+
+
+def test_a_rank_that_fails_before_training_does_not_leave_others_waiting() -> None:
+    with Ranks(2, _too_small) as ranks:
+        outcomes = ranks.outcomes({0, 1})
+    assert outcomes[1][1][0].startswith("CapacityError")
+    assert outcomes[0][1] is not None
+
+
+def _too_small(rank: int) -> None:
+    capacity = "64KiB" if rank else "32MiB"
+    model = infinity.offload(build(Case()), {"tiers": {"host": {"capacity": capacity}}})
+    train_model(model, rank, Case())

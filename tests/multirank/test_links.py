@@ -1,0 +1,108 @@
+"""Connections by themselves, in one process: who is let in, and who is waited for."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterable, Iterator
+
+import pytest
+
+from infinity.errors import RankError
+from infinity.observe import Counters
+from infinity.ranks import links as links_module
+from infinity.ranks.links import Kind, Links, Peer
+
+CONTENT = bytes(range(256)) * 1000
+
+
+class Shelf:
+    """Serves CONTENT, keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.delivered: list[tuple[int, int, int, int, bytes]] = []
+
+    def serve(self, unit: int, piece: int, *, to: int) -> tuple[int, Iterable[memoryview]]:
+        half = len(CONTENT) // 2
+        return len(CONTENT), (memoryview(CONTENT)[:half], memoryview(CONTENT)[half:])
+
+    def deliver(
+        self, rank: int, tensor: int, dtype: int, generation: int, content: bytearray
+    ) -> None:
+        self.delivered.append((rank, tensor, dtype, generation, bytes(content)))
+
+
+def make(count: int) -> list[Links]:
+    listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    peers = [
+        Peer(rank, "here", rank, "127.0.0.1", each.getsockname()[1], b"%032d" % rank)
+        for rank, each in enumerate(listeners)
+    ]
+    return [Links(rank, peers, each, Counters()) for rank, each in enumerate(listeners)]
+
+
+def together(functions: Iterable[object]) -> None:
+    threads = [threading.Thread(target=function) for function in functions]  # type: ignore[arg-type]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+        assert not thread.is_alive()
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[list[Links], list[Shelf]]]:
+    links, shelves = make(2), [Shelf(), Shelf()]
+    together([lambda i=i: links[i].open(shelves[i]) for i in range(2)])
+    yield links, shelves
+    together([each.close for each in links])
+
+
+def test_gets_are_scattered_and_puts_come_before_notes(
+    pair: tuple[list[Links], list[Shelf]],
+) -> None:
+    links, shelves = pair
+    sinks = [bytearray(1000), bytearray(len(CONTENT) - 1000)]
+    links[0].get(1, 3, 0, [memoryview(sink) for sink in sinks]).wait()
+    assert sinks[0] + sinks[1] == CONTENT
+    for number in range(20):
+        links[1].put(0, number, 1, 2, memoryview(CONTENT))
+    gathered: list[list[bytes]] = []
+    together([lambda i=i: gathered.append(links[i].all_gather("x", b"%d" % i)) for i in range(2)])
+    assert gathered == [[b"0", b"1"]] * 2
+    assert shelves[0].delivered == [(1, number, 1, 2, CONTENT) for number in range(20)]
+
+
+def test_strangers_are_not_let_in() -> None:
+    links = make(2)
+    mine = links[0].peers[0]
+    stranger = socket.create_connection((mine.address, mine.port))
+    stranger.sendall(links_module._HEADER.pack(Kind.HELLO, 1, 0, 0, 32) + b"a guess".ljust(32))
+    together([lambda i=i: links[i].open(Shelf()) for i in range(2)])
+    stranger.settimeout(5)
+    with stranger:
+        assert stranger.recv(1) == b"", "the connection is closed"
+    together([each.close for each in links])
+
+
+def test_a_rank_that_never_connects_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(links_module, "SILENCE_S", 1.0)
+    first, second = make(2)
+    with pytest.raises(RankError, match="rank 1 .* has not connected") as caught:
+        first.open(Shelf())
+    assert caught.value.rank == 1
+    first.close()
+    second._listener.close()
+
+
+def test_different_calls_are_named(pair: tuple[list[Links], list[Shelf]]) -> None:
+    links, _ = pair
+    found: list[str] = []
+
+    def call(rank: int) -> None:
+        with pytest.raises(RankError) as caught:
+            links[rank].all_gather(f"call {rank}", b"")
+        found.append(str(caught.value))
+
+    together([lambda i=i: call(i) for i in range(2)])
+    assert all("'call 0'" in text and "'call 1'" in text for text in found)

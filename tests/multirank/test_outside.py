@@ -1,0 +1,182 @@
+"""Reading and setting divided weights from outside: gather, export, load, models built on meta."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import infinity
+from infinity.state.partition import STAGES
+
+from .models import Blocks, batch, loss_of
+from .processes import run_ranks
+from .work import LR, MIXED, NVME, Case, build, offloaded, read_weights, train_model
+
+SWAP = Path(tempfile.gettempdir())
+
+
+def _look(rank: int, stage: int, compute: str, swap: str) -> dict[str, Any]:
+    """Uses of a model that rank 0 makes alone, and those that all ranks make."""
+    case = Case(stage, MIXED, compute=compute, steps=1)
+    model = offloaded(case, Path(swap))
+    engine = infinity.engine_of(model)
+    fresh = {name: engine.read_parameter(name, master=True) for name in engine.parameter_names()}
+    given = {n: p for n, p in build(case).named_parameters() if p.requires_grad}
+    seen = {"initial": all(torch.equal(fresh[n], given[n]) for n in given)}
+    run = train_model(model, rank, case)
+    if rank == 0:  # The others go on meanwhile, to the next point that all pass.
+        with infinity.gather(model):
+            seen["gather"] = all(
+                torch.equal(p, run.weights[n]) for n, p in model.named_parameters()
+            )
+        files = infinity.checkpoint.export_safetensors(model, Path(swap).parent / f"out-{stage}")
+        from safetensors.torch import load_file
+
+        exported = {name: t for file in files for name, t in load_file(file).items()}
+        seen["export"] = all(torch.equal(exported[n], w) for n, w in run.weights.items())
+    with infinity.gather(model.head, modify=True), torch.no_grad():
+        model.head.weight.fill_(0.5)
+        model.blocks[0][0].weight  # noqa: B018  A handle: reading its name changes nothing.
+    wanted = dict(run.weights)
+    wanted["head.weight"] = torch.full_like(wanted["head.weight"], 0.5)
+    seen["modify"] = _same(read_weights(model), wanted)
+    state = {name: tensor + 1 for name, tensor in wanted.items()}
+    model.load_state_dict(state)
+    seen["load_state_dict"] = _same(read_weights(model), state)
+    with infinity.gather(model), infinity.gather(model.head, modify=True), torch.no_grad():
+        model.head.bias.zero_()
+    seen["nested"] = not read_weights(model)["head.bias"].any()
+    wide = engine.read_parameter("blocks.0.0.weight", master=True)
+    seen["master"] = torch.equal(
+        wide.to(state["blocks.0.0.weight"].dtype), state["blocks.0.0.weight"]
+    )
+    engine.close()
+    return seen
+
+
+def _same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> bool:
+    return all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+
+
+def test_weights_are_read_and_set_as_on_one_rank(tmp_path: Path) -> None:
+    for stage in STAGES:
+        compute = "bfloat16" if stage == 3 else "float32"
+        for rank, seen in enumerate(run_ranks(3, _look, stage, compute, str(tmp_path / "swap"))):
+            assert all(seen.values()), (stage, rank, seen)
+            assert rank != 0 or {"gather", "export"} <= seen.keys()
+
+
+def _from_meta(rank: int, swap: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    config = {
+        "tiers": {"host": {"capacity": "48MiB"}, "nvme": [{"path": swap, "capacity": "64MiB"}]},
+        "placement": NVME,
+    }
+    with infinity.init(config):
+        model = Meta()
+    assert model.layers[0].weight.is_meta
+    infinity.offload(model, config, seed=3)
+    found = read_weights(model)
+    infinity.engine_of(model).close()
+    given = {name: torch.full_like(tensor, 2.0) for name, tensor in found.items()}
+    with infinity.init(config):
+        model = Meta()
+    infinity.offload(model, config, weights=given.__getitem__)
+    again = read_weights(model)
+    infinity.engine_of(model).close()
+    assert not list(Path(swap).glob(f"rank-{rank}")), "the rank's swap directory is removed"
+    return found, again
+
+
+class Meta(nn.Module):
+    """Parameters above the size that `infinity.init` keeps real."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(160, 160) for _ in range(3))
+
+
+def test_a_model_built_on_meta_is_the_same_on_all_ranks(tmp_path: Path) -> None:
+    swap = str(tmp_path / "swap")
+    [(alone, _)] = run_ranks(1, _from_meta, swap)
+    for found, again in run_ranks(2, _from_meta, swap):
+        assert _same(found, alone)
+        assert all(bool((tensor == 2.0).all()) for tensor in again.values())
+
+
+def _over_a_mesh(rank: int) -> tuple[int, int, bool]:
+    """Four ranks: two replicas of data parallel, each over two ranks of its own."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "dp"))
+    torch.manual_seed(mesh["tp"].get_local_rank())  # Other weights for the other half.
+    model = Blocks()
+    given = {name: p.detach().clone() for name, p in model.named_parameters()}
+    infinity.offload(model, {"tiers": {"host": {"capacity": "64MiB"}}}, group=mesh["dp"])
+    part = infinity.engine_of(model).parts.ranks.partition
+    same = _same(read_weights(model), given)
+    infinity.engine_of(model).close()
+    return part.rank, part.count, same
+
+
+def test_state_is_divided_over_the_slice_of_a_mesh() -> None:
+    assert run_ranks(4, _over_a_mesh) == [(0, 2, True), (1, 2, True)] * 2
+
+
+def _train_the_head(rank: int, stage: int) -> dict[str, Tensor]:
+    """Some units have gradients that no optimizer takes, and one rank alone evaluates."""
+    model = offloaded(Case(stage), SWAP)
+    optimizer = infinity.AdamW(model.head.parameters(), lr=LR)
+    for step in range(3):
+        if rank == 0:
+            with torch.no_grad():
+                loss_of(model, batch(step, model.width))
+        loss_of(model, batch(step, model.width)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    weights = read_weights(model)
+    infinity.engine_of(model).close()
+    return weights
+
+
+def test_a_part_of_the_model_trains_alone() -> None:
+    """All ranks have one batch: halving and adding twice is exact, so one rank has these bits."""
+    [wanted] = run_ranks(1, _train_the_head, 3)
+    given = dict(build(Case()).named_parameters())
+    assert torch.equal(wanted["blocks.0.0.weight"], given["blocks.0.0.weight"])
+    assert not torch.equal(wanted["head.weight"], given["head.weight"])
+    for stage in STAGES:
+        for found in run_ranks(2, _train_the_head, stage):
+            assert _same(found, wanted), stage
+
+
+def _zero_in_place(rank: int, stage: int) -> tuple[dict[str, Tensor], list[float]]:
+    """Rank 0 alone uses the last block, and only before its gradient is made zero."""
+    model = offloaded(Case(stage), SWAP)
+    optimizer = infinity.AdamW(model, lr=LR, max_grad_norm=1.0)
+    norms = []
+    for step in range(3):
+        loss_of(model, batch(step, model.width), () if rank == 0 else (2,)).backward()
+        optimizer.zero_grad(set_to_none=False)
+        loss_of(model, batch(step, model.width), (2,)).backward()
+        optimizer.step()
+        norms.append(optimizer.grad_norm.item())
+        optimizer.zero_grad(set_to_none=step == 1)
+    weights = read_weights(model)
+    infinity.engine_of(model).close()
+    return weights, norms
+
+
+def test_a_gradient_of_zeros_decays_its_weight() -> None:
+    """Only those that some rank had a gradient of: here what one rank alone would have."""
+    [(wanted, norms)] = run_ranks(1, _zero_in_place, 3)
+    assert not torch.equal(
+        wanted["blocks.2.0.weight"], build(Case()).get_parameter("blocks.2.0.weight")
+    )
+    for stage in STAGES:
+        for found, their_norms in run_ranks(2, _zero_in_place, stage):
+            assert all(torch.allclose(found[n], w, atol=1e-6) for n, w in wanted.items()), stage
+            assert torch.allclose(torch.tensor(their_norms), torch.tensor(norms), rtol=1e-6)

@@ -1,0 +1,88 @@
+"""`infinity train` under torchrun."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from safetensors.torch import load_file
+
+from infinity.config import SwapConfig
+from infinity.training import program
+
+from .processes import run_ranks
+
+MODEL = {
+    "model_type": "gpt2", "n_layer": 2, "n_embd": 16, "n_head": 2, "n_positions": 64,
+    "vocab_size": 256, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
+    "bos_token_id": 0, "eos_token_id": 0,
+}  # fmt: skip
+
+
+def _write_text(directory: Path) -> None:
+    (directory / "text.txt").write_text("".join(f"{i} and {i * i}\n" for i in range(400)))
+
+
+def _table(directory: Path, name: str, accumulation: int) -> dict[str, Any]:
+    return {
+        "tiers": {"host": {"capacity": "64MiB"}, "nvme": [{"path": str(directory / "swap")}]},
+        "model": {"config": MODEL},
+        "data": {"paths": [str(directory / "text.txt")], "sequence_length": 32},
+        "train": {"steps": 3, "batch_size": 2, "accumulation": accumulation, "eval_every": 3},
+        "optimizer": {"lr": 1e-2, "max_grad_norm": 0},
+        "output": {"directory": str(directory / name)},
+    }
+
+
+def _train(rank: int, directory: str, name: str, accumulation: int) -> tuple[str, int]:
+    """What a rank printed, and its exit code."""
+    console = Console(file=io.StringIO(), width=200)
+    table = _table(Path(directory), name, accumulation)
+    _, exit_code = program.train(SwapConfig.load(table), console=console)
+    return console.file.getvalue(), exit_code  # type: ignore[attr-defined]
+
+
+def _metrics(directory: Path, name: str) -> list[dict[str, Any]]:
+    lines = (directory / name / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def test_two_ranks_train_on_what_twice_the_accumulation_would(tmp_path: Path) -> None:
+    """The same sequences, summed in the same order: two ranks that see one batch each, or one that
+    sees two. Halving is exact, so even the bits agree."""
+    _write_text(tmp_path)
+    _train(0, str(tmp_path), "alone", 2)
+    (first, code), (second, other_code) = run_ranks(2, _train, str(tmp_path), "both", 1)
+    assert code == other_code == 0
+    assert first.count("step 1/3") == 1
+    assert second == "", "one rank prints"
+    alone, both = _metrics(tmp_path, "alone"), _metrics(tmp_path, "both")
+    for one, two in zip(alone, both, strict=True):
+        for key in ("step", "loss", "held_out_loss", "num_tokens", "learning_rate"):
+            assert one[key] == two[key], key
+    weights = [load_file(tmp_path / name / "model.safetensors") for name in ("alone", "both")]
+    assert all((weights[0][name] == tensor).all() for name, tensor in weights[1].items())
+    assert list((tmp_path / "swap").iterdir()) == []
+
+
+@pytest.mark.skipif(not os.environ.get("INFINITY_TORCHRUN"), reason="costs a minute of imports")
+def test_the_command_runs_under_torchrun(tmp_path: Path) -> None:
+    _write_text(tmp_path)
+    config = tmp_path / "swap.json"
+    config.write_text(json.dumps(_table(tmp_path, "output", 1)))
+    torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"]
+    done = subprocess.run(
+        [sys.executable, "-m", *torchrun, "infinity", "train", str(config)],
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("step 1/3") == 1, "one rank prints"

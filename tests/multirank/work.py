@@ -1,0 +1,220 @@
+"""What ranks do in the tests: one loop, over an offloaded model or over a plain one.
+
+`expected` trains plain PyTorch in one process and adds up what each rank would have given, in the
+order that docs/design/0005-one-sided-exchange.md promises; then every number of ranks can be
+compared bit by bit.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import infinity
+from infinity.ops.split_master import split
+from infinity.testing import SimulatedDevice
+
+from .models import Blocks, Experts, WideBlocks, batch, loss_of
+
+MODELS = {"blocks": Blocks, "experts": Experts, "wide": WideBlocks}
+LR = 1e-2
+NVME = dict.fromkeys(("parameters", "master", "moments", "gradients"), "nvme")
+MIXED = {"parameters": "device", "master": "nvme", "moments": "host", "gradients": "nvme"}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way of training. `lazy_ranks` have no batch in the last step."""
+
+    stage: int = 3
+    placement: dict[str, str] = field(default_factory=dict)
+    model: str = "blocks"
+    steps: int = 3
+    accumulation: int = 1
+    max_norm: float | None = None
+    compute: str = "float32"
+    skips: bool = False
+    lazy_ranks: tuple[int, ...] = ()
+    simulated: bool = False
+    budgets: str = "node"
+    capacity: str = "48MiB"
+
+    def __str__(self) -> str:
+        where = "-".join(sorted(set(self.placement.values()))) or "host"
+        return f"stage{self.stage}-{where}-{self.model}-{self.compute}"
+
+
+def build(case: Case) -> nn.Module:
+    torch.manual_seed(0)
+    return MODELS[case.model]()
+
+
+def micro_batches(case: Case, rank: int, step: int) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
+    """Batches of a rank in a step, and the blocks it leaves out."""
+    if step == case.steps - 1 and rank in case.lazy_ranks:
+        return
+    for micro in range(case.accumulation):
+        seed = 1000 * step + 10 * rank + micro
+        skip = (seed % 3, (rank + micro) % 3) if case.skips else ()
+        yield batch(seed, MODELS[case.model].width), skip
+
+
+@dataclass
+class Run:
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    counters: dict[str, float] = field(default_factory=dict)
+    placed: dict[str, dict[str, int]] = field(default_factory=dict)
+
+
+def offloaded(case: Case, swap: Path) -> nn.Module:
+    config: dict[str, Any] = {
+        "ranks": {"stage": case.stage, "budgets": case.budgets},
+        "tiers": {"host": {"capacity": case.capacity}, "device": {"kind": "cpu"}},
+        "placement": {"master": "host", "moments": "host", "parameters": "host"} | case.placement,
+        "precision": {"compute": case.compute},
+    }
+    if "nvme" in case.placement.values():
+        config["tiers"]["nvme"] = [{"path": str(swap), "capacity": "64MiB"}]
+    device = SimulatedDevice(7) if case.simulated else None
+    return infinity.offload(build(case), config, device=device)
+
+
+def train(rank: int, case: Case) -> Run:
+    """Trains over the ranks of this job."""
+    swap = Path(tempfile.gettempdir()) / f"infinity-ranks-{case_id(case)}"
+    model = offloaded(case, swap)
+    try:
+        return train_model(model, rank, case)
+    finally:
+        infinity.engine_of(model).close()
+        shutil.rmtree(swap, ignore_errors=True)
+
+
+def case_id(case: Case) -> str:
+    """The same on every rank of a job, and on no other."""
+    import os
+
+    return f"{os.getppid()}-{case}"
+
+
+def train_model(model: nn.Module, rank: int, case: Case) -> Run:
+    optimizer = infinity.AdamW(model, lr=LR, max_grad_norm=case.max_norm)
+    run = Run()
+    dtype = getattr(torch, case.compute)
+    for step in range(case.steps):
+        for x, skip in micro_batches(case, rank, step):
+            loss = loss_of(model, x.to(dtype), skip)
+            loss.backward()
+            run.losses.append(loss.item())
+        optimizer.step()
+        if optimizer.grad_norm is not None:
+            run.norms.append(optimizer.grad_norm.item())
+        optimizer.zero_grad()
+    engine = infinity.engine_of(model)
+    assert not engine.resident_units()
+    run.weights = read_weights(model)
+    run.counters, run.placed = engine.counters.snapshot(), engine.placed_nbytes()
+    return run
+
+
+def read_weights(model: nn.Module) -> dict[str, Tensor]:
+    engine = infinity.engine_of(model)
+    return {name: engine.read_parameter(name) for name in engine.parameter_names()}
+
+
+def train_all(rank: int, cases: list[Case]) -> list[Run]:
+    return [train(rank, case) for case in cases]
+
+
+# -- The reference -------------------------------------------------------------------------------
+
+
+def expected(case: Case, count: int) -> list[Run]:
+    """The runs of `count` ranks, in this process, by plain PyTorch."""
+    model = build(case).to(getattr(torch, case.compute))
+    parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    torch.manual_seed(0)
+    wide = dict(MODELS[case.model]().named_parameters())
+    masters = {n: nn.Parameter(wide[n].detach().clone()) for n in parameters}
+    _round(parameters, masters)
+    optimizer = torch.optim.AdamW(masters.values(), lr=LR, fused=True)
+    runs = [Run() for _ in range(count)]
+    for step in range(case.steps):
+        given: dict[str, list[tuple[int, int, Tensor]]] = {name: [] for name in parameters}
+        for rank, run in enumerate(runs):
+            numbers = dict.fromkeys(parameters, 0)
+            for x, skip in micro_batches(case, rank, step):
+                loss = loss_of(model, x.to(getattr(torch, case.compute)), skip)
+                loss.backward()
+                run.losses.append(loss.item())
+                for name, parameter in parameters.items():
+                    if parameter.grad is None:
+                        continue
+                    _give(given[name], rank, numbers, name, parameter.grad.float(), case.stage)
+                model.zero_grad()
+        for name, master in masters.items():
+            master.grad = None
+            for number in sorted({number for number, _, _ in given[name]}):
+                of_rank = {rank: g * (1.0 / count) for n, rank, g in given[name] if n == number}
+                total = by_tree([of_rank.get(rank) for rank in range(count)])
+                master.grad = total if master.grad is None else master.grad + total
+        if case.max_norm is not None:
+            norm = torch.nn.utils.clip_grad_norm_(masters.values(), case.max_norm)
+            for run in runs:
+                run.norms.append(norm.item())
+        optimizer.step()
+        _round(parameters, masters)
+    for run in runs:
+        run.weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+    return runs
+
+
+def by_tree(parts: list[Tensor | None]) -> Tensor:
+    """Neighbours are added, and the sums of neighbours; who has nothing is passed over."""
+    while len(parts) > 1:
+        pairs = [parts[at : at + 2] for at in range(0, len(parts), 2)]
+        there = [[part for part in pair if part is not None] for pair in pairs]
+        parts = [sum(pair[1:], pair[0]) if pair else None for pair in there]
+    assert parts[0] is not None
+    return parts[0]
+
+
+def _give(
+    given: list[tuple[int, int, Tensor]],
+    rank: int,
+    numbers: dict[str, int],
+    name: str,
+    gradient: Tensor,
+    stage: int,
+) -> None:
+    """Stage 1 adds up the gradients of a rank before it gives them away, the others after."""
+    if stage == 1 and given and given[-1][1] == rank:
+        given[-1] = (0, rank, given[-1][2] + gradient)
+    else:
+        given.append((numbers[name], rank, gradient.clone()))
+    numbers[name] += 1
+
+
+def _round(parameters: dict[str, nn.Parameter], masters: dict[str, nn.Parameter]) -> None:
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            wide = masters[name].detach()
+            if parameter.dtype is torch.bfloat16:
+                parameter.copy_(split(wide.flatten())[0].view_as(parameter))
+            else:
+                parameter.copy_(wide)
+
+
+def assert_same(found: Run, wanted: Run, what: str) -> None:
+    assert found.losses == wanted.losses, what
+    for name, weight in wanted.weights.items():
+        assert torch.equal(found.weights[name], weight), f"{what}: {name}"

@@ -1,0 +1,211 @@
+"""Shards: every element and every byte has one owner, whatever the number of ranks."""
+
+from __future__ import annotations
+
+import numpy
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from infinity.engine.ranked import block_sums, num_blocks
+from infinity.ranks.inbox import Inbox
+from infinity.sizes import PAGE_NBYTES
+from infinity.state.partition import STAGES, Partition, partition
+from infinity.state.units import STATE_GRANULE, Piece, Unit
+
+from .strategies import units
+
+COUNTS = st.integers(1, 5)
+
+
+def all_ranks(laid_out: list[Unit], count: int, stage: int) -> list[Partition]:
+    return [partition(laid_out, rank=r, count=count, stage=stage) for r in range(count)]
+
+
+@given(laid_out=units(), count=COUNTS, stage=st.sampled_from(STAGES))
+@settings(max_examples=100, deadline=None)
+def test_every_element_of_state_has_one_owner(laid_out: list[Unit], count: int, stage: int) -> None:
+    divided = partition(laid_out, rank=0, count=count, stage=stage)
+    for unit, shards in zip(laid_out, divided.shards, strict=True):
+        taken = numpy.zeros(unit.state_numel, dtype=int)
+        for shard in shards:
+            assert shard.start % STATE_GRANULE == 0
+            taken[shard.start : shard.stop] += 1
+            assert shard.unit.state_numel == shard.stop - shard.start
+        assert (taken == 1).all()
+        sizes = [shard.stop - shard.start for shard in shards]
+        assert max(sizes) - min(sizes) <= STATE_GRANULE, "shares are even"
+
+
+@given(laid_out=units(), count=COUNTS)
+@settings(max_examples=100, deadline=None)
+def test_every_byte_of_weights_has_one_owner_and_a_place(laid_out: list[Unit], count: int) -> None:
+    divided = partition(laid_out, rank=0, count=count, stage=3)
+    for unit, shards in zip(laid_out, divided.shards, strict=True):
+        taken = numpy.zeros(unit.weight_nbytes, dtype=int)
+        for shard in shards:
+            place = numpy.zeros(shard.unit.weight_nbytes, dtype=int)
+            for segment in shard.segments:
+                start = segment.whole_offset_nbytes
+                taken[start : start + segment.nbytes] += 1
+                start = segment.shard_offset_nbytes
+                assert start % PAGE_NBYTES == 0
+                assert len(place[start : start + segment.nbytes]) == segment.nbytes
+                place[start : start + segment.nbytes] += 1
+            assert (place <= 1).all()
+        used = unit.tensors and unit.weight_nbytes
+        assert not used or (taken == 1).all()
+
+
+@given(laid_out=units(), count=COUNTS)
+@settings(max_examples=100, deadline=None)
+def test_a_share_finds_its_elements_in_state_and_in_weights(
+    laid_out: list[Unit], count: int
+) -> None:
+    """A whole unit is filled with numbers, cut by its segments, and read by its shares."""
+    divided = partition(laid_out, rank=0, count=count, stage=3)
+    shares = divided.shares()
+    for unit, shards in zip(divided.wholes, divided.shards, strict=True):
+        weights = torch.randint(0, 256, (unit.weight_nbytes,), dtype=torch.uint8)
+        state = torch.arange(unit.state_numel)
+        for shard in shards:
+            mine = torch.zeros(shard.unit.weight_nbytes, dtype=torch.uint8)
+            for each in shard.segments:
+                mine[each.shard_offset_nbytes : each.shard_offset_nbytes + each.nbytes] = weights[
+                    each.whole_offset_nbytes : each.whole_offset_nbytes + each.nbytes
+                ]
+            for share in shard.shares:
+                size = share.whole.facts.dtype.itemsize
+                part, whole = share.part, share.whole
+                start = part.weight_offset_nbytes
+                there = whole.weight_offset_nbytes + share.start * size
+                assert start % size == 0
+                assert torch.equal(
+                    mine[start : start + part.numel * size],
+                    weights[there : there + part.numel * size],
+                )
+                first = shard.start + part.state_offset
+                assert int(state[first]) == whole.state_offset + share.start
+        for spec in unit.trainable():
+            covered = [number for s in shares[spec] for number in range(s.start, s.stop)]
+            assert covered == list(range(spec.numel))
+
+
+@given(laid_out=units(), count=COUNTS, stage=st.sampled_from(STAGES))
+@settings(max_examples=60, deadline=None)
+def test_what_rests_is_what_the_stage_says(laid_out: list[Unit], count: int, stage: int) -> None:
+    divided = all_ranks(laid_out, count, stage)
+    kept = {1: {Piece.PARAMETERS, Piece.GRADIENTS}, 2: {Piece.PARAMETERS}, 3: set()}[stage]
+    for piece in (Piece.PARAMETERS, Piece.GRADIENTS, Piece.EXP_AVG, Piece.MASTER):
+        alone = sum(unit.nbytes(piece) for unit in laid_out)
+        whole = sum(unit.nbytes(piece) for unit in divided[0].wholes)
+        shards = sum(shard.unit.nbytes(piece) for each in divided for shard in each.mine)
+        assert whole == (alone if piece in kept else 0)
+        if piece is Piece.PARAMETERS:
+            # A shard ends on a page of its own: at most two pages more for each.
+            most = alone + 2 * PAGE_NBYTES * count * len(laid_out)
+            assert shards == 0 if piece in kept else alone <= shards <= most or not alone
+        else:
+            assert shards == alone
+
+
+@given(laid_out=units(max_units=2), seed=st.integers(0, 99))
+@settings(max_examples=40, deadline=None)
+def test_sums_of_squares_do_not_depend_on_the_number_of_ranks(
+    laid_out: list[Unit], seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for unit in laid_out:
+        for spec in unit.trainable():
+            values = torch.randn(spec.numel, generator=generator)
+            found = []
+            for count in (1, 2, 3, 5):
+                shares = partition(laid_out, rank=0, count=count, stage=2).shares()
+                whole = next(s for s in shares if s.name == spec.name and s is spec)
+                sums = []
+                for share in shares[whole]:
+                    first = -(spec.state_offset + share.start) % STATE_GRANULE
+                    part = values[share.start : share.stop]
+                    first = min(first, part.numel())
+                    sums.append(block_sums(part, first))
+                    assert sums[-1].numel() == num_blocks(part.numel(), first)
+                found.append(torch.cat(sums) if sums else torch.empty(0))
+            assert all(torch.equal(found[0], other) for other in found)
+            if spec.numel:
+                exact = values.double().square().sum()
+                assert torch.allclose(found[0].sum(), exact, rtol=1e-12)
+
+
+def text_inbox(count: int) -> Inbox[str]:
+    """Sums are written out, with neighbours in the order of ranks: an addition has no sides."""
+    return Inbox(count, combine=added, nbytes_of=lambda _: 1)
+
+
+def added(one: str, other: str) -> str:
+    return f"({' + '.join(sorted((one, other), key=lambda text: text.strip('(')))})"
+
+
+def tree(parts: list[str]) -> str:
+    """The sum that is promised, of ranks that gave something; "" of none."""
+    while len(parts) > 1:
+        pairs = [[p for p in parts[at : at + 2] if p] for at in range(0, len(parts), 2)]
+        parts = [added(*pair) if len(pair) == 2 else "".join(pair) for pair in pairs]
+    return parts[0]
+
+
+@given(data=st.data(), count=st.integers(1, 7), is_fresh=st.booleans())
+@settings(max_examples=300, deadline=None)
+def test_the_inbox_has_one_sum_whatever_the_timing(
+    data: st.DataObject, count: int, is_fresh: bool
+) -> None:
+    given_by = [data.draw(st.integers(0, 3)) for _ in range(count)]  # Some rank has none.
+    expected = "" if is_fresh else "before"
+    for number in range(max(given_by)):
+        part = tree([f"{r}.{number}" if number < given_by[r] else "" for r in range(count)])
+        expected = f"{expected}; {part}" if expected else part
+    arrivals = data.draw(
+        st.permutations([rank for rank in range(count) for _ in range(given_by[rank])])
+    )
+    inbox = text_inbox(count)
+    total = ""
+    if not is_fresh:  # A step was made, and its gradient not cleared.
+        inbox.deliver(7, 0, 0, "before")
+        [(_, total)] = inbox.take(all_are_there=True)
+    numbers, parts_of_first = [0] * count, 0
+
+    def take(*, all_are_there: bool) -> None:
+        nonlocal total, parts_of_first
+        for _, content in inbox.take(all_are_there=all_are_there):
+            if not total:
+                total = content
+            elif is_fresh and (f".{0}" in content):
+                total = added(total, content)
+            else:
+                total = f"{total}; {content}"
+
+    most = 0
+    for rank in arrivals:
+        inbox.deliver(7, rank, 0, f"{rank}.{numbers[rank]}")
+        numbers[rank] += 1
+        if data.draw(st.booleans()):
+            take(all_are_there=False)
+            most = max(most, inbox.kept_nbytes)
+    if max(given_by, default=0) == 1 and min(given_by) == 1 and is_fresh:
+        assert most <= max(1, count.bit_length()), "what waits is a path of the tree"
+    take(all_are_there=True)
+    assert total == expected
+    assert inbox.kept_nbytes == 0
+
+
+def test_what_is_forgotten_is_not_summed_and_what_is_ahead_waits() -> None:
+    inbox = text_inbox(2)
+    inbox.deliver(0, 0, 0, "old of rank 0")
+    inbox.deliver(0, 1, 1, "new of rank 1, which is ahead")
+    assert [content for _, content in inbox.take(all_are_there=False)] == ["old of rank 0"]
+    inbox.deliver(0, 0, 0, "old, never taken")
+    inbox.forget(0)
+    inbox.deliver(0, 0, 0, "old, late")
+    inbox.deliver(0, 0, 1, "new of rank 0")
+    taken = [content for _, content in inbox.take(all_are_there=False)]
+    assert taken == ["(new of rank 0 + new of rank 1, which is ahead)"]
+    assert inbox.kept_nbytes == 0
