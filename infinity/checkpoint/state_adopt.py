@@ -35,9 +35,9 @@ Inode = tuple[int, int]
 def plan_adoption(config: SwapConfig, path: str | os.PathLike[str]) -> Adopted | None:
     """What to take over for a run that will load the checkpoint `path`; None: nothing.
 
-    Removes what a crash has left half-made in the directories of checkpoints, and those that `keep`
-    would not have kept: they would hold generations. A file is taken over only when every link to
-    it is known; one that somebody has made elsewhere must never see a write.
+    Removes what a crash has left half-made, and a commit before the last one. A file is taken over
+    only when every link to it is known; one that somebody has made elsewhere must never see a
+    write.
     """
     checkpoint = find_checkpoint(Path(path))
     num_spares = count_spares(config)
@@ -90,15 +90,14 @@ def _stale_job(directory: Path) -> str | None:
 
 
 def _tidy(config: SwapConfig, checkpoint: Path) -> None:
-    keeps = {config.checkpoint_directory: config.checkpoint.keep if config.checkpoint else 1}
-    if config.commit_directory is not None:
-        keeps[config.commit_directory] = 1
-    for directory, keep in keeps.items():
-        if not directory.is_dir():
-            continue
-        sweep(directory)
-        if checkpoint.resolve() not in [p.resolve() for p in list_checkpoints(directory)[:-keep]]:
-            prune(directory, keep)
+    """Only what is ours to remove: checkpoints are the user's."""
+    if config.checkpoint_directory.is_dir():
+        sweep(config.checkpoint_directory)
+    commits = config.commit_directory
+    if commits is not None and commits.is_dir():
+        sweep(commits)
+        if checkpoint.resolve() not in [path.resolve() for path in list_checkpoints(commits)[:-1]]:
+            prune(commits, 1)
 
 
 def _neighbours(config: SwapConfig, checkpoint: Path) -> Iterator[Path]:

@@ -93,12 +93,13 @@ class SwapDirectory:
         if size_nbytes <= self.size_nbytes:
             return
         try:
-            _allocate(self._fds[0], self.size_nbytes, size_nbytes - self.size_nbytes)
-            for fd, adopted_nbytes in zip(self._fds[1:], self._adopted_sizes[1:], strict=True):
-                if adopted_nbytes < size_nbytes:
+            together = list(zip(self._fds, self._adopted_sizes, strict=True))
+            own = [(self.size_nbytes, size_nbytes - self.size_nbytes)]
+            for number, (fd, adopted_nbytes) in enumerate(together):
+                if number and adopted_nbytes < size_nbytes:
                     os.ftruncate(fd, size_nbytes)
-                for offset_nbytes, nbytes in spared:
-                    _allocate(fd, offset_nbytes, nbytes)
+                for offset_nbytes, nbytes in spared if number else own:
+                    _allocate(fd, offset_nbytes, nbytes, adopted_nbytes=adopted_nbytes)
         except OSError as error:
             for fd, adopted_nbytes in zip(self._fds, self._adopted_sizes, strict=True):
                 with contextlib.suppress(OSError):
@@ -346,15 +347,17 @@ def _open(path: str) -> int:
         raise _failure(error, "open", path) from error
 
 
-def _allocate(fd: int, offset_nbytes: int, nbytes: int) -> None:
+def _allocate(fd: int, offset_nbytes: int, nbytes: int, *, adopted_nbytes: int) -> None:
+    """Takes the blocks of a range. What was in the first `adopted_nbytes` stays."""
     try:
         os.posix_fallocate(fd, offset_nbytes, nbytes)
     except OSError as error:
         if error.errno not in _NO_RANGE_SUPPORT:
             raise
         zeros = bytes(1 << 20)
-        for at in range(offset_nbytes, offset_nbytes + nbytes, len(zeros)):
-            os.pwrite(fd, zeros[: offset_nbytes + nbytes - at], at)
+        end_nbytes = offset_nbytes + nbytes
+        for at in range(max(offset_nbytes, adopted_nbytes), end_nbytes, len(zeros)):
+            os.pwrite(fd, zeros[: end_nbytes - at], at)
 
 
 def _failure(

@@ -30,6 +30,7 @@ from rich.console import Console
 import infinity
 from infinity.checkpoint import export_safetensors
 from infinity.checkpoint.safetensors_export import check_space, plan_export
+from infinity.checkpoint.state_directory import prune
 from infinity.checkpoint.state_load import Loaded, load
 from infinity.checkpoint.state_save import commit, save
 from infinity.config import SwapConfig
@@ -180,6 +181,9 @@ class _Run:
             f"{self._job.batches.sequence_length}, {len(split.held_out):,} held out"
         )
         resume = self._job.resume.path if self._job.resume is not None else None
+        checkpoint, directory = self._config.checkpoint, self._config.checkpoint_directory
+        if checkpoint is not None and resume is not None and directory.is_dir():
+            prune(directory, checkpoint.keep)  # A crash may have come between.
         stream_weights(self._model, self._job.plan, self._config, resume=resume)
         self._engine = infinity.engine_of(self._model)
         if self._trace_plan is not None:

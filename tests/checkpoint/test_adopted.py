@@ -229,3 +229,21 @@ def test_what_a_crash_left_half_made_is_removed_first(killed, tmp_path):
         each.load(path)
         got = each.steps(4, 6)
     assert got == expected(tmp_path, "bf16", 4, 6)[0]
+
+
+def test_checkpoints_of_the_user_are_never_removed(killed, tmp_path):
+    """More of them than there are spare generations: the state is streamed, and all of them stay."""
+    killed(tmp_path)
+    (only,) = (tmp_path / "c").iterdir()
+    for step in (1, 0):
+        shutil.copytree(only, only.parent / f"step-0000000{step}", copy_function=os.link)
+    left = names(tmp_path)
+    with run(
+        "bf16", tmp_path / "swap", seed=7, resume=commits(tmp_path), checkpoint=section(tmp_path)
+    ) as each:
+        assert not names(tmp_path) & left
+        assert len(list((tmp_path / "c").iterdir())) == 3
+        each.load(commits(tmp_path))
+        got = each.steps(4, 6)
+    assert got == expected(tmp_path, "bf16", 4, 6)[0]
+    assert all(found.is_whole for found in infinity.checkpoint.inspect(tmp_path / "c", verify=True))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 from pathlib import Path
+
+import pytest
 
 from infinity.sizes import KIB, MIB, PAGE_NBYTES
 from infinity.storage.arena import Arena
@@ -30,8 +33,18 @@ def read(volume: Volume, arena: Arena, piece: tuple[Extent, ...]) -> bytes:
     return bytes(arena.memory(0, SIZE))
 
 
-def test_frozen_contents_survive_and_are_restored(open_any, arena: Arena, tmp_path: Path) -> None:
-    """Two contents of a job that ended are frozen again, before a byte is written."""
+@pytest.mark.parametrize("can_allocate", [True, False])
+def test_frozen_contents_survive_and_are_restored(
+    open_any, arena: Arena, tmp_path: Path, monkeypatch, can_allocate: bool
+) -> None:
+    """Two contents of a job that ended are frozen again, before a byte is written; also where the
+    file system has no fallocate and ranges are written once instead."""
+
+    def refuse(*args):
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+
+    if not can_allocate:
+        monkeypatch.setattr(os, "posix_fallocate", refuse)
     drive = VolumePath(str(tmp_path / "drive"))
     drawn = random.Random(0)
     contents, checksums, data = {}, {}, {}
