@@ -12,6 +12,7 @@ import contextlib
 import datetime
 import hashlib
 import io
+import logging
 import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
 
 BUFFERS_NAME = "buffers.safetensors"
 PROGRAM_NAME = "program.pt"
+_log = logging.getLogger("infinity")
 # An allowance for headers and manifest, per tensor.
 _TENSOR_OVERHEAD_NBYTES = 1024
 
@@ -191,7 +193,14 @@ def _write_checkpoint(
         ):
             if volume is not None and volume.num_spares:
                 thaw_removed(volume)  # Those that the user has removed.
-                linked = linked and has_room(volume, target, keep=keep, leaving=leaving)
+                if linked and not has_room(volume, target, keep=keep, leaving=leaving):
+                    linked = False
+                    _log.warning(
+                        "%s is a full copy: its links would need more than the %d spare "
+                        "generations of checkpoint.keep",
+                        target,
+                        volume.num_spares,
+                    )
             else:
                 linked = False
             _write_files(partial, target, state, model, program, linked=linked)
@@ -232,6 +241,8 @@ def _write_files(
     if linked:
         there = [row for row in everything if is_linkable(state, row[0], row[1].piece)]
         links = link_state(partial, target, state, there) if there else None
+        if there and links is None:
+            _log.warning("%s is a full copy: it cannot be linked to the swap files", target)
     copied: dict[Unit, list[StateTensor]] = {unit: [] for unit in state.units}
     for unit, tensor in everything:
         if links is None or not is_linkable(state, unit, tensor.piece):
