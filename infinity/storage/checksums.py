@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from errno import EBADMSG
 
@@ -85,6 +86,31 @@ class ExpectedRange:
             detail="the page is not what was written last (CRC32C). The drive, its cable or its "
             "file system changed it, or a cancelled write left it torn",
         )
+
+
+class DigestedWrite:
+    """A ticket of a write whose checksums are taken by another thread meanwhile: the buffer is the
+    request's until both are done."""
+
+    def __init__(self, inner: Ticket, digesting: Future[None]) -> None:
+        self._inner = inner
+        self._digesting = digesting
+
+    def done(self) -> bool:
+        return self._digesting.done() and self._inner.done()
+
+    def cancel(self) -> bool:
+        return self._inner.cancel()
+
+    def passages(self) -> Sequence[tuple[int, int, int, int]]:
+        return self._inner.passages()
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """As Ticket.wait."""
+        try:
+            self._inner.wait(timeout_s)
+        finally:
+            self._digesting.result()
 
 
 class CheckedRead:

@@ -16,6 +16,7 @@ import logging
 import threading
 import warnings
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Literal
 
@@ -25,6 +26,7 @@ from infinity.storage.bandwidth import SAMPLE_NBYTES, measure_bandwidth
 from infinity.storage.checksums import (
     CHECKSUM_NBYTES,
     CheckedRead,
+    DigestedWrite,
     ExpectedRange,
     PageChecksums,
     digest,
@@ -130,6 +132,8 @@ class Volume:
         self._files: list[list[int]] = []  # Of each path, by generation.
         # Of the current bytes of each path, whichever generations they are in.
         self._checksums: list[PageChecksums] | None = [] if verify or num_spares else None
+        # A write needs its checksum when something is frozen, not before: beside the transfer.
+        self._digester = ThreadPoolExecutor(1) if num_spares and not verify else None
         self._lock = threading.Lock()  # guards the four below
         self._maps = tuple(GenerationMap() for _ in paths)
         self._frozen: list[Frozen] = []
@@ -332,7 +336,7 @@ class Volume:
     def checksums(self, extents: Sequence[Extent]) -> bytes:
         """CRC32C of each page that was written last to a piece, 4 bytes each in native order.
 
-        Only with spares or `verify`.
+        Only with spares or `verify`. The tickets of the writes are done.
         """
         assert self._checksums is not None
         return b"".join(
@@ -349,6 +353,8 @@ class Volume:
             return
         self._is_closed = True
         with contextlib.ExitStack() as stack:  # One failure does not keep the others from closing.
+            if self._digester is not None:
+                stack.callback(self._digester.shutdown)
             for directory in self._directories:
                 stack.callback(directory.close, remove=remove)
             for file in (file for files in self._files for file in files):
@@ -546,19 +552,29 @@ class Volume:
     ) -> Ticket:
         """Recorded once the write is queued: a refused one leaves the old bytes, where they are,
         and their checksums."""
-        found: list[bytes] = []
-        if self._checksums is not None:
+        found: list[bytes] | None = None
+        if self._verify:  # Who reads next must find them.
             found = [digest(address + at, extent.nbytes) for extent, at in parts]
         ticket = self._engine.submit("write", segments, priority)
-        if self._checksums is not None:
-            for (extent, _), checksums in zip(parts, found, strict=True):
-                self._checksums[extent.path_index].put(extent.offset_nbytes, checksums)
+        if found is not None:
+            self._put_digests(parts, found)
+        elif self._digester is not None:
+            ticket = DigestedWrite(ticket, self._digester.submit(self._digest, parts, address))
         if self.num_spares:
             with self._lock:
                 for (extent, _), targets in zip(parts, runs, strict=True):
                     for run in targets:
                         self._maps[extent.path_index].put(run)
         return ticket
+
+    def _digest(self, parts: Sequence[tuple[Extent, int]], address: int) -> None:
+        """One after the other, in the order of the writes."""
+        self._put_digests(parts, [digest(address + at, extent.nbytes) for extent, at in parts])
+
+    def _put_digests(self, parts: Sequence[tuple[Extent, int]], found: Sequence[bytes]) -> None:
+        assert self._checksums is not None
+        for (extent, _), checksums in zip(parts, found, strict=True):
+            self._checksums[extent.path_index].put(extent.offset_nbytes, checksums)
 
     def _check_usable(self) -> None:
         if self._is_closed:
