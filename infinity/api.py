@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from infinity.config import SwapConfig
-from infinity.engine.build import LoadPlan, OwnDevice, build
+from infinity.engine.build import LoadPlan, OwnDevice, TileRows, build
 from infinity.engine.discover import UnitRule
 from infinity.engine.engine import Engine, engine_of, owner_of
 from infinity.engine.initialise import init
@@ -84,7 +84,9 @@ class _Asked:
     value_of: Callable[[str], torch.Tensor]
     names: list[str]
 
-    def load(self, write: Callable[[str, torch.Tensor], None]) -> None:
+    def load(
+        self, write: Callable[[str, torch.Tensor], None], tile_rows: TileRows | None = None
+    ) -> None:
         for name in self.names:
             value = self.value_of(name)
             if not isinstance(value, torch.Tensor):

@@ -30,6 +30,7 @@ from infinity.checkpoint.safetensors_format import (
     TensorInfo,
     sync_directory,
 )
+from infinity.engine.tiling import Tiled, modules_of, parameters_of
 from infinity.errors import ConfigError, InfinityError, StorageError
 from infinity.sizes import GIB, format_nbytes
 
@@ -64,18 +65,23 @@ def export_safetensors(
     plan = plan_export(model, max_shard_nbytes=max_shard_nbytes, master=master)
     make_directory(directory)
     check_space(directory, plan.nbytes)
-    fetch = _fetcher(model, read or _reader(model, master=master))
+    read = read or _reader(model, master=master)
+    fetch, tiles_of = _fetcher(model, read), _tiles_of(model)
     writers: dict[str, SafetensorsWriter] = {}
     try:
         for group in plan.groups:
-            made = group.convert(fetch, model)
-            for name in list(made):
+            tiles = tiles_of(group)
+            made = {} if tiles else group.convert(fetch, model)
+            for name in [group.first_target] if tiles else list(made):
                 shard = plan.shard_of[name]
                 if shard not in writers:
                     writers[shard] = SafetensorsWriter(
                         directory / shard, plan.shards[shard], metadata={"format": "pt"}
                     )
-                writers[shard].write(name, made.pop(name))
+                if tiles:
+                    _write_tiles(writers[shard], name, tiles, read)
+                else:
+                    writers[shard].write(name, made.pop(name))
                 if writers[shard].is_complete:
                     writers[shard].finish()
         _write_texts(model, directory, tokenizer, master=master)
@@ -165,14 +171,14 @@ def _saved_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
     chosen: dict[int, str] = {}
     tensors: dict[str, torch.Tensor] = {}
-    for path, module in model.named_modules(remove_duplicate=False):
+    for path, module in modules_of(model):
         prefix = f"{path}." if path else ""
         buffers = {
             leaf: buffer
             for leaf, buffer in module._buffers.items()
             if leaf not in module._non_persistent_buffers_set
         }
-        for leaf, tensor in {**module._parameters, **buffers}.items():
+        for leaf, tensor in {**parameters_of(module), **buffers}.items():
             name = prefix + leaf
             if tensor is None or name in ignored:
                 continue
@@ -220,9 +226,33 @@ def _reader(model: nn.Module, *, master: bool) -> Read:
     return lambda name: engine.read_parameter(name, master=master)
 
 
+def _tiles_of(model: nn.Module) -> Callable[[Group], list[str]]:
+    """Names of the tiles that the one tensor of a group stands as; empty for any other group."""
+
+    def tiles_of(group: Group) -> list[str]:
+        path, _, leaf = group.sources[0][1].rpartition(".")
+        module = model.get_submodule(path)
+        if group.transform is not None or not isinstance(module, Tiled) or leaf in module._buffers:
+            return []
+        return [handle.name_in_model for handle in module.wholes[leaf].handles]
+
+    return tiles_of
+
+
+def _write_tiles(writer: SafetensorsWriter, name: str, tiles: list[str], read: Read) -> None:
+    start = 0
+    for tile in tiles:
+        part = read(tile).contiguous()
+        writer.write_part(name, start, part)
+        start += part.numel()
+
+
 def _fetcher(model: nn.Module, read: Read) -> Read:
     """`read` for parameters under any alias, the model itself for buffers."""
     first_name = {id(parameter): name for name, parameter in model.named_parameters()}
+    for _, module in modules_of(model):
+        if isinstance(module, Tiled):
+            first_name |= {id(whole.face): whole.name for whole in module.wholes.values()}
 
     def fetch(name: str) -> torch.Tensor:
         path, _, leaf = name.rpartition(".")
@@ -230,7 +260,7 @@ def _fetcher(model: nn.Module, read: Read) -> Read:
         buffer = module._buffers.get(leaf)
         if buffer is not None:
             return buffer.detach().cpu()
-        return read(first_name[id(module._parameters[leaf])])
+        return read(first_name[id(parameters_of(module)[leaf])])
 
     return fetch
 

@@ -8,10 +8,11 @@ How it is used:
 
 or, in one call, `weight_source(path).load_into(model, engine.write_parameter)`.
 `write(name, tensor)` receives each parameter once, under its first name in
-`model.named_parameters()`, whole, as a fresh CPU tensor **in the dtype of the file**: casting is
-the writer's, because the fp32 master wants the file's value and not one that went through bf16. The
-tensor may be kept or changed. Persistent buffers are written into the model. In memory at any time:
-the source tensors of one target, and the target (one expert stack, say), never the model.
+`model.named_parameters()`, whole (or by tiles: `load`), as a fresh CPU tensor **in the dtype of the
+file**: casting is the writer's, because the fp32 master wants the file's value and not one that
+went through bf16. The tensor may be kept or changed. Persistent buffers are written into the model.
+In memory at any time: the source tensors of one target, and the target (one expert stack, say),
+never the model.
 
 The model may be on meta, hold handles or plain parameters: only names, shapes and dtypes are asked.
 A PEFT model is taken by the names of the model it wraps; adapters are not looked for in the file.
@@ -26,6 +27,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -54,6 +56,7 @@ _INDEX_NAME = "model.safetensors.index.json"
 _MAX_NAMES_IN_MESSAGE = 5
 
 Write = Callable[[str, torch.Tensor], None]
+TileRows = Callable[[str], list[tuple[str, int, int]]]
 
 
 def weight_source(path: str | os.PathLike[str]) -> WeightSource:
@@ -93,6 +96,16 @@ class WeightSource:
 
     def read(self, name: str) -> torch.Tensor:
         """A fresh CPU tensor, as it is in the file. The file stays open until `close`."""
+        return self._opened(name).read(name)
+
+    def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Rows [start, stop) of a tensor, likewise."""
+        reader, info = self._opened(name), self._infos[name]
+        rows = torch.empty((stop - start, *info.shape[1:]), dtype=info.dtype)
+        reader.read_into(name, start * math.prod(info.shape[1:]), rows)
+        return rows
+
+    def _opened(self, name: str) -> SafetensorsReader:
         file = str(self._files[name])
         if self._reader is None or self._reader.path != file:
             self.close()
@@ -104,7 +117,7 @@ class WeightSource:
                 path=file,
                 detail=f"the place of tensor {name!r} changed since the checkpoint was opened",
             )
-        return self._reader.read(name)
+        return self._reader
 
     def close(self) -> None:
         """Closes the file read last. Idempotent; a later `read` opens it again."""
@@ -199,11 +212,17 @@ class ImportPlan:
     missing: list[str]
     unexpected: list[str]
 
-    def load(self, write: Write) -> None:
-        """Streams every tensor: parameters to `write`, buffers into the model."""
+    def load(self, write: Write, tile_rows: TileRows | None = None) -> None:
+        """Streams every tensor: parameters to `write`, buffers into the model.
+
+        `tile_rows(name)` gives (name, first row, end) of the tiles that a parameter stands as. One
+        that the file has as it is, is then read and written tile by tile.
+        """
         written: set[str] = set()
         try:
             for group in self.groups:
+                if tile_rows is not None and self._load_by_tiles(group, write, tile_rows, written):
+                    continue
                 made = group.convert(self.source.read, self.view.proxy())
                 while made:
                     name, tensor = made.popitem()
@@ -219,6 +238,22 @@ class ImportPlan:
                         _set_buffer(module, buffer_name, tensor)
         finally:
             self.source.close()
+
+    def _load_by_tiles(
+        self, group: Group, write: Write, tile_rows: TileRows, written: set[str]
+    ) -> bool:
+        """Whether the group was one parameter that stands as tiles; it is loaded then."""
+        target = self.view.targets.get(group.first_target)
+        if group.transform is not None or target is None or len(target.parameter_names) != 1:
+            return False
+        tiles = tile_rows(target.parameter_names[0])
+        if len(tiles) == 1:
+            return False
+        if target.canonical not in written:
+            written.add(target.canonical)
+            for tile, start, stop in tiles:
+                write(tile, self.source.read_rows(group.source_names[0], start, stop))
+        return True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

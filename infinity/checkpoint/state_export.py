@@ -9,6 +9,7 @@ from torch import nn
 
 from infinity.engine.engine import engine_of
 from infinity.engine.optimizer import AdamW
+from infinity.errors import UnsupportedError
 from infinity.ops.dynamic_8bit import State8Bit, decode
 from infinity.state.units import Piece
 
@@ -19,8 +20,15 @@ def optimizer_state_dict(model: nn.Module, optimizer: AdamW) -> dict[str, Any]:
     Every moment is a copy on the host, fp32 (widened where they are of eight
     bits), in the parameter's shape and strides: twice the fp32
     size of the model, outside the host budget. Parameters are numbered as in the optimizer's
-    groups, so give the plain optimizer the same parameters in the same groups.
+    groups, so give the plain optimizer the same parameters in the same groups. Raises
+    UnsupportedError for a model with tiles, whose parameters are not those of the plain one.
     """
+    wholes = engine_of(model).wholes
+    if wholes:
+        raise UnsupportedError(
+            f"{next(iter(wholes))!r} stands as tiles, which a plain optimizer does not know; save "
+            "a checkpoint, load it with schedule.tile as it is now, or train with schedule.tile = 0"
+        )
     moments: dict[str, dict[str, torch.Tensor]] = {}
     with engine_of(model).at_rest("infinity.checkpoint.optimizer_state_dict") as state:
         for unit in state.units:

@@ -243,6 +243,8 @@ def _compare_names(expected: set[str], there: set[str], path: Path) -> None:
     if missing or surplus:
         what = [f"it lacks {missing[0]!r} and {len(missing) - 1} more"] if missing else []
         what += [f"it has {surplus[0]!r} and {len(surplus) - 1} more"] if surplus else []
+        if any(".tiles." in name for name in missing + surplus):
+            what += ["large layers were cut otherwise: set schedule.tile as it was for that run"]
         raise ConfigError(
             f"{path} is a checkpoint of another model, precision or set of trainable parameters: "
             + "; ".join(what)

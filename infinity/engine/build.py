@@ -32,14 +32,16 @@ from infinity.engine.handles import Handle
 from infinity.engine.initialise import initialise
 from infinity.engine.master import Masters
 from infinity.engine.ranked import RankedGradients, RankedMasters, RankedUpdater, RankGroup
+from infinity.engine.tiling import Tiling
 from infinity.engine.update import Updater
-from infinity.errors import ConfigError, UnsupportedError
+from infinity.errors import CapacityError, ConfigError, UnsupportedError
 from infinity.observe import Counters
-from infinity.ranks.rendezvous import find_group
+from infinity.ranks.rendezvous import Group, find_group
 from infinity.ranks.store import RankedStore
 from infinity.schedule.executor import Executor
 from infinity.state.budgets import Budgets
 from infinity.state.store import StateStore
+from infinity.state.tiles import fit
 from infinity.state.units import TensorFacts, Unit, layout_unit
 from infinity.storage.arena import Arena, available_host_nbytes
 from infinity.storage.engine import StorageEngine, open_engine
@@ -55,10 +57,18 @@ _log = logging.getLogger("infinity")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-class LoadPlan(Protocol):
-    """Weights that were checked and can be streamed: `load(write)` calls write(name, tensor)."""
+TileRows = Callable[[str], list[tuple[str, int, int]]]
 
-    def load(self, write: Callable[[str, torch.Tensor], None]) -> Any: ...
+
+class LoadPlan(Protocol):
+    """Weights that were checked and can be streamed: `load(write)` calls write(name, tensor).
+
+    Where it can, it writes a tensor by the rows that `tile_rows(name)` gives a name and bounds to.
+    """
+
+    def load(
+        self, write: Callable[[str, torch.Tensor], None], tile_rows: TileRows | None = None
+    ) -> Any: ...
 
 
 class OwnDevice(DeviceAdapter, Protocol):
@@ -89,48 +99,87 @@ def build(
     ranks = find_group(group)
     if ranks is not None:
         config = config_of_rank(config, ranks)
-    anatomy = dissect(model, units)
-    if not anatomy.units:
-        raise ConfigError(f"{type(model).__name__} has no parameters; nothing to offload")
-    laid_out = [
-        layout_unit(
-            index,
-            name,
-            [facts_of(each, config) for each in members],
-            config.precision.moments,
-        )
-        for index, (name, members) in enumerate(anatomy.units)
-    ]
-    division = None
-    if ranks is not None:
-        division = divide(laid_out, ranks, config)
-        laid_out = list(division.partition.wholes)
-    budgets = _budgets(config, laid_out, anatomy, device, division)
+    tiling = Tiling(model, lambda parameter: _dtype_of(parameter, config).itemsize)
     resources = ExitStack()
     try:
+        anatomy, laid_out, division, budgets = _lay_out(model, config, units, device, ranks, tiling)
         parts = _assemble(
             config, laid_out, budgets, device, wrap_storage, adopted, resources, division
         )
-        engine = Engine(model, config, parts, _slots(parts, anatomy, laid_out), _sites(anatomy))
+        slots = _slots(parts, anatomy, laid_out)
+        wholes = {whole.name: whole for whole in tiling.wholes}
+        engine = Engine(model, config, parts, slots, _sites(anatomy), wholes)
         for slot in engine.slots:
             slot.handle.owner = engine
     except BaseException:
         resources.close()
+        tiling.undo()
         raise
     try:
         if parts.ranks is not None:
             parts.ranks.open()
             refuse_different_weights(engine, parts.ranks)
+        handles = {id(slot.original): slot.handle for slot in slots}
+        tiling.hand_over(lambda parameter: handles[id(parameter)])
         _fill(engine, weights, seed)
         if parts.ranks is not None:
             parts.ranks.agree_on_weights(range(len(laid_out)))
     except BaseException:
         engine.uninstall()
         engine.close()
+        tiling.undo()
         raise
     engine.forget_originals()
+    tiling.forget()
+    if wholes:
+        _log.info(
+            "%d parameters run as tiles, the first of them %r", len(wholes), next(iter(wholes))
+        )
     _move_buffers(model, parts.device)
     return engine
+
+
+_LaidOut = tuple[Anatomy, list[Unit], Division | None, Budgets]
+
+
+def _lay_out(
+    model: nn.Module,
+    config: SwapConfig,
+    rule: UnitRule,
+    device: OwnDevice | None,
+    ranks: Group | None,
+    tiling: Tiling,
+) -> _LaidOut:
+    """Units that the budgets can hold; cuts the model's modules into tiles where it has to be."""
+
+    def attempt(limit_nbytes: int | None) -> _LaidOut:
+        tiling.cut(limit_nbytes)
+        anatomy = dissect(model, rule)
+        if not anatomy.units:
+            raise ConfigError(f"{type(model).__name__} has no parameters; nothing to offload")
+        moments = config.precision.moments
+        laid_out = [
+            layout_unit(index, name, [facts_of(each, config) for each in members], moments)
+            for index, (name, members) in enumerate(anatomy.units)
+        ]
+        division = None
+        if ranks is not None:
+            division = divide(laid_out, ranks, config)
+            laid_out = list(division.partition.wholes)
+        budgets = _budgets(config, laid_out, anatomy, device, division)
+        return anatomy, laid_out, division, budgets
+
+    def has_room_ahead(found: _LaidOut) -> bool:
+        _, units, _, budgets = found
+        return budgets.has_room_ahead(max(unit.weight_nbytes for unit in units))
+
+    try:
+        return fit(config.schedule.tile, attempt, has_room_ahead, tiling.largest_nbytes)
+    except CapacityError as error:
+        reasons = tiling.why_not()
+        if config.schedule.tile is not None and reasons:
+            error.args = (f"{error}; tiles do not help: {reasons}",)
+        raise
 
 
 def _refuse(model: nn.Module, *, has_weights: bool) -> None:
@@ -180,15 +229,18 @@ def _refuse(model: nn.Module, *, has_weights: bool) -> None:
 def facts_of(found: Found, config: SwapConfig) -> TensorFacts:
     """A parameter as the engine keeps it: in the compute dtype if it is float32."""
     parameter = found.parameter
-    dtype = parameter.dtype
-    if dtype is torch.float32:
-        dtype = _DTYPES[config.precision.compute]
     return TensorFacts(
         name=found.name,
         shape=tuple(parameter.shape),
         stride=storage_strides(parameter),
-        dtype=dtype,
+        dtype=_dtype_of(parameter, config),
         is_trainable=parameter.requires_grad,
+    )
+
+
+def _dtype_of(parameter: torch.Tensor, config: SwapConfig) -> torch.dtype:
+    return (
+        _DTYPES[config.precision.compute] if parameter.dtype is torch.float32 else parameter.dtype
     )
 
 
@@ -439,9 +491,9 @@ def _fill(engine: Engine, weights: LoadPlan | None, seed: int) -> None:
 
         def write(name: str, tensor: torch.Tensor) -> None:
             engine.write_parameter(name, tensor)
-            missing.discard(name)
+            missing.difference_update(tile for tile, _, _ in engine.tile_rows(name))
 
-        weights.load(write)
+        weights.load(write, engine.tile_rows)
     if missing:
         initialise(engine, missing, seed, renew_all=weights is None)
     engine.flush()

@@ -4,6 +4,8 @@ A *site* is a module whose forward and backward need weights: a child of an oute
 any other module that owns parameters itself. A *unit* is a set of parameters that are needed by the
 same sites, so that what moves together is used together: a block's own weights are one unit, a
 weight tied between embedding and head is another, and so is a block that several layers share.
+A tile of an operator too large for one unit (`engine/tiling.py`) is a site of its own, also inside
+a block.
 """
 
 from __future__ import annotations
@@ -15,6 +17,8 @@ from typing import Literal
 
 import torch
 from torch import nn
+
+from infinity.engine.tiling import Tiled
 
 UnitRule = Literal["auto"] | Sequence[str]
 
@@ -102,7 +106,10 @@ def _block_test(model: nn.Module, rule: UnitRule) -> Callable[[str, nn.Module], 
 
 
 def _blocks(module: nn.Module) -> Iterator[nn.Module]:
-    """Callable children of the outermost module lists. Lists of lists are walked through."""
+    """Callable children of the outermost module lists. Lists of lists are walked through, tiles
+    are no blocks."""
+    if isinstance(module, Tiled):
+        return
     if isinstance(module, _LISTS):
         for child in module.children():
             if isinstance(child, _LISTS):
@@ -147,11 +154,17 @@ def _visit(
         if site not in each.sites:
             each.sites.append(site)
     seen.add(id(module))
+    if isinstance(module, Tiled):
+        block, is_block = None, _never
     for child_name, child in module.named_children():
         # `named_children` gives a module that is registered twice once per parent, which is what is
         # wanted: each of its places may belong to another block.
         full_name = f"{name}.{child_name}" if name else child_name
         _visit(child, full_name, block, is_block, sites, found, seen)
+
+
+def _never(name: str, module: nn.Module) -> bool:
+    return False
 
 
 def _unit_name(members: list[Found], sites: list[FoundSite]) -> str:

@@ -41,6 +41,7 @@ from infinity.engine.layer_major import Conductor
 from infinity.engine.master import Masters
 from infinity.engine.ranked import RankGroup
 from infinity.engine.state_access import StateAccess
+from infinity.engine.tiling import Whole, tiles_of
 from infinity.engine.update import StepRecord, Updater
 from infinity.errors import InfinityError, ParameterNotResident, UnsupportedError
 from infinity.observe import Counters, Lane
@@ -88,7 +89,8 @@ def engine_of(model: nn.Module) -> Engine:
 def owner_of(tensor: Any) -> Engine | None:
     """The engine of a parameter, whichever face of it this is; None if it is not offloaded."""
     if isinstance(tensor, Handle):
-        return None if tensor.is_gradient else tensor.owner  # type: ignore[return-value]
+        tensor = tiles_of(tensor)[0]
+        return None if tensor.is_gradient else tensor.owner  # type: ignore[no-any-return]
     owner = getattr(tensor, "_offloaded_by", None)
     return None if owner is None else owner()
 
@@ -153,6 +155,7 @@ class Engine:
     parts: Machinery
     slots: list[Slot]
     sites: list[Site]
+    wholes: Mapping[str, Whole] = field(default_factory=dict)  # Parameters that stand as tiles.
     is_closed: bool = field(default=False, init=False)
 
     def __repr__(self) -> str:
@@ -403,8 +406,9 @@ class Engine:
     def end_of_block(self, units: list[int]) -> None:
         """The gradients of these units are complete: they go to where they rest."""
         with uninterrupted(), self._lock:
-            for unit in units:
+            for unit in {*units, *self._finished}:  # Tiles have units of their own.
                 self._gradients.write_out(self.parts.store.units[unit])
+            self._finished.clear()
 
     def reset(self) -> None:
         """Lets go of what a forward or backward left behind when it was broken off.
@@ -464,6 +468,10 @@ class Engine:
 
     def read_gradient(self, name: str) -> torch.Tensor | None:
         """A copy of the gradient summed so far: fp32, on the host; None if there is none."""
+        if name in self.wholes:
+            parts = [self.read_gradient(tile) for tile, _, _ in self.tile_rows(name)]
+            there = [part for part in parts if part is not None]
+            return torch.cat(there) if len(there) == len(parts) else None
         slot = self._slot(name)
         with self._lock:
             if not self._gradients.has(slot.spec):
@@ -494,6 +502,9 @@ class Engine:
     ) -> Any:
         """An operation on handles outside their module: fetch, compute, let go."""
         handles = find_handles((args, kwargs))
+        for handle in handles:
+            if isinstance(handle.owner, Whole):
+                return handle.owner.compute_with(function, args, kwargs, changes=changes)
         slots = {id(h): self.slot_of(h) for h in handles if not h.is_gradient}
         if changes is not None:
             self._may_change(changes, function)
@@ -578,16 +589,29 @@ class Engine:
     # -- Reading and writing from outside ----------------------------------------------------------
 
     def parameter_names(self) -> list[str]:
-        """Names in the order of `model.named_parameters()`; a tied parameter once."""
+        """Names in the order of `model.named_parameters()`; a tied parameter once. Of a parameter
+        that stands as tiles, those of its tiles; what takes a name here takes the whole's too."""
         return [slot.name for slot in self.slots]
 
+    def tile_rows(self, name: str) -> list[tuple[str, int, int]]:
+        """(name, first row, end) of every tile of a parameter; itself where it stands whole."""
+        whole = self.wholes.get(name)
+        if whole is None:
+            shape = self._slot(name).spec.facts.shape
+            return [(name, 0, shape[0] if shape else 1)]
+        names = [handle.name_in_model for handle in whole.handles]
+        return list(zip(names, whole.starts, whole.starts[1:], strict=False))
+
     def spec(self, name: str) -> TensorSpec:
-        """Shape, stride, dtype and place of a parameter."""
+        """Shape, stride, dtype and place of a parameter that stands whole, or of a tile."""
         return self._slot(name).spec
 
     def read_parameter(self, name: str, *, master: bool = False) -> torch.Tensor:
         """A copy on the host: the compute dtype, or with `master` the fp32 value it is rounded
         from."""
+        if name in self.wholes:
+            tiles = self.tile_rows(name)
+            return torch.cat([self.read_parameter(tile, master=master) for tile, _, _ in tiles])
         slot = self._slot(name)
         spec = slot.spec
         with self._lock:
@@ -617,6 +641,13 @@ class Engine:
 
     def write_parameter(self, name: str, tensor: torch.Tensor) -> None:
         """Replaces a parameter's value, master copy included. Any dtype; the parameter's shape."""
+        if name in self.wholes:
+            shape = tuple(self.wholes[name].face.shape)
+            if tuple(tensor.shape) != shape:
+                raise InfinityError(f"{name!r} has shape {shape}, got {tuple(tensor.shape)}")
+            for tile, start, stop in self.tile_rows(name):
+                self.write_parameter(tile, tensor[start:stop])
+            return
         slot = self._slot(name)
         if tuple(tensor.shape) != slot.spec.facts.shape:
             raise InfinityError(
@@ -794,7 +825,7 @@ class Engine:
     def slots_of(self, what: nn.Module | Iterable[torch.Tensor]) -> list[Slot]:
         """The slots of a module's parameters, or of given parameters (either face)."""
         tensors = what.parameters() if isinstance(what, nn.Module) else what
-        found = [self._by_face.get(id(tensor)) for tensor in tensors]
+        found = [self._by_face.get(id(tile)) for tensor in tensors for tile in tiles_of(tensor)]
         return [slot for slot in found if slot is not None]
 
     # -- Initialisation ----------------------------------------------------------------------------

@@ -13,7 +13,7 @@ placeholder broadcasts.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -54,12 +54,21 @@ class Handle(torch.Tensor):
     _is_param = True
 
     @staticmethod
-    def make(owner: Owner, name: str, like: torch.Tensor, *, is_gradient: bool = False) -> Handle:
-        """A handle with the shape, stride, dtype, device and requires_grad of `like`."""
+    def make(
+        owner: Owner,
+        name: str,
+        like: torch.Tensor,
+        *,
+        is_gradient: bool = False,
+        shape: Sequence[int] | None = None,
+    ) -> Handle:
+        """A handle with the shape, stride, dtype, device and requires_grad of `like`; or with a
+        shape of its own, row-major."""
+        strides = like.stride() if shape is None else torch.empty(shape, device="meta").stride()
         handle = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             Handle,
-            like.shape,
-            strides=like.stride(),
+            like.shape if shape is None else shape,
+            strides=strides,
             dtype=torch.float32 if is_gradient else like.dtype,
             device=like.device,
             requires_grad=like.requires_grad and not is_gradient,

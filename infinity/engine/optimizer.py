@@ -12,6 +12,7 @@ from torch import nn
 
 from infinity.engine.engine import Engine, Slot, engine_of, owner_of
 from infinity.engine.interrupts import uninterrupted
+from infinity.engine.tiling import tiles_of
 from infinity.engine.update import StepRecord
 from infinity.errors import ConfigError, NonFiniteError, UnsupportedError
 from infinity.ops.adamw import AdamWSettings
@@ -65,6 +66,7 @@ class AdamW(torch.optim.Optimizer):
         param_group["params"] = params = (
             [params] if isinstance(params, torch.Tensor) else list(params)
         )
+        param_group["params"] = params = [tile for each in params for tile in tiles_of(each)]
         for key in ("amsgrad", "maximize", "capturable", "differentiable"):
             if param_group.get(key):
                 raise UnsupportedError(f"infinity.AdamW has no {key!r}; leave it out")
@@ -223,8 +225,11 @@ class AdamW(torch.optim.Optimizer):
         saved = [group["params"] for group in state["groups"]]
         mine = [group["params"] for group in self.named_state()["groups"]]
         if saved != mine:
+            names = {name for group in saved + mine for name in group}
+            has_tiles = any(".tiles." in name for name in names)
+            hint = "set schedule.tile as it was for that run; " if has_tiles else ""
             raise ConfigError(
-                f"expected an optimizer with groups of {[len(names) for names in saved]} "
+                f"{hint}expected an optimizer with groups of {[len(names) for names in saved]} "
                 f"parameters, got {[len(names) for names in mine]}, or the same numbers of "
                 "other parameters: build it as it was built for the run that was saved"
             )

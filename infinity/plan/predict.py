@@ -14,11 +14,13 @@ from infinity.engine.durability import wanted_spares
 from infinity.errors import CapacityError
 from infinity.plan.hardware import Hardware
 from infinity.plan.model import Model
+from infinity.plan.tiles import largest_nbytes, with_tiles
 from infinity.schedule.step import WRITE, Job, Prediction, UnitLoad, Use, predict
 from infinity.sizes import format_nbytes
 from infinity.state.budgets import Budgets
 from infinity.state.placement import Placement, resting_nbytes
 from infinity.state.store import rewritten_nbytes
+from infinity.state.tiles import fit
 from infinity.state.units import Piece, Unit
 
 _STATE = (Piece.GRADIENTS, Piece.EXP_AVG, Piece.EXP_AVG_SQ, Piece.MASTER)
@@ -82,18 +84,12 @@ class Forecast:
 def forecast(config: SwapConfig, model: Model, hardware: Hardware, batch: Batch) -> Forecast:
     """Raises CapacityError, with the key to change, for what the machine cannot hold."""
     window_nbytes = _device_nbytes(config, hardware)
-    budgets = Budgets(
-        config,
-        model.units,
-        held_nbytes=model.held_nbytes,
-        shares_host_memory=hardware.shares_host_memory,
-        device_nbytes=window_nbytes,
-        available_host_nbytes=hardware.host.memory,
-    )
+    whole = model
+    model, budgets = _fitted(config, model, hardware, window_nbytes)
     placement = budgets.placement
     num_spares = wanted_spares(config, is_linked=True)
     spare_nbytes = num_spares * _rewritten_nbytes(model, placement)
-    _refuse_full_tiers(model, hardware, budgets, window_nbytes, spare_nbytes)
+    _refuse_full_tiers(model, hardware, budgets, spare_nbytes)
     job = _job(config, model, hardware, batch, budgets, window_nbytes)
     return Forecast(
         model=model,
@@ -107,8 +103,34 @@ def forecast(config: SwapConfig, model: Model, hardware: Hardware, batch: Batch)
         is_tight=budgets.is_tight,
         job=job,
         step=predict(job, hardware.rates()),
-        warnings=tuple(_warnings(config, model, hardware, batch, window_nbytes)),
+        warnings=(
+            *_said_of_tiles(whole, model),
+            *_warnings(config, model, hardware, batch, window_nbytes),
+        ),
     )
+
+
+def _fitted(
+    config: SwapConfig, model: Model, hardware: Hardware, window_nbytes: int | None
+) -> tuple[Model, Budgets]:
+    """With tiles where the engine would make them."""
+
+    def attempt(limit_nbytes: int | None) -> tuple[Model, Budgets]:
+        tiled = with_tiles(model, limit_nbytes)
+        return tiled, Budgets(
+            config,
+            tiled.units,
+            held_nbytes=tiled.held_nbytes,
+            shares_host_memory=hardware.shares_host_memory,
+            device_nbytes=window_nbytes,
+            available_host_nbytes=hardware.host.memory,
+        )
+
+    def has_room_ahead(found: tuple[Model, Budgets]) -> bool:
+        tiled, budgets = found
+        return budgets.has_room_ahead(max(unit.weight_nbytes for unit in tiled.units))
+
+    return fit(config.schedule.tile, attempt, has_room_ahead, largest_nbytes(model))
 
 
 def _device_nbytes(config: SwapConfig, hardware: Hardware) -> int | None:
@@ -120,14 +142,9 @@ def _device_nbytes(config: SwapConfig, hardware: Hardware) -> int | None:
 
 
 def _refuse_full_tiers(
-    model: Model,
-    hardware: Hardware,
-    budgets: Budgets,
-    window_nbytes: int | None,
-    spare_nbytes: int,
+    model: Model, hardware: Hardware, budgets: Budgets, spare_nbytes: int
 ) -> None:
-    """What the engine finds out later: host memory that is not there, full drives, a unit that the
-    device cannot hold."""
+    """What the engine finds out later: host memory that is not there, and full drives."""
     if budgets.host_nbytes > hardware.host.memory:
         raise CapacityError(
             "host", needed_nbytes=budgets.host_nbytes, available_nbytes=hardware.host.memory,
@@ -141,16 +158,6 @@ def _refuse_full_tiers(
             "nvme", needed_nbytes=placed["nvme"] + spare_nbytes, available_nbytes=drives_nbytes,
             key="tiers.nvme" + (", checkpoint.keep or checkpoint.durability" if spares else ""),
             detail=f"{model.name} does not fit the drives{spares}",
-        )  # fmt: skip
-    if hardware.shares_host_memory or window_nbytes is None:
-        return
-    free_nbytes = window_nbytes - placed["device"]
-    if model.held_nbytes > free_nbytes:
-        largest = max(model.units, key=lambda unit: unit.weight_nbytes)
-        raise CapacityError(
-            "device", needed_nbytes=model.held_nbytes, available_nbytes=free_nbytes,
-            key="tiers.device.capacity",
-            detail=f"the largest unit, {largest.name!r}, does not fit one device",
         )  # fmt: skip
 
 
@@ -168,6 +175,18 @@ def _by_kind(model: Model, placement: Placement) -> dict[str, dict[str, int]]:
     for (index, piece), tier in placement.tiers.items():
         placed[piece.kind][tier] += resting_nbytes(model.units[index], piece)
     return {kind: dict(tiers) for kind, tiers in placed.items()}
+
+
+def _said_of_tiles(whole: Model, model: Model) -> list[str]:
+    num_tiles = len(model.units) - len(whole.units)
+    if num_tiles <= 0:
+        return []
+    names = {unit.name for unit in whole.units}
+    tiles = [unit.weight_nbytes for unit in model.units if unit.name not in names]
+    return [
+        f"layers too large to be fetched whole run as {len(tiles):,} tiles of at most "
+        f"{format_nbytes(max(tiles))}"
+    ]
 
 
 def _warnings(

@@ -69,6 +69,7 @@ class Budgets:
         self.host_nbytes = self._host_nbytes(config, units, comfortable, available_host_nbytes)
         self._refuse_small_host(units, smallest)
         self.placement = self._place(units, smallest, comfortable)
+        self._refuse_small_device(units)
         self.working_nbytes = working_nbytes = (
             self.host_nbytes - self.placement.placed_nbytes["host"] - serving_nbytes
         )
@@ -153,6 +154,32 @@ class Budgets:
                     f"{largest.name!r}, {format_nbytes(largest.weight_nbytes)})"
                 ),
             )
+
+    @property
+    def _device_window_nbytes(self) -> int | None:
+        """What weights that do not rest on the device may take there; None: unlimited."""
+        if self.is_cpu or self.device_nbytes is None:
+            return None
+        return self.device_nbytes - self.placement.placed_nbytes["device"]
+
+    def _refuse_small_device(self, units: Sequence[Unit]) -> None:
+        window_nbytes = self._device_window_nbytes
+        if window_nbytes is not None and self.held_nbytes > window_nbytes:
+            largest = max(units, key=lambda unit: unit.weight_nbytes)
+            raise CapacityError(
+                "device",
+                needed_nbytes=self.held_nbytes,
+                available_nbytes=window_nbytes,
+                key="tiers.device.capacity",
+                detail=f"what is in use at once does not fit one device (largest unit "
+                f"{largest.name!r}, {format_nbytes(largest.weight_nbytes)})",
+            )
+
+    def has_room_ahead(self, next_nbytes: int) -> bool:
+        """Whether weights of so many bytes can be fetched beside those in use."""
+        window_nbytes = self._device_window_nbytes
+        fits = window_nbytes is None or self.held_nbytes + next_nbytes <= window_nbytes
+        return fits and not self.is_tight
 
     def _place(self, units: Sequence[Unit], smallest: int, comfortable: int) -> Placement:
         window_nbytes = 0 if self.is_cpu else self.held_nbytes

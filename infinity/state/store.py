@@ -55,9 +55,9 @@ Home = HostHome | NvmeHome | DeviceHome
 
 
 def rewritten_nbytes(unit: Unit, piece: Piece) -> int | None:
-    """The head of a piece that every step rewrites and a commit keeps; None for gradients, which it
-    does not keep: between steps there are seldom any, and those that are there are copied."""
-    if piece is Piece.GRADIENTS:
+    """The head of a piece that every step rewrites and a commit keeps; None where it keeps copies:
+    of gradients, of which there are seldom any between steps, and of moments of eight bits."""
+    if piece is Piece.GRADIENTS or unit.is_8bit(piece):
         return None
     return unit.trainable_nbytes if piece is Piece.PARAMETERS else unit.nbytes(piece)
 

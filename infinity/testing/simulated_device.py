@@ -64,6 +64,8 @@ class SimulatedDevice:
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="simulated-device")
         self.attached = 0
         self.attached_high_water = 0
+        self.attached_nbytes = 0
+        self.attached_high_water_nbytes = 0
 
     def open(self, host: HostTier, counters: Counters) -> None:
         self.host = host
@@ -80,6 +82,8 @@ class SimulatedDevice:
         region.is_attached = True
         self.attached += 1
         self.attached_high_water = max(self.attached_high_water, self.attached)
+        self.attached_nbytes += region.nbytes
+        self.attached_high_water_nbytes = max(self.attached_high_water_nbytes, self.attached_nbytes)
         source = self.host.tensor(block, nbytes=region.nbytes)
         return self.copy(source, all_of(region))
 
@@ -91,6 +95,7 @@ class SimulatedDevice:
         assert isinstance(region, SimulatedRegion) and region.is_attached
         region.is_attached = False
         self.attached -= 1
+        self.attached_nbytes -= region.nbytes
         # Ordered behind the copies that are still under way, like a free on a stream.
         self._worker.submit(all_of(region).fill_, _POISON_BYTE).result()
 

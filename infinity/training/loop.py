@@ -17,6 +17,7 @@ import torch
 import infinity
 from infinity.config import Optimizer, Train
 from infinity.engine.engine import engine_of
+from infinity.engine.tiling import named_parameters_of
 from infinity.errors import NonFiniteError
 from infinity.training.data import Batches
 from infinity.training.learning_rate import lr_ratio
@@ -40,7 +41,7 @@ def parameter_groups(model: torch.nn.Module, optimizer: Optimizer) -> list[dict[
     """Trainable parameters, once each, those with weight decay apart from those without."""
     decayed: list[torch.nn.Parameter] = []
     rest: list[torch.nn.Parameter] = []
-    for name, parameter in model.named_parameters():
+    for name, parameter in named_parameters_of(model):
         if parameter.requires_grad:
             (decayed if optimizer.has_decay(name) else rest).append(parameter)
     groups = [

@@ -105,7 +105,8 @@ def test_the_list_names_what_is_shipped() -> None:
         (["--model", "gpt-1t", "--hardware", "laptop"], "rtx4090-desktop"),
         (["--model", "llama-3-405b", "--hardware", "rtx4090-desktop"], "nvme tier"),
         (["--model", "kimi-k2", "--hardware", "rtx4090-desktop"], "change tiers.host.capacity"),
-        (["--model", "gpt-1t", "--hardware", "dgx-2", "--set", "tiers.device.capacity=1GB"],
+        (["--model", "gpt-1t", "--hardware", "dgx-2", "--set", "tiers.device.capacity=1GB",
+          "--set", "schedule.tile=0"],
          "does not fit one device"),
     ],
 )  # fmt: skip

@@ -1,0 +1,76 @@
+"""How a parameter that is too large is cut into tiles: rows, limits, and the search for a limit.
+
+Pure. The engine cuts modules by it, the planner shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Literal, TypeVar
+
+from infinity.errors import CapacityError
+from infinity.sizes import KIB, align_up
+
+T = TypeVar("T")
+
+# Tiles start at multiples of these many rows: vector kernels then treat an element of the result,
+# and of a bias's gradient, as they do in the whole (tests/parity/test_tiling.py).
+ROW_ALIGNMENT = 64
+# Below this, reads are dear and modules are many.
+SMALLEST_TILE_NBYTES = 64 * KIB
+
+
+def cut_rows(num_rows: int, row_nbytes: int, limit_nbytes: int) -> tuple[int, ...]:
+    """Where tiles of at most `limit_nbytes` begin, and the end: as few as there can be, of equal
+    sizes but for the last. A tile has at least ROW_ALIGNMENT rows, or all.
+
+    Worked example: 1000 rows of 1 KiB and a limit of 300 KiB allow 256 rows, so there are 4 tiles
+    of 256 (250 in whole alignments): (0, 256, 512, 768, 1000).
+    """
+    most_rows = limit_nbytes // max(row_nbytes, 1) // ROW_ALIGNMENT * ROW_ALIGNMENT
+    most_rows = max(most_rows, ROW_ALIGNMENT)
+    count = max(-(-num_rows // most_rows), 1)
+    step = align_up(max(-(-num_rows // count), 1), ROW_ALIGNMENT)
+    return (*range(0, num_rows, step), num_rows)
+
+
+def limits(largest_nbytes: int) -> Iterator[int]:
+    """Limits to try for a model whose largest parameter that can be cut has so many bytes."""
+    limit_nbytes = -(-largest_nbytes // 2)
+    while limit_nbytes >= SMALLEST_TILE_NBYTES:
+        yield limit_nbytes
+        limit_nbytes //= 2
+
+
+def fit(
+    tile: Literal["auto"] | int | None,
+    attempt: Callable[[int | None], T],
+    has_room_ahead: Callable[[T], bool],
+    largest_nbytes: int,
+) -> T:
+    """What `attempt(limit_nbytes)` gives for the limit that `[schedule] tile` asks for.
+
+    `attempt` raises CapacityError for what does not fit; None asks for no tiles. "auto" takes tiles
+    only where nothing fits without: the largest that leave room to fetch the next while one
+    computes, or where there is no such room, the largest that fit. Raises the CapacityError of
+    the model without tiles when none do.
+    """
+    if tile != "auto":
+        return attempt(tile)
+    try:
+        return attempt(None)
+    except CapacityError as error:
+        refused = error
+    largest_that_fits: int | None = None
+    for limit_nbytes in limits(largest_nbytes):
+        try:
+            found = attempt(limit_nbytes)
+        except CapacityError:
+            continue
+        if has_room_ahead(found):
+            return found
+        if largest_that_fits is None:
+            largest_that_fits = limit_nbytes
+    if largest_that_fits is None:
+        raise refused
+    return attempt(largest_that_fits)

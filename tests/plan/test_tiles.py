@@ -1,0 +1,137 @@
+"""Tiles of shapes: how rows are cut, the same units as the engine makes, and ZeRO-Infinity's table."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from infinity.config import SwapConfig
+from infinity.engine.build import facts_of
+from infinity.engine.discover import dissect
+from infinity.engine.tiling import Tiling
+from infinity.errors import CapacityError
+from infinity.plan import Batch, forecast, load_hardware
+from infinity.plan.model import Model, ModelShape, SiteWork, model_of_shape
+from infinity.plan.tiles import largest_nbytes, with_tiles
+from infinity.sizes import GIB
+from infinity.state.tiles import ROW_ALIGNMENT, cut_rows, fit, limits
+from infinity.state.units import layout_unit
+from infinity.tiers.ranges import rounded_nbytes
+
+KINDS = ("parameters", "master", "moments", "gradients")
+
+
+@given(
+    num_rows=st.integers(1, 10**6), row_nbytes=st.integers(1, 10**6), limit=st.integers(1, 10**12)
+)
+def test_rows_are_cut_evenly_below_the_limit(num_rows: int, row_nbytes: int, limit: int) -> None:
+    starts = cut_rows(num_rows, row_nbytes, limit)
+    sizes = [stop - start for start, stop in pairwise(starts)]
+    assert starts[0] == 0 and starts[-1] == num_rows and all(size > 0 for size in sizes)
+    assert all(start % ROW_ALIGNMENT == 0 for start in starts[:-1])
+    assert len(set(sizes[:-1])) <= 1 and sizes[-1] <= sizes[0]
+    assert max(sizes) * row_nbytes <= limit or max(sizes) <= ROW_ALIGNMENT
+    if len(sizes) > 1:  # One tile less would be too large.
+        assert num_rows > (len(sizes) - 1) * (limit // row_nbytes // ROW_ALIGNMENT * ROW_ALIGNMENT)
+
+
+def test_the_search_stops_at_the_first_limit_with_room_ahead() -> None:
+    tried: list[int | None] = []
+
+    def attempt(limit_nbytes: int | None) -> int | None:
+        tried.append(limit_nbytes)
+        if limit_nbytes is None or limit_nbytes > 300 << 10:
+            raise CapacityError("device", needed_nbytes=2, available_nbytes=1, key="k", detail="d")
+        return limit_nbytes
+
+    assert fit("auto", attempt, lambda limit: limit == 128 << 10, 1 << 20) == 128 << 10
+    assert tried == [None, 512 << 10, 256 << 10, 128 << 10]
+    assert fit("auto", attempt, lambda limit: False, 1 << 20) == 256 << 10
+    assert list(limits(1 << 20))[-1] == 64 << 10
+    for tile in (None, 512 << 10):
+        with pytest.raises(CapacityError):
+            fit(tile, attempt, lambda limit: True, 1 << 20)
+
+
+def test_the_same_units_as_the_engine_makes() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = nn.Embedding(1000, 64)
+            self.blocks = nn.ModuleList(
+                nn.Sequential(
+                    nn.Linear(64, 640, bias=False), nn.Linear(640, 64, bias=False), nn.LayerNorm(64)
+                )
+                for _ in range(2)
+            )
+            self.head = nn.Linear(64, 1000, bias=False)
+            self.head.weight = self.embedding.weight
+
+    config = SwapConfig.load({})
+
+    def units_of(module: nn.Module) -> Model:
+        anatomy = dissect(module)
+        units = tuple(
+            layout_unit(index, name, [facts_of(each, config) for each in members])
+            for index, (name, members) in enumerate(anatomy.units)
+        )
+        sites = tuple(SiteWork(tuple(needed), 10**6) for needed in anatomy.site_units())
+        held_nbytes = anatomy.held_nbytes([rounded_nbytes(u.weight_nbytes) for u in units])
+        return Model("", units, sites, held_nbytes, 0, 64)
+
+    whole = units_of(Two())
+    for limit_nbytes in (300 << 10, 100 << 10, 64 << 10):
+        cut = Two()
+        Tiling(cut, lambda parameter: 4).cut(limit_nbytes)
+        engine, planned = units_of(cut), with_tiles(whole, limit_nbytes)
+        assert sorted(u.weight_nbytes for u in engine.units) == sorted(
+            u.weight_nbytes for u in planned.units
+        )
+        assert engine.held_nbytes == planned.held_nbytes
+        assert len(planned.units) > len(whole.units) or limit_nbytes > largest_nbytes(whole)
+        assert sum(s.active_params for s in planned.sites) == 10**6 * len(whole.sites)
+
+
+@pytest.mark.parametrize(
+    ("hidden", "num_tiles", "fits"),
+    [
+        # ZeRO-Infinity, section 8.5, memory in pieces of 2 GB: 8K whole, 64K with 16 tiles. The
+        # layer of 64K, cut into 16, has 2 GiB to the byte, and the biases are there too.
+        (8 << 10, 1, True), (16 << 10, 1, False), (65408, 16, True), (80 << 10, 16, False),
+    ],
+)  # fmt: skip
+def test_the_widest_block_of_a_window(hidden: int, num_tiles: int, fits: bool) -> None:
+    shape = ModelShape(
+        name="one block", layers=1, hidden=hidden, ffn=4 * hidden, heads=hidden // 128, vocab=1,
+        gated=False, biases=True, tied=True,
+    )  # fmt: skip
+    tile = 0 if num_tiles == 1 else 8 * hidden**2 // num_tiles
+    table = {
+        "tiers": {
+            "device": {"capacity": f"{2 * GIB}B"},
+            "host": {"capacity": "85%"},
+            "nvme": [{"path": "/mnt/nvme"}],
+        },
+        "placement": {kind: ["host", "nvme"] for kind in KINDS},
+        "precision": {"compute": "bfloat16"},
+        "schedule": {"tile": tile},
+    }
+    model = model_of_shape(shape, torch.bfloat16)
+    hardware, batch = load_hardware("dgx-2"), Batch(2048, 2048)
+    if not fits:
+        with pytest.raises(CapacityError) as refused:
+            forecast(SwapConfig.load(table), model, hardware, batch)
+        assert refused.value.tier == "device"
+        table["schedule"] = {"tile": "auto"}
+    found = forecast(SwapConfig.load(table), model, hardware, batch)
+    assert found.model.held_nbytes <= 2 * GIB
+    said = " ".join(found.warnings)
+    assert ("tiles" in said) == (num_tiles > 1 or not fits)
+    # Whatever the cut, the arithmetic is the same, and so are the bytes of the drives and tiers.
+    whole = sum(site.active_params for site in model.sites)
+    assert sum(site.active_params for site in found.model.sites) == whole
