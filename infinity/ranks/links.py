@@ -254,8 +254,9 @@ class Links:
         if self._failure is not None:
             raise self._failure.again()
 
-    def _fail(self, error: RankError) -> None:
-        """The first failure counts. All that waits on this rank ends, and the others are told."""
+    def _fail(self, error: RankError, *, is_alive: bool = False) -> None:
+        """The first failure counts. All that waits on this rank ends, and the others are told; the
+        rank that the error is about as well where it `is_alive` to hear it."""
         with self._changed:
             if self._failure is not None or self._is_done():
                 return
@@ -264,7 +265,7 @@ class Links:
         telling = [
             threading.Thread(target=self._tell, args=(rank, error), daemon=True)
             for rank in self._outgoing
-            if rank != error.rank
+            if is_alive or rank != error.rank
         ]
         for thread in telling:
             thread.start()
@@ -334,7 +335,8 @@ class Links:
                         peer.rank,
                         f"{peer} is at {found!r} while {self.peers[self.rank]} is at {tag!r}; all "
                         "ranks must make the same calls in the same order",
-                    )
+                    ),
+                    is_alive=True,  # This rank's own note may not have left before the failure.
                 )
                 self.check()
             gathered.append(theirs)

@@ -95,8 +95,14 @@ def test_a_rank_that_never_connects_is_named(monkeypatch: pytest.MonkeyPatch) ->
     second._listener.close()
 
 
-def test_different_calls_are_named(pair: tuple[list[Links], list[Shelf]]) -> None:
+@pytest.mark.parametrize("is_late", [False, True])
+def test_different_calls_are_named(
+    pair: tuple[list[Links], list[Shelf]], is_late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also when one has seen it before its own word about its call has left."""
     links, _ = pair
+    if is_late:
+        monkeypatch.setattr(links[0]._queues[1], "put", lambda message: None)
     found: list[str] = []
 
     def call(rank: int) -> None:
