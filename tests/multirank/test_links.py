@@ -102,7 +102,7 @@ def test_different_calls_are_named(
     """Also when one has seen it before its own word about its call has left."""
     links, _ = pair
     if is_late:
-        monkeypatch.setattr(links[0]._queues[1], "put", lambda message: None)
+        monkeypatch.setattr(links[0], "_submit", lambda *message: None)
     found: list[str] = []
 
     def call(rank: int) -> None:
