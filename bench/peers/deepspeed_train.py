@@ -142,7 +142,7 @@ class DeepSpeed:
                 "stage3_param_persistence_threshold": 0,
                 "offload_param": {**nvme, "buffer_count": 6, "buffer_size": 60_000_000},
                 "offload_optimizer": {
-                    **nvme, "buffer_count": 8, "pipeline_read": True, "pipeline_write": True,
+                    **nvme, "buffer_count": 16, "pipeline_read": True, "pipeline_write": True,
                 },
             },
             "aio": {"block_size": 1 << 20, "queue_depth": 32, "overlap_events": True,
