@@ -24,6 +24,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from infinity.errors import StorageError
 from infinity.observe import Counters, Lane
 from infinity.sizes import PAGE_NBYTES, align_up
+from infinity.state.store import show
 from infinity.storage.engine import Priority, Ticket
 from infinity.storage.volume import Extent, Volume
 from infinity.tiers.device import FINISHED, Copy, DeviceAdapter
@@ -49,6 +50,11 @@ class Parked:
     is_bound_for_nvme: bool = False  # Once the copy into the block is over.
     moving: Ticket | None = None  # Between the block and the extents.
     is_reading: bool = False
+
+    @property
+    def span_nbytes(self) -> int:
+        """Of its block and its extents: whole pages."""
+        return align_up(self.nbytes, PAGE_NBYTES)
 
 
 class Activations:
@@ -115,9 +121,8 @@ class Activations:
 
     def _to_block(self, parked: Parked, tensor: torch.Tensor, *, must: bool) -> bool:
         self._reap()
-        span_nbytes = align_up(parked.nbytes, PAGE_NBYTES)
         take = self._pool.require if must else self._pool.try_allocate
-        block = take(span_nbytes, _LABEL)
+        block = take(parked.span_nbytes, _LABEL)
         if block is None:
             return False
         parked.block = block
@@ -140,27 +145,19 @@ class Activations:
         assert self._volume is not None and parked.block is not None
         parked.is_bound_for_nvme = False
         self._wait_copy(parked, "activations leave the device")
-        span_nbytes = align_up(parked.nbytes, PAGE_NBYTES)
-        free = self._free.setdefault(span_nbytes, [])
+        free = self._free.setdefault(parked.span_nbytes, [])
         if not free:  # Scratch: no commit holds it.
-            free += self._volume.reserve([span_nbytes], spared_nbytes=[None])
+            free += self._volume.reserve([parked.span_nbytes], spared_nbytes=[None])
         parked.extents = free.pop()
         asked_ns = time.monotonic_ns()
         parked.moving = self._volume.write(
             parked.extents,
             offset_nbytes=0,
-            nbytes=span_nbytes,
+            nbytes=parked.span_nbytes,
             address=parked.block.address,
             priority=Priority.WRITE_BACK,
         )
-        self._show(parked.moving, Lane.WRITES, asked_ns)
-
-    def _show(self, ticket: Ticket, lane: Lane, asked_ns: int) -> None:
-        volume = self._volume
-        if self._counters.tracer.is_on and volume is not None:
-            self._counters.tracer.watch(
-                ticket, lambda file: f"{lane} {volume.path_of(file)}", _LABEL, asked_ns
-            )
+        show(self._counters, self._volume, parked.moving, Lane.WRITES, _LABEL, asked_ns)
 
     def _wait_copy(self, parked: Parked, what: str) -> None:
         if not parked.copying.done():
@@ -231,7 +228,7 @@ class Activations:
         """Starts bringing a tensor back, if there is room to spare."""
         if parked.extents is None or parked.block is not None or parked.kept is not None:
             return
-        block = self._pool.try_allocate(align_up(parked.nbytes, PAGE_NBYTES), _LABEL)
+        block = self._pool.try_allocate(parked.span_nbytes, _LABEL)
         if block is not None:
             self._start_read(parked, block)
 
@@ -243,7 +240,7 @@ class Activations:
             parked.moving = self._volume.read(
                 parked.extents,
                 offset_nbytes=0,
-                nbytes=align_up(parked.nbytes, PAGE_NBYTES),
+                nbytes=parked.span_nbytes,
                 address=block.address,
                 priority=Priority.BACKWARD,
             )
@@ -251,7 +248,7 @@ class Activations:
             self._free_block(parked)
             raise
         parked.is_reading = True
-        self._show(parked.moving, Lane.READS, asked_ns)
+        show(self._counters, self._volume, parked.moving, Lane.READS, _LABEL, asked_ns)
 
     def take(self, parked: Parked) -> torch.Tensor:
         """The tensor, on the device, with the strides it had if it was dense. Ends one use; the
@@ -271,16 +268,14 @@ class Activations:
 
     def _bring(self, parked: Parked) -> torch.Tensor:
         if parked.block is None:
-            span_nbytes = align_up(parked.nbytes, PAGE_NBYTES)
-            self._start_read(parked, self._pool.require(span_nbytes, _LABEL))
-        if parked.moving is not None:
-            if parked.is_reading and not parked.moving.done():
+            self._start_read(parked, self._pool.require(parked.span_nbytes, _LABEL))
+        if parked.is_reading:
+            assert parked.moving is not None
+            if not parked.moving.done():
                 with self._counters.timed("read_wait_s", "activations return", (parked.moving,)):
                     parked.moving.wait()
-            elif parked.is_reading:
-                parked.moving.wait()  # Over, but it may have failed.
-            if parked.is_reading:
-                parked.moving, parked.is_reading = None, False
+            parked.moving.wait()  # Over, but it may have failed.
+            parked.moving, parked.is_reading = None, False
         self._wait_copy(parked, "activations leave the device")
         tensor = torch.empty_strided(
             parked.shape, parked.stride, dtype=parked.dtype, device=self._device.torch_device
@@ -307,8 +302,7 @@ class Activations:
                 self._wait_copy(parked, "activations leave the device")
                 self._free_block(parked)
             if parked.extents is not None:
-                span_nbytes = align_up(parked.nbytes, PAGE_NBYTES)
-                self._free[span_nbytes].append(parked.extents)
+                self._free[parked.span_nbytes].append(parked.extents)
                 parked.extents = None
 
     def clear(self) -> None:

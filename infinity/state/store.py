@@ -62,6 +62,14 @@ def rewritten_nbytes(unit: Unit, piece: Piece) -> int | None:
     return unit.trainable_nbytes if piece is Piece.PARAMETERS else unit.nbytes(piece)
 
 
+def show(
+    counters: Counters, volume: Volume, ticket: Ticket, lane: Lane, what: str, asked_ns: int
+) -> None:
+    """Lets a trace know of a transfer of the volume, if there is one."""
+    if counters.tracer.is_on:
+        counters.tracer.watch(ticket, lambda file: f"{lane} {volume.path_of(file)}", what, asked_ns)
+
+
 class StateStore:
     """The homes of all pieces. Owns the blocks, extents and device memory they rest in."""
 
@@ -149,7 +157,8 @@ class StateStore:
                 address=block.address,
                 priority=priority,
             )
-            self._show(ticket, Lane.READS, unit, piece, asked_ns)
+            what = f"{piece.value} of {unit.name}"
+            show(self._counters, self._volume, ticket, Lane.READS, what, asked_ns)
             return ticket
         return self._copy(
             home, offset_nbytes, self._host.tensor(block, nbytes=length), inward=False
@@ -182,21 +191,10 @@ class StateStore:
                 address=block.address,
                 priority=Priority.WRITE_BACK,
             )
-            self._show(ticket, Lane.WRITES, unit, piece, asked_ns)
+            what = f"{piece.value} of {unit.name}"
+            show(self._counters, self._volume, ticket, Lane.WRITES, what, asked_ns)
             return ticket
         return self._copy(home, offset_nbytes, self._host.tensor(block, nbytes=length), inward=True)
-
-    def _show(self, ticket: Ticket, lane: Lane, unit: Unit, piece: Piece, asked_ns: int) -> None:
-        """Lets a trace know of a transfer, if there is one."""
-        if self._counters.tracer.is_on:
-            volume = self._volume
-            assert volume is not None
-            self._counters.tracer.watch(
-                ticket,
-                lambda file: f"{lane} {volume.path_of(file)}",
-                f"{piece.value} of {unit.name}",
-                asked_ns,
-            )
 
     def _copy(
         self, home: Home, offset_nbytes: int, host: torch.Tensor, *, inward: bool
