@@ -33,7 +33,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import infinity
 from infinity.config import SwapConfig
 from infinity.storage.arena import Arena
-from infinity.storage.engine import Priority, open_engine
+from infinity.storage.engine import Priority, open_configured
 from infinity.storage.volume import Volume, VolumePath
 from infinity.training.allocator import keep_freed_memory
 
@@ -162,12 +162,8 @@ def bare_s(read_nbytes: int, written_nbytes: int, words: argparse.Namespace) -> 
     In pieces of 16 MiB, eight on their way: a quarter of the bytes, and at least 1 GiB, is moved.
     """
     share = min(1.0, max(0.25, (1 << 30) / max(1, read_nbytes + written_nbytes)))
-    io = SwapConfig.load({}).io
     arena = Arena(8 * PIECE_NBYTES)
-    engine = open_engine(
-        io.engine, arena=arena, block_nbytes=io.block_size, queue_depth=io.queue_depth,
-        num_threads=io.threads,
-    )  # fmt: skip
+    engine = open_configured(SwapConfig.load({}).io, arena)
     with tempfile.TemporaryDirectory(dir=words.path, prefix="infinity-bare-") as scratch:
         volume = Volume(engine, [VolumePath(path=scratch)])
         [extents] = volume.reserve([512 << 20])

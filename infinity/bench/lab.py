@@ -12,7 +12,7 @@ from infinity.bench.runner import run_group
 from infinity.config.schema import Io
 from infinity.sizes import GIB, MIB
 from infinity.storage.arena import Arena
-from infinity.storage.engine import RingFlags, StorageEngine, open_engine
+from infinity.storage.engine import RingFlags, StorageEngine, open_configured
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,14 +71,13 @@ class Lab:
         ring_flags: RingFlags | None = None,
     ) -> StorageEngine:
         """The configured engine, or one with other settings."""
-        return open_engine(
-            self.io.engine,
-            arena=self.arena,
-            block_nbytes=block_nbytes or self.io.block_size,
-            queue_depth=depth or self.io.queue_depth,
-            num_threads=self.io.threads,
-            num_rings=num_rings or self.io.rings,
-            ring_flags=ring_flags or self.io.flags,
+        return open_configured(
+            self.io,
+            self.arena,
+            block_nbytes=block_nbytes,
+            queue_depth=depth,
+            num_rings=num_rings,
+            ring_flags=ring_flags,
         )
 
     def measure(self, group: Group, rounds: int, *, warm_ups: int = 1) -> Result:

@@ -44,7 +44,7 @@ from infinity.state.store import StateStore
 from infinity.state.tiles import fit
 from infinity.state.units import TensorFacts, Unit, layout_unit
 from infinity.storage.arena import Arena, available_host_nbytes
-from infinity.storage.engine import StorageEngine, open_engine
+from infinity.storage.engine import StorageEngine, open_configured
 from infinity.storage.volume import Adopted, Volume, VolumePath
 from infinity.tiers.cpu import CpuDevice
 from infinity.tiers.device import DeviceAdapter
@@ -386,15 +386,7 @@ def _open_volume(
     placed = {*budgets.placement.tiers.values(), *config.placement.activations}
     if "nvme" not in placed:
         return None
-    storage = open_engine(
-        config.io.engine,
-        arena=arena,
-        block_nbytes=config.io.block_size,
-        queue_depth=config.io.queue_depth,
-        num_threads=config.io.threads,
-        num_rings=config.io.rings,
-        ring_flags=config.io.flags,
-    )
+    storage = open_configured(config.io, arena)
     if wrap_storage is not None:
         storage = wrap_storage(storage)
     resources.callback(storage.close)

@@ -28,7 +28,7 @@ from infinity.plan.model import Model
 from infinity.plan.predict import Batch
 from infinity.sizes import MIB
 from infinity.storage.arena import Arena, available_host_nbytes
-from infinity.storage.engine import open_engine
+from infinity.storage.engine import open_configured
 from infinity.training.allocator import keep_freed_memory
 
 _ARENA_NBYTES = 256 * MIB
@@ -118,15 +118,7 @@ def _measured(config: SwapConfig, arena: Arena) -> tuple[float, float, float]:
 
 @contextmanager
 def _files(config: SwapConfig, scratch: Scratch, arena: Arena) -> Iterator[FileSet]:
-    engine = open_engine(
-        config.io.engine,
-        arena=arena,
-        block_nbytes=config.io.block_size,
-        queue_depth=config.io.queue_depth,
-        num_threads=config.io.threads,
-        num_rings=config.io.rings,
-        ring_flags=config.io.flags,
-    )
+    engine = open_configured(config.io, arena)
     try:
         yield FileSet(engine, scratch, arena)
     finally:

@@ -19,18 +19,19 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TYPE_CHECKING, Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 from infinity.errors import ConfigError, UnsupportedError
 from infinity.sizes import PAGE_NBYTES
 from infinity.storage.statistics import DeviceStats, EngineStats, FileStats, LatencyHistogram
 
 if TYPE_CHECKING:
+    from infinity.config.schema import Io
     from infinity.storage.arena import Arena
 
 __all__ = [
     "DeviceStats", "EngineName", "EngineStats", "FileStats", "LatencyHistogram", "Operation",
-    "Priority", "RingFlags", "Segment", "StorageEngine", "Ticket", "open_engine",
+    "Priority", "RingFlags", "Segment", "StorageEngine", "Ticket", "open_configured", "open_engine",
 ]  # fmt: skip
 
 EngineName = Literal["auto", "io_uring", "threads"]
@@ -138,6 +139,20 @@ class StorageEngine(Protocol):
     def close(self) -> None:
         """Drains, ends the threads, closes the files. Idempotent."""
         ...
+
+
+def open_configured(io: Io, arena: Arena | None, **changes: Any) -> StorageEngine:
+    """The engine that `[io]` describes; `changes` are options of `open_engine` that differ from it,
+    None where they do not."""
+    options: dict[str, Any] = {
+        "block_nbytes": io.block_size,
+        "queue_depth": io.queue_depth,
+        "num_threads": io.threads,
+        "num_rings": io.rings,
+        "ring_flags": io.flags,
+    }
+    options |= {name: value for name, value in changes.items() if value is not None}
+    return open_engine(io.engine, arena=arena, **options)
 
 
 def open_engine(
