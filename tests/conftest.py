@@ -7,6 +7,10 @@ from pathlib import Path
 
 import pytest
 
+# One compute thread, before torch is there to read it: what is computed is tiny, and a parallel region
+# costs more than its sums. Equality with several threads is shown by tests that set them.
+os.environ["OMP_NUM_THREADS"] = "1"
+
 # Tests must never reach out for a model or a tokenizer.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

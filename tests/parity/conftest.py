@@ -1,28 +1,15 @@
-"""Settings under which two runs of one model can be expected to give the same bits."""
+"""The storage engines that parity is shown with."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
 
 import pytest
-import torch
 import transformers
 
 from infinity.errors import InfinityError
 
-
-@pytest.fixture(scope="session", autouse=True)
-def _quiet_and_steady() -> Iterator[None]:
-    """One compute thread: the models are tiny, and a parallel region costs more than their sums.
-
-    Equality with several threads is shown by the placement tests, which set them.
-    """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    transformers.logging.set_verbosity_error()
-    yield
-    torch.set_num_threads(threads)
+transformers.logging.set_verbosity_error()
 
 
 @pytest.fixture(scope="session")

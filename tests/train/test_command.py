@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,70 +15,18 @@ import pytest
 from infinity.cli.train import override
 from infinity.errors import ConfigError
 
-CONFIG = """
-[tiers.host]
-capacity = "64MiB"
-[[tiers.nvme]]
-path = "swap"
-[model.config]
-model_type = "gpt2"
-n_layer = 2
-n_embd = 16
-n_head = 2
-n_positions = 64
-vocab_size = 256
-[data]
-paths = ["text.txt"]
-sequence_length = 32
-[train]
-steps = 1000000
-batch_size = 2
-[output]
-directory = "output"
-"""
+from .jobs import CONFIG, command, start, wait_for_steps, write_job
 
 
 @pytest.fixture
 def job(tmp_path: Path) -> Path:
-    (tmp_path / "text.txt").write_text("".join(f"{i} squared is {i * i}\n" for i in range(500)))
-    (tmp_path / "job.toml").write_text(CONFIG)
-    return tmp_path
-
-
-@pytest.fixture
-def processes() -> Iterator[list[subprocess.Popen[str]]]:
-    started: list[subprocess.Popen[str]] = []
-    yield started
-    for process in started:
-        if process.poll() is None:
-            process.kill()
-        process.communicate()
-
-
-def command(job: Path, *arguments: str) -> list[str]:
-    code = "from infinity.cli import main; main()"
-    return [sys.executable, "-c", code, "train", str(job / "job.toml"), *arguments]
+    return write_job(tmp_path, CONFIG + "steps = 1000000\n")
 
 
 def run(job: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         command(job, *arguments), capture_output=True, text=True, timeout=120, check=False
     )
-
-
-def start(job: Path, *arguments: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        command(job, *arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-
-
-def wait_for_steps(job: Path, count: int, process: subprocess.Popen[str]) -> None:
-    metrics = job / "output" / "metrics.jsonl"
-    deadline_s = time.monotonic() + 90
-    while not metrics.exists() or len(metrics.read_text().splitlines()) < count:
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline_s, "no steps were taken"
-        time.sleep(0.02)
 
 
 def test_json_prints_the_summary_alone_on_stdout(job):

@@ -20,30 +20,11 @@ from infinity.cli import app
 from infinity.config import SwapConfig
 from infinity.training import program
 
-CONFIG = """
-[tiers.host]
-capacity = "64MiB"
-[[tiers.nvme]]
-path = "swap"
+from .jobs import CONFIG, write_job
+
+RUN = """steps = 3
 [precision]
 compute = "bfloat16"
-[model.config]
-model_type = "gpt2"
-n_layer = 2
-n_embd = 16
-n_head = 2
-n_positions = 64
-vocab_size = 256
-bos_token_id = 0
-eos_token_id = 0
-[data]
-paths = ["text.txt"]
-sequence_length = 32
-[train]
-steps = 3
-batch_size = 2
-[output]
-directory = "output"
 [checkpoint]
 every = 2
 """
@@ -52,9 +33,7 @@ every = 2
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of three steps, with checkpoints and the export of `infinity train` itself."""
-    directory = tmp_path_factory.mktemp("job")
-    (directory / "text.txt").write_text("".join(f"{i} squared is {i * i}\n" for i in range(800)))
-    (directory / "job.toml").write_text(CONFIG)
+    directory = write_job(tmp_path_factory.mktemp("job"), CONFIG + RUN)
     console = Console(file=io.StringIO())
     _, code = program.train(SwapConfig.load(directory / "job.toml"), console=console)
     assert code == 0
@@ -133,7 +112,7 @@ def test_away_from_its_run_the_architecture_is_asked_for(job: Path, tmp_path: Pa
     result = infinity("export", alone, tmp_path / "hf", "--config", job / "job.toml")
     assert result.exit_code == 0, result.stderr
     assert_same(weights(job / "output"), weights(tmp_path / "hf"))
-    other = CONFIG.replace("n_embd = 16", "n_embd = 32")
+    other = (CONFIG + RUN).replace("n_embd = 16", "n_embd = 32")
     (tmp_path / "other.toml").write_text(other)
     result = infinity("export", alone, tmp_path / "no", "--config", tmp_path / "other.toml")
     assert result.exit_code == 2 and "another model" in result.stderr

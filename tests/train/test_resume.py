@@ -7,8 +7,6 @@ import json
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,59 +20,23 @@ from infinity.errors import ConfigError
 from infinity.training import program
 from infinity.training.report import Summary
 
-CONFIG = """
-[tiers.host]
-capacity = "64MiB"
-[[tiers.nvme]]
-path = "swap"
-[model.config]
-model_type = "gpt2"
-n_layer = 2
-n_embd = 16
-n_head = 2
-n_positions = 64
-vocab_size = 256
-bos_token_id = 0
-eos_token_id = 0
-[data]
-paths = ["text.txt"]
-sequence_length = 32
-[train]
-steps = 60
-batch_size = 2
+from .jobs import CONFIG, start, wait_for_steps, write_job
+
+RUN = """steps = 60
 accumulation = 2
 schedule = "cosine"
 warmup_steps = 3
 eval_every = 20
 eval_batches = 1
-[output]
-directory = "output"
-[checkpoint]
+"""
+EVERY_TENTH = """[checkpoint]
 every = 10
 """
 
 
 @pytest.fixture
 def job(tmp_path: Path) -> Path:
-    (tmp_path / "text.txt").write_text("".join(f"{i} squared is {i * i}\n" for i in range(800)))
-    (tmp_path / "job.toml").write_text(CONFIG)
-    return tmp_path
-
-
-@pytest.fixture
-def processes() -> Iterator[list[subprocess.Popen[str]]]:
-    started: list[subprocess.Popen[str]] = []
-    yield started
-    for process in started:
-        if process.poll() is None:
-            process.kill()
-        process.communicate()
-
-
-def start(job: Path, *arguments: str) -> subprocess.Popen[str]:
-    code = "from infinity.cli import main; main()"
-    command = [sys.executable, "-c", code, "train", str(job / "job.toml"), *arguments]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return write_job(tmp_path, CONFIG + RUN + EVERY_TENTH)
 
 
 def run(job: Path, *overrides: str, **options: Any) -> Summary:
@@ -94,15 +56,6 @@ def metrics(job: Path, output: str = "output") -> list[tuple[object, ...]]:
     lines = (job / output / "metrics.jsonl").read_text().splitlines()
     keys = "step", "loss", "grad_norm", "learning_rate", "held_out_loss", "num_tokens"
     return [tuple(json.loads(line)[key] for key in keys) for line in lines]
-
-
-def wait_for_steps(job: Path, count: int, process: subprocess.Popen[str]) -> None:
-    path = job / "output" / "metrics.jsonl"
-    deadline_s = time.monotonic() + 90
-    while not path.exists() or len(path.read_text().splitlines()) < count:
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline_s, "no steps were taken"
-        time.sleep(0.005)
 
 
 def test_killed_terminated_and_resumed_elsewhere_it_is_the_same_run(job, processes):
@@ -157,21 +110,22 @@ def test_other_text_is_another_run(job):
 
 
 def test_resume_needs_the_section(job):
-    (job / "job.toml").write_text(CONFIG.partition("[checkpoint]")[0])
+    write_job(job, CONFIG + RUN)
     with pytest.raises(ConfigError, match=r"\[checkpoint\]"):
         run(job, resume=True)
 
 
 # Steps that are committed.
 
-EVERY_STEP = CONFIG.replace("every = 10", 'durability = "step"\nkeep = 1').replace(
-    "steps = 60", "steps = 24"
-)
+EVERY_STEP = """[checkpoint]
+durability = "step"
+keep = 1
+"""
 
 
 def test_every_step_survives_kill_9(job, processes):
     """No checkpoint before the end: the run goes on from the last step that was taken."""
-    (job / "job.toml").write_text(EVERY_STEP)
+    write_job(job, CONFIG + RUN.replace("steps = 60", "steps = 24") + EVERY_STEP)
     run(job, "output.directory=whole", "checkpoint.durability=none")
 
     processes.append(first := start(job))
@@ -196,7 +150,7 @@ def test_every_step_survives_kill_9(job, processes):
 
 
 def test_swap_directory_is_inspected_and_removed_on_demand_only(job, processes):
-    (job / "job.toml").write_text(EVERY_STEP)
+    write_job(job, CONFIG + RUN.replace("steps = 60", "steps = 24") + EVERY_STEP)
     processes.append(first := start(job))
     wait_for_steps(job, 3, first)
     held = inspect(job / "swap")
