@@ -142,13 +142,15 @@ def _latency(pyplot: Any, rows: Sequence[Row]) -> Any:
             times_ms = [1e3 * ceiling.latency_s[point] for point in points]
             axis.plot(times_ms, points, label=f"ceiling: {ceiling.name}", **_CEILING)
         axis.set_xscale("log")
-        axis.xaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 3, 5)))
+        low, high = axis.get_xlim()
+        is_wide = high > 50 * low  # More labels than that run into each other.
+        axis.xaxis.set_major_locator(ticker.LogLocator(subs=(1,) if is_wide else (1, 2, 3, 5)))
         axis.xaxis.set_major_formatter("{x:g}")
         axis.xaxis.set_minor_formatter(ticker.NullFormatter())
         axis.set_title(f"reads of {_short(size)}")
         axis.set_xlabel("milliseconds")
         axis.grid(alpha=0.3, which="both")
-        axis.legend(fontsize="small", loc="best")
+        axis.legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.2))
     axes[0][0].set_ylabel("share of requests answered")
     return figure
 
