@@ -119,6 +119,9 @@ def accumulate(
     (tied weights, shared blocks) are summed in another order. Raises UnsupportedError for a model
     whose blocks cannot be repeated: caches of keys and values, arguments changed in place, tensors
     that leave a block otherwise than by its outputs.
+
+    Micro-batches run in threads, and glibc gives each thread a heap that keeps what it once needed:
+    a program of your own wants MALLOC_ARENA_MAX=1 in its environment; `infinity train` sees to it.
     """
     engine = engine_of(model)
     return engine.accumulate([partial(loss_of, batch) for batch in micro_batches])
