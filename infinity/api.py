@@ -69,7 +69,7 @@ def offload(
     if resume is not None:
         from infinity.checkpoint.state_adopt import plan_adoption
 
-        adopted = plan_adoption(resolved, resume)
+        adopted = plan_adoption(resolved, resume, group)
     build(
         model, resolved, weights=plan, seed=seed, units=units, device=device, group=group,
         adopted=adopted,

@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from infinity.checkpoint.state_files import kept_tensors
 from infinity.checkpoint.state_layout import is_row_major
 from infinity.engine.engine import Engine, engine_of
 from infinity.engine.gradients import in_memory_order
@@ -52,6 +53,7 @@ def import_dcp(
 
     The fp32 master takes `master.<name>` where it is there, else the weight's own value, unrounded.
     In memory beside the host budget: one tensor and the largest shard of it. Gradients are dropped.
+    Several ranks all call it.
     The metadata is read with pickle, as PyTorch does: read only what you trust.
 
     Raises ConfigError where names, shapes or groups do not fit, CorruptionError for metadata that
@@ -60,18 +62,19 @@ def import_dcp(
     """
     found = _Directory(Path(directory))
     engine = engine_of(model)
-    with engine.at_rest(_NAME):
-        pass  # Refused before anything is changed, not between weights and moments.
-    weights = found.find_weights(model)
-    buffers = dict(found.find_buffers(model))
-    named = None if optimizer is None else found.named_optimizer(optimizer)
-    moments = {} if optimizer is None else found.find_moments(engine, optimizer)
+    with engine.together(_NAME):  # Refused before anything is changed, on any rank.
+        with engine.at_rest(_NAME, over_ranks=True):
+            pass
+        weights = found.find_weights(model)
+        buffers = dict(found.find_buffers(model))
+        named = None if optimizer is None else found.named_optimizer(optimizer)
+        moments = {} if optimizer is None else found.find_moments(engine, optimizer)
     for name, key in weights.items():
         engine.write_parameter(name, found.read(key))
     with torch.no_grad():
         for key, buffer in buffers.items():
             buffer.copy_(found.read(key))
-    with engine.at_rest(_NAME) as state:
+    with engine.at_rest(_NAME, over_ranks=True) as state:
         state.forget_gradients()
         if optimizer is not None:
             _load_moments(state, lambda name, kind: found.read_fp32(moments.get((name, kind))))
@@ -80,20 +83,22 @@ def import_dcp(
 
 
 def _load_moments(state: StateAccess, read: Callable[[str, str], torch.Tensor | None]) -> None:
-    for unit in state.units:
+    for unit, tensors in kept_tensors(state):
         for kind, piece in _MOMENTS.items():
             if state.store.home(unit, piece) is None:
                 continue
+            by_spec = {tensor.spec: tensor for tensor in tensors if tensor.piece is piece}
             last: tuple[TensorSpec, torch.Tensor | None] | None = None
             for part in state.parts(unit, piece, keep=True):
-                spec = part.spec
-                if last is None or last[0] is not spec:
-                    value = read(spec.name, kind)
-                    last = spec, None if value is None else _flat(value, spec)
+                tensor = by_spec[part.spec]
+                if last is None or last[0] is not part.spec:
+                    value = read(part.spec.name, kind)
+                    last = part.spec, None if value is None else _flat(value, tensor.whole)
+                start = tensor.start + part.start
                 if last[1] is None:
                     part.values.zero_()
                 else:
-                    part.values.copy_(last[1][part.start : part.start + part.values.numel()])
+                    part.values.copy_(last[1][start : start + part.values.numel()])
 
 
 def _flat(value: torch.Tensor, spec: TensorSpec) -> torch.Tensor:

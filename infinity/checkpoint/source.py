@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
@@ -24,12 +24,12 @@ from infinity.checkpoint.safetensors_format import (
     dtype_of,
     tensor_bytes,
 )
-from infinity.checkpoint.state_directory import damaged, find_checkpoint, read_linked
-from infinity.checkpoint.state_layout import is_row_major
-from infinity.checkpoint.state_linked import LinkedPiece, LinkedState, LinkedTensor
+from infinity.checkpoint.state_directory import damaged, find_checkpoint
+from infinity.checkpoint.state_files import BUFFERS_NAME, buffers_of
+from infinity.checkpoint.state_layout import is_row_major, row_major_stride
+from infinity.checkpoint.state_linked import StoredTensor, stored_tensors
 from infinity.checkpoint.state_load import Checkpoint
 from infinity.checkpoint.state_manifest import Extent
-from infinity.checkpoint.state_save import BUFFERS_NAME, buffers_of
 from infinity.engine.engine import engine_of
 from infinity.engine.optimizer import AdamW
 from infinity.engine.state_access import Part, StateAccess
@@ -224,7 +224,7 @@ class _Copied:
 
     @property
     def stride(self) -> tuple[int, ...]:
-        return _row_major_stride(self.info.shape)
+        return row_major_stride(self.info.shape)
 
     def read(self, start: int, stop: int) -> torch.Tensor:
         values = torch.empty(stop - start, dtype=self.info.dtype)
@@ -244,24 +244,22 @@ class _Copied:
 
 
 class _Shared:
-    """A tensor in files that are shared with the swap files; each page has a checksum."""
+    """A tensor whose every page has a checksum: in files that are shared with the swap files, or in
+    those of several ranks."""
 
-    def __init__(
-        self, pages: PageReader, linked: LinkedState, piece: LinkedPiece, tensor: LinkedTensor
-    ) -> None:
-        self.info = TensorInfo(name=tensor.name, dtype=dtype_of(tensor.dtype), shape=tensor.shape)
-        self.group = piece.unit
-        self.stride = tensor.stride
+    def __init__(self, pages: PageReader, stored: StoredTensor) -> None:
+        facts = stored.facts
+        self.info = TensorInfo(name=facts.name, dtype=dtype_of(facts.dtype), shape=facts.shape)
+        self.group = stored.group
+        self.stride = facts.stride
         self._pages = pages
-        self._linked = linked
-        self._piece = piece
-        self._offset_nbytes = tensor.offset_nbytes
+        self._stored = stored
 
     def read(self, start: int, stop: int) -> torch.Tensor:
         values = torch.empty(stop - start, dtype=self.info.dtype)
         view = tensor_bytes(values)
-        begin_nbytes = self._offset_nbytes + start * self.info.dtype.itemsize
-        for part in self._linked.read(self._pages, self._piece, begin_nbytes, len(view)):
+        size = self.info.dtype.itemsize
+        for part in self._stored.read(self._pages, start, stop, item_nbytes=size):
             view[: len(part)] = part
             view = view[len(part) :]
         return values
@@ -305,17 +303,16 @@ class CheckpointSource:
         for file in checkpoint.manifest.files:
             if file.name.endswith(".safetensors"):
                 headers = self._files.open(file.name).tensors
+                is_buffers = PurePath(file.name).name == BUFFERS_NAME
                 for extent in file.extents[1:]:  # The first is the header.
                     stored = _Copied(self._files, file.name, headers[extent.name], extent)
-                    if file.name == BUFFERS_NAME:
-                        self._buffers.append(stored)
-                    else:
+                    if not is_buffers:
                         self._stored[_key(extent.name, extent.kind)] = stored
-        linked = read_linked(self.path, checkpoint.manifest)
-        for piece in linked.pieces if linked is not None else ():
-            for tensor in piece.tensors:
-                shared = _Shared(self._pages, linked, piece, tensor)
-                self._stored[_key(tensor.name, piece.kind)] = shared
+                    elif file is checkpoint.buffers(0):  # Every rank has its own.
+                        self._buffers.append(stored)
+        linked = stored_tensors(checkpoint.linked_states.values(), self.path)
+        for name, tensor in linked.items():
+            self._stored[_key(name, tensor.kind)] = _Shared(self._pages, tensor)
         self.infos = list(self._list())
 
     def __enter__(self) -> CheckpointSource:
@@ -345,7 +342,7 @@ class CheckpointSource:
     def _parts_of(self, info: StateInfo) -> Iterator[StatePart]:
         numel = math.prod(info.shape)
         stride = self._stored[info.name, "weight"].stride
-        is_row_major = stride == _row_major_stride(info.shape)
+        is_row_major = stride == row_major_stride(info.shape)
         step = _PART_NBYTES // 4 if is_row_major else max(numel, 1)
         for start in range(0, max(numel, 1), step):
             values = self._values(info, start, min(start + step, numel))
@@ -399,7 +396,3 @@ def _key(name: str, kind: str) -> tuple[str, str]:
 def _whole(stored: _Stored) -> torch.Tensor:
     shape = stored.info.shape
     return stored.read(0, math.prod(shape)).as_strided(shape, stored.stride)
-
-
-def _row_major_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return torch.empty(shape, device="meta").stride()

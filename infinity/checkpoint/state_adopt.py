@@ -11,6 +11,9 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
 
 from infinity.checkpoint.state_commit import label_of
 from infinity.checkpoint.state_directory import (
@@ -21,10 +24,12 @@ from infinity.checkpoint.state_directory import (
     read_manifest,
     sweep,
 )
-from infinity.checkpoint.state_linked import LinkedState
+from infinity.checkpoint.state_linked import COPIES_NAME, LinkedState
 from infinity.config import SwapConfig
+from infinity.engine.divide import config_of_rank
 from infinity.engine.durability import count_spares
 from infinity.errors import InfinityError
+from infinity.ranks.rendezvous import find_group
 from infinity.storage.swap_directory import job_of, swap_names
 from infinity.storage.swap_inspect import examine
 from infinity.storage.volume import Adopted, FileRange
@@ -32,14 +37,52 @@ from infinity.storage.volume import Adopted, FileRange
 Inode = tuple[int, int]
 
 
-def plan_adoption(config: SwapConfig, path: str | os.PathLike[str]) -> Adopted | None:
+def plan_adoption(
+    config: SwapConfig, path: str | os.PathLike[str], group: Any = None
+) -> Adopted | None:
     """What to take over for a run that will load the checkpoint `path`; None: nothing.
 
     Removes what a crash has left half-made, and a commit before the last one. A file is taken over
     only when every link to it is known; one that somebody has made elsewhere must never see a
-    write.
+    write. With several ranks (see `infinity.offload` of `group`) a collective call: each takes over
+    the files of its own directories.
     """
     checkpoint = find_checkpoint(Path(path))
+    ranks = find_group(group)
+    own = config if ranks is None else config_of_rank(config, ranks)
+    found = _stale_files(own)
+    if found is not None and (ranks is None or ranks.rank == 0):
+        _tidy(config, checkpoint)
+    if ranks is not None:
+        dist.barrier(ranks.process_group)  # Nobody counts links while they go.
+    if found is None:
+        return None
+    jobs, swap_files = found
+    contents: dict[str, list[FileRange]] = {}
+    num_links = dict.fromkeys(swap_files, 1)
+    for each in _neighbours(config, checkpoint):
+        for place, linked in _linked_states(each).items():
+            inodes = {n: _inode(each / place / n) for n in linked.files() if n != COPIES_NAME}
+            if not set(inodes.values()) & set(swap_files):
+                continue
+            if not set(inodes.values()) <= set(swap_files):
+                return None
+            for inode in inodes.values():
+                num_links[inode] += 1
+            contents[label_of(each)] = [
+                FileRange(swap_files[inodes[run.file]], run.offset_nbytes, run.nbytes)
+                for piece in linked.pieces
+                for run in piece.runs
+                if run.file != COPIES_NAME
+            ]
+    is_known = all(os.stat(swap_files[inode]).st_nlink == n for inode, n in num_links.items())
+    if label_of(checkpoint) not in contents or len(contents) > count_spares(own) or not is_known:
+        return None
+    return Adopted(jobs, contents)
+
+
+def _stale_files(config: SwapConfig) -> tuple[dict[str, str], dict[Inode, str]] | None:
+    """Jobs that are gone by swap directory, and the files that they have left there."""
     num_spares = count_spares(config)
     is_measured = len(config.tiers.nvme) > 1 and any(t.weight == "auto" for t in config.tiers.nvme)
     if not num_spares or is_measured:  # To measure a path is to write to its file.
@@ -55,27 +98,7 @@ def plan_adoption(config: SwapConfig, path: str | os.PathLike[str]) -> Adopted |
             swap_path = tier.path / name
             if swap_path.exists():
                 swap_files[_inode(swap_path)] = str(swap_path)
-    _tidy(config, checkpoint)
-    contents: dict[str, list[FileRange]] = {}
-    num_links = dict.fromkeys(swap_files, 1)
-    for each in _neighbours(config, checkpoint):
-        linked = _linked_state(each)
-        inodes = {name: _inode(each / name) for name in linked.files()} if linked else {}
-        if linked is None or not set(inodes.values()) & set(swap_files):
-            continue
-        if not set(inodes.values()) <= set(swap_files):
-            return None
-        for inode in inodes.values():
-            num_links[inode] += 1
-        contents[label_of(each)] = [
-            FileRange(swap_files[inodes[run.file]], run.offset_nbytes, run.nbytes)
-            for piece in linked.pieces
-            for run in piece.runs
-        ]
-    is_known = all(os.stat(swap_files[inode]).st_nlink == n for inode, n in num_links.items())
-    if label_of(checkpoint) not in contents or len(contents) > num_spares or not is_known:
-        return None
-    return Adopted(jobs, contents)
+    return jobs, swap_files
 
 
 def _stale_job(directory: Path) -> str | None:
@@ -109,12 +132,12 @@ def _neighbours(config: SwapConfig, checkpoint: Path) -> Iterator[Path]:
         yield from list_checkpoints(place)
 
 
-def _linked_state(path: Path) -> LinkedState | None:
+def _linked_states(path: Path) -> dict[str, LinkedState]:
     """None also of a damaged one: its links stay unknown then, and nothing is taken over."""
     try:
         return read_linked(path, read_manifest(path))
     except InfinityError:
-        return None
+        return {}
 
 
 def _inode(path: Path) -> Inode:

@@ -15,30 +15,57 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from infinity.checkpoint.safetensors_format import dtype_name
-from infinity.checkpoint.state_directory import list_checkpoints, sync_directory
+from infinity.checkpoint.safetensors_format import dtype_name, tensor_bytes
+from infinity.checkpoint.state_directory import SequentialFile, list_checkpoints, sync_directory
 from infinity.checkpoint.state_layout import StateTensor
-from infinity.checkpoint.state_linked import LinkedPiece, LinkedRun, LinkedTensor
+from infinity.checkpoint.state_linked import COPIES_NAME, LinkedPiece, LinkedRun, LinkedTensor
 from infinity.engine.state_access import StateAccess
 from infinity.errors import StorageError
+from infinity.sizes import PAGE_NBYTES, align_down, align_up
+from infinity.state.partition import Partition, Share
 from infinity.state.store import NvmeHome
 from infinity.state.units import Piece, Unit
+from infinity.storage.checksums import digest
 from infinity.storage.volume import FileRange, Frozen, Volume
+from infinity.storage.volume_layout import slice_extents
 
 # Of link(2): another file system, one without links, or too many.
 _NO_LINKS = (errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
 
 @dataclass(frozen=True, slots=True)
-class Links:
-    """What was linked. `checksums`: of every page of the pieces, in their order."""
+class Stored:
+    """What was linked, or copied page by page, and the checksums of all pages in their order."""
 
-    pieces: tuple[LinkedPiece, ...]
-    checksums: bytes
+    pieces: tuple[LinkedPiece, ...] = ()
+    checksums: bytes = b""
+
+    def __add__(self, other: Stored) -> Stored:
+        return Stored(self.pieces + other.pieces, self.checksums + other.checksums)
+
+
+@dataclass(frozen=True, slots=True)
+class PieceRange:
+    """Whole pages of a piece, and the tensors in them; their offsets count from `start_nbytes`."""
+
+    unit: Unit
+    piece: Piece
+    start_nbytes: int
+    stop_nbytes: int
+    tensors: tuple[LinkedTensor, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return self.stop_nbytes - self.start_nbytes
+
+    def stored(self, runs: Iterable[LinkedRun]) -> LinkedPiece:
+        unit, piece = self.unit, self.piece
+        return LinkedPiece(unit.name, piece.value, piece.kind, tuple(runs), self.tensors)
 
 
 def is_linkable(state: StateAccess, unit: Unit, piece: Piece) -> bool:
@@ -66,9 +93,50 @@ def has_room(volume: Volume, target: Path, *, keep: int | None, leaving: Collect
     return len(remaining) + 1 <= volume.num_spares
 
 
+def piece_ranges(tensors: Iterable[tuple[Unit, StateTensor]]) -> list[PieceRange]:
+    """Whole pieces, with these tensors in them."""
+    of_piece: dict[tuple[Unit, Piece], list[LinkedTensor]] = {}
+    for unit, tensor in tensors:
+        of_piece.setdefault((unit, tensor.piece), []).append(linked_tensor(unit, tensor))
+    return [
+        PieceRange(unit, piece, 0, unit.nbytes(piece), tuple(rows))
+        for (unit, piece), rows in of_piece.items()
+    ]
+
+
+def own_weights(divided: Partition) -> Iterator[PieceRange]:
+    """Of weights that every rank keeps whole, the part that this rank owns."""
+    for whole, shard in zip(divided.wholes, divided.mine, strict=True):
+        for shares in (shard.shares, shard.frozen):
+            places = [_weight_range(share) for share in shares]
+            if not places:
+                continue
+            low = align_down(min(start for start, _ in places), PAGE_NBYTES)
+            high = align_up(max(stop for _, stop in places), PAGE_NBYTES)
+            tensors = tuple(
+                LinkedTensor(
+                    share.whole.name,
+                    dtype_name(share.whole.facts.dtype),
+                    share.whole.facts.shape,
+                    share.whole.facts.stride,
+                    start - low,
+                    share.start,
+                    share.part.numel,
+                )
+                for share, (start, _) in zip(shares, places, strict=True)
+            )
+            yield PieceRange(whole, Piece.PARAMETERS, low, high, tensors)
+
+
+def _weight_range(share: Share) -> tuple[int, int]:
+    """Where its bytes are among the weights of the whole unit."""
+    at, size = share.whole.weight_offset_nbytes, share.whole.facts.dtype.itemsize
+    return at + share.start * size, at + share.stop * size
+
+
 def link_state(
-    partial: Path, target: Path, state: StateAccess, tensors: Iterable[tuple[Unit, StateTensor]]
-) -> Links | None:
+    partial: Path, target: Path, state: StateAccess, ranges: Iterable[PieceRange]
+) -> Stored | None:
     """Flushes the state on NVMe, freezes it and links the files it is in into `partial`.
 
     None, and nothing is changed, where the file system has no links. `target` is the name that the
@@ -79,20 +147,16 @@ def link_state(
     volume.sync()
     frozen = volume.freeze(label_of(target))
     try:
-        of_piece: dict[tuple[int, Piece], list[LinkedTensor]] = {}
-        for unit, tensor in tensors:
-            row = of_piece.setdefault((unit.index, tensor.piece), [])
-            row.append(linked_tensor(unit, tensor))
         pieces, paths, checksums = [], dict[str, None](), []
-        for (index, piece), rows in of_piece.items():
-            unit = state.units[index]
-            home = state.store.home(unit, piece)
+        for each in ranges:
+            home = state.store.home(each.unit, each.piece)
             assert isinstance(home, NvmeHome)
-            runs = volume.locate(home.extents)
+            place = {"offset_nbytes": each.start_nbytes, "nbytes": each.nbytes}
+            extents = [extent for extent, _ in slice_extents(home.extents, **place)]
+            runs = volume.locate(extents)
             paths.update((run.path, None) for run in runs)
-            table = linked_runs(runs), tuple(rows)
-            pieces.append(LinkedPiece(unit.name, piece.value, piece.kind, *table))
-            checksums.append(volume.checksums(home.extents))
+            pieces.append(each.stored(linked_runs(runs)))
+            checksums.append(volume.checksums(extents))
         is_linked = _link(paths, partial)
     except BaseException:
         volume.thaw(frozen)  # Its name was never given.
@@ -100,19 +164,47 @@ def link_state(
     if not is_linked:
         volume.thaw(frozen)
         return None
-    return Links(tuple(pieces), b"".join(checksums))
+    return Stored(tuple(pieces), b"".join(checksums))
+
+
+def copy_pages(partial: Path, state: StateAccess, ranges: Iterable[PieceRange]) -> Stored:
+    """Copies pieces page by page into one file of `partial`, synced; none where there is nothing
+    to copy. Raises StorageError."""
+    pieces, checksums, end_nbytes = [], [], 0
+    with ExitStack() as stack:
+        file: SequentialFile | None = None
+        for each in ranges:
+            if not each.nbytes:
+                pieces.append(each.stored([]))
+                continue
+            if file is None:
+                file = stack.enter_context(SequentialFile(partial / COPIES_NAME))
+            pieces.append(each.stored([LinkedRun(COPIES_NAME, end_nbytes, each.nbytes)]))
+            end_nbytes += each.nbytes
+            place = each.start_nbytes, each.stop_nbytes
+            for pages in state.pages(each.unit, each.piece, *place):
+                checksums.append(digest(pages.data_ptr(), pages.numel()))
+                file.write(tensor_bytes(pages))
+    return Stored(tuple(pieces), b"".join(checksums))
 
 
 def linked_tensor(unit: Unit, tensor: StateTensor) -> LinkedTensor:
     """A tensor and its place in its piece, as the table has it."""
-    spec, facts = tensor.spec, tensor.spec.facts
+    spec = tensor.spec
     offset_nbytes = (
         spec.weight_offset_nbytes
         if tensor.piece is Piece.PARAMETERS
         else unit.nbytes(tensor.piece, spec.state_offset)
     )
+    facts = tensor.facts
     return LinkedTensor(
-        tensor.name, dtype_name(tensor.dtype), facts.shape, facts.stride, offset_nbytes
+        tensor.name,
+        dtype_name(tensor.dtype),
+        facts.shape,
+        facts.stride,
+        offset_nbytes,
+        tensor.start,
+        spec.numel,
     )
 
 

@@ -16,9 +16,10 @@ import hashlib
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Self
 
 from infinity.checkpoint.state_linked import CHECKSUMS_NAME, TABLE_NAME, LinkedState
 from infinity.checkpoint.state_linked import parse as parse_table
@@ -90,21 +91,26 @@ def read_manifest(path: Path) -> Manifest:
     return manifest
 
 
-def read_linked(path: Path, manifest: Manifest) -> LinkedState | None:
-    """The linked state of a checkpoint, after its table and its files were looked at; None where
-    everything is copied. Raises CorruptionError naming the file for what is damaged or missing."""
+def read_linked(path: Path, manifest: Manifest) -> dict[str, LinkedState]:
+    """The linked state of a checkpoint by `manifest.places`, after its tables and its files were
+    looked at; none where everything is in safetensors. Raises CorruptionError naming the file for
+    what is damaged or missing."""
     entries = {file.name: file for file in manifest.files}
-    if TABLE_NAME not in entries:
-        return None
-    for name in (TABLE_NAME, CHECKSUMS_NAME):
-        if name not in entries:
-            raise corrupt(str(path / name), "the manifest does not name it")
-        for extent in entries[name].extents:
-            check_extent(path / name, extent)
-    pieces = parse_table(_read(path / TABLE_NAME), path=str(path / TABLE_NAME))
-    linked = LinkedState(path, pieces, _read(path / CHECKSUMS_NAME))
-    linked.check_files()
-    return linked
+    found: dict[str, LinkedState] = {}
+    for place in manifest.places:
+        if TABLE_NAME not in entries and not manifest.ranks:
+            continue
+        for name in (place + TABLE_NAME, place + CHECKSUMS_NAME):
+            if name not in entries:
+                raise corrupt(str(path / name), "the manifest does not name it")
+            for extent in entries[name].extents:
+                check_extent(path / name, extent)
+        table_path = path / place / TABLE_NAME
+        pieces = parse_table(_read(table_path), path=str(table_path))
+        linked = LinkedState(path / place, pieces)
+        linked.check_files()
+        found[place] = linked
+    return found
 
 
 def check_extent(path: Path, extent: Extent) -> None:
@@ -155,18 +161,16 @@ def writing(directory: Path, step: int) -> Iterator[Path]:
     with _locked(directory):
         refuse_later(directory, step)
         _sweep(directory)
-        partial = _partial(directory, step)
+        target = directory / checkpoint_name(step)
+        partial = partial_of(target)
         with _reporting("create", partial):
             partial.mkdir()
-        target = directory / checkpoint_name(step)
         try:
             yield partial
-            with _reporting("fsync", partial):
-                sync_directory(partial)
+            sync_names(partial)
             with _reporting("rename", target):
                 os.rename(partial, target)
-            with _reporting("fsync", directory):
-                sync_directory(directory)
+            sync_names(directory)
         except BaseException:
             if not partial.exists():  # It has its name, but may lose it again in a crash.
                 with contextlib.suppress(OSError):
@@ -197,13 +201,12 @@ def prune(directory: Path, keep: int) -> list[Path]:
     with _locked(directory):
         there = list_checkpoints(directory)
         removed = there[: max(0, len(there) - keep)]
-        partials = [directory / f".{path.name}.partial" for path in removed]
+        partials = [partial_of(path) for path in removed]
         for path, partial in zip(removed, partials, strict=True):
             with _reporting("remove", path):
                 os.rename(path, partial)
         if removed:
-            with _reporting("fsync", directory):
-                sync_directory(directory)
+            sync_names(directory)
         for partial in partials:
             with _reporting("remove", partial):
                 shutil.rmtree(partial)
@@ -219,11 +222,32 @@ def write_manifest(path: Path, manifest: Manifest) -> None:
 
 def write_file(path: Path, content: bytes) -> None:
     """A new file, synced. Raises StorageError."""
-    with _reporting("write", path), path.open("xb", buffering=0) as file:
-        view = memoryview(content)
-        while view:
-            view = view[os.write(file.fileno(), view) :]
-        os.fsync(file.fileno())
+    with SequentialFile(path) as file:
+        file.write(memoryview(content))
+
+
+class SequentialFile:
+    """A new file, written from its beginning to its end, and synced when its block ends well.
+    Raises StorageError."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        with _reporting("create", path):
+            self._file = path.open("xb", buffering=0)
+
+    def write(self, view: memoryview) -> None:
+        with _reporting("write", self._path):
+            while view:
+                view = view[os.write(self._file.fileno(), view[:_TRANSFER_NBYTES]) :]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *unused: object) -> None:
+        with self._file, _reporting("fsync", self._path):
+            if kind is None:
+                os.fsync(self._file.fileno())
+                os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _make_durably(directory: Path) -> None:
@@ -242,8 +266,21 @@ def sync_directory(path: Path) -> None:
         os.close(fd)
 
 
-def _partial(directory: Path, step: int) -> Path:
-    return directory / f".{checkpoint_name(step)}.partial"
+def partial_of(target: Path) -> Path:
+    """What the checkpoint `target` is called while it is written, or removed."""
+    return target.with_name(f".{target.name}.partial")
+
+
+def make_in(directory: Path, names: Iterable[str]) -> None:
+    for name in names:
+        with _reporting("create", directory / name):
+            (directory / name).mkdir()
+
+
+def sync_names(directory: Path) -> None:
+    """Makes the names in a directory durable. Raises StorageError."""
+    with _reporting("fsync", directory):
+        sync_directory(directory)
 
 
 def _sweep(directory: Path) -> None:

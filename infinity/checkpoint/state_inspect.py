@@ -13,7 +13,7 @@ from infinity.checkpoint.state_directory import (
     read_linked,
     read_manifest,
 )
-from infinity.checkpoint.state_linked import LinkedState
+from infinity.checkpoint.state_linked import COPIES_NAME, LinkedState, stored_tensors
 from infinity.checkpoint.state_manifest import Manifest
 from infinity.errors import ConfigError, InfinityError
 
@@ -26,7 +26,7 @@ class Inspection:
 
     path: Path
     manifest: Manifest | None  # None where it cannot be read.
-    linked: LinkedState | None  # None where everything is copied, or the table cannot be read.
+    linked: tuple[LinkedState, ...]  # Of every rank; none where it cannot be read.
     faults: tuple[str, ...]
     is_verified: bool  # Every byte was read and checked, not only names and lengths.
 
@@ -41,9 +41,15 @@ class Inspection:
 
     def nbytes_by_kind(self) -> dict[str, int]:
         table = dict(self.manifest.nbytes_by_kind()) if self.manifest is not None else {}
-        for piece in self.linked.pieces if self.linked is not None else ():
+        for piece in (piece for linked in self.linked for piece in linked.pieces):
             table[piece.kind] = table.get(piece.kind, 0) + piece.nbytes
         return table
+
+    @property
+    def shared_nbytes(self) -> int:
+        """Of it, in files shared with swap files."""
+        runs = (r for linked in self.linked for piece in linked.pieces for r in piece.runs)
+        return sum(run.nbytes for run in runs if run.file != COPIES_NAME)
 
     def to_dict(self) -> dict[str, Any]:
         manifest = self.manifest
@@ -53,8 +59,9 @@ class Inspection:
             "written_by": manifest.written_by,
             "nbytes": self.nbytes,
             "nbytes_by_kind": self.nbytes_by_kind(),
-            "linked_nbytes": self.linked.nbytes if self.linked is not None else 0,
+            "linked_nbytes": self.shared_nbytes,
             "files": len(manifest.files),
+            "ranks": len(manifest.places),
         }  # fmt: skip
         return {
             "path": str(self.path),
@@ -84,11 +91,13 @@ def inspect(path: Path, *, verify: bool = False) -> list[Inspection]:
 
 
 def _inspect(path: Path, *, verify: bool) -> Inspection:
-    manifest = linked = None
+    manifest = None
+    linked: tuple[LinkedState, ...] = ()
     faults: list[str] = []
     try:
         manifest = read_manifest(path)
-        linked = read_linked(path, manifest)
+        linked = tuple(read_linked(path, manifest).values())
+        stored_tensors(linked, path)
     except InfinityError as error:
         faults.append(str(error))
     if verify and manifest is not None:
@@ -98,8 +107,8 @@ def _inspect(path: Path, *, verify: bool) -> Inspection:
                     check_extent(path / file.name, extent)
                 except InfinityError as error:
                     faults.append(str(error))
-    if verify and linked is not None:
-        faults += linked.faults()
+    if verify:
+        faults += [fault for each in linked for fault in each.faults()]
     return Inspection(
         path=path,
         manifest=manifest,

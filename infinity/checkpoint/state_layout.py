@@ -9,13 +9,15 @@ eight bits also have the scales of their blocks, `.exp_avg.scales`, flat.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
 from infinity.checkpoint.safetensors_format import TensorInfo
 from infinity.ops.dynamic_8bit import num_scales
-from infinity.state.units import Piece, TensorSpec, Unit
+from infinity.state.partition import Partition, Share
+from infinity.state.units import Piece, TensorFacts, TensorSpec, Unit
 
 # Pieces that are streamed; gradients are few and taken one by one.
 STREAMED = (Piece.PARAMETERS, Piece.MASTER, Piece.EXP_AVG, Piece.EXP_AVG_SQ)
@@ -23,17 +25,37 @@ STREAMED = (Piece.PARAMETERS, Piece.MASTER, Piece.EXP_AVG, Piece.EXP_AVG_SQ)
 
 @dataclass(frozen=True, slots=True)
 class StateTensor:
-    """One tensor of a checkpoint, and what it is in the engine."""
+    """One tensor of a checkpoint, and what it is in the engine: `spec`, in a piece of a unit.
+
+    Where state is divided over ranks `spec` is the part of it that lies in a shard, by `share`.
+    """
 
     name: str
     piece: Piece
     spec: TensorSpec
     dtype: torch.dtype
     is_scales: bool = False  # Of the codes that have the name without the last part.
+    share: Share | None = None
+
+    @property
+    def whole(self) -> TensorSpec:
+        """The whole parameter."""
+        return self.spec if self.share is None else self.share.whole
+
+    @property
+    def facts(self) -> TensorFacts:
+        """Of the whole parameter."""
+        return self.whole.facts
+
+    @property
+    def start(self) -> int:
+        """Which element of the whole parameter, in memory order, is the first of `spec`."""
+        return 0 if self.share is None else self.share.start
 
     @property
     def info(self) -> TensorInfo:
-        shape = (num_scales(self.spec.numel),) if self.is_scales else self.spec.facts.shape
+        """As the file has it."""
+        shape = (num_scales(self.spec.numel),) if self.is_scales else self.facts.shape
         return TensorInfo(name=self.name, dtype=self.dtype, shape=shape)
 
 
@@ -67,6 +89,19 @@ def state_tensors(
             yield StateTensor(name, Piece.GRADIENTS, spec, torch.float32)
 
 
+def tensors_of_rank(
+    divided: Partition, *, has_piece: Callable[[Unit, Piece], bool]
+) -> Iterator[tuple[Unit, list[StateTensor]]]:
+    """What one rank keeps of a model, unit by unit: its shards, and the weights that every rank has
+    whole."""
+    shares = {share.part: share for each in divided.mine for share in (*each.shares, *each.frozen)}
+    for unit in divided.units:
+        has = partial(has_piece, unit)
+        tensors = state_tensors(unit, has_piece=has, has_gradient=lambda spec: False)
+        kept = [replace(each, share=shares.get(each.spec)) for each in tensors if has(each.piece)]
+        yield unit, kept
+
+
 def _suffix(unit: Unit, piece: Piece) -> str:
     return "residual" if piece is Piece.MASTER and unit.has_residual else piece.value
 
@@ -83,4 +118,8 @@ def scales_suffix(spec: TensorSpec) -> str:
 
 def is_row_major(spec: TensorSpec) -> bool:
     """Whether memory order is the order of a file."""
-    return spec.facts.stride == torch.empty(spec.facts.shape, device="meta").stride()
+    return spec.facts.stride == row_major_stride(spec.facts.shape)
+
+
+def row_major_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return torch.empty(shape, device="meta").stride()

@@ -2,14 +2,19 @@
 
 The checkpoint has hard links to the swap files, a table that says which ranges of them hold which
 piece, and a CRC32C of every page of these. The other ranges of a linked file are no part of it and
-may change. Drawn in docs/formats/swap.md. Imports no torch.
+may change. Drawn in docs/formats/swap.md.
+
+Where state is divided over ranks each of them has such a table, also of what it copies, and a
+tensor is in as many parts as ranks own some of it (docs/formats/checkpoint.md). Imports no torch.
 """
 
 from __future__ import annotations
 
 import json
+import math
+import os
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path, PurePath
@@ -22,6 +27,8 @@ from infinity.storage.page_reader import BUFFER_NBYTES, PageReader
 
 TABLE_NAME = "linked.json"
 CHECKSUMS_NAME = "linked.crc32c"
+# Of a rank: pieces that cannot be linked, one after the other.
+COPIES_NAME = "copied.pages"
 CHECKSUM_NBYTES = 4
 
 
@@ -36,13 +43,26 @@ class LinkedRun:
 
 @dataclass(frozen=True, slots=True)
 class LinkedTensor:
-    """A tensor in a piece: its elements in memory order. `dtype` as in safetensors."""
+    """A tensor in a piece: its elements in memory order, or `numel` of them from `start` on.
+
+    `dtype` as in safetensors; shape and stride are the whole tensor's.
+    """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     offset_nbytes: int
+    start: int = 0
+    numel: int = -1  # All of them, where it is not given.
+
+    def __post_init__(self) -> None:
+        if self.numel < 0:
+            object.__setattr__(self, "numel", math.prod(self.shape))
+
+    @property
+    def is_whole(self) -> bool:
+        return self.numel == math.prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +89,9 @@ def to_bytes(pieces: Sequence[LinkedPiece]) -> bytes:
             "kind": piece.kind,
             "runs": [[run.file, run.offset_nbytes, run.nbytes] for run in piece.runs],
             "tensors": [
-                [t.name, t.dtype, t.shape, t.stride, t.offset_nbytes] for t in piece.tensors
+                [t.name, t.dtype, t.shape, t.stride, t.offset_nbytes]
+                + ([] if t.is_whole else [t.start, t.numel])
+                for t in piece.tensors
             ],
         }
         for piece in pieces
@@ -101,24 +123,27 @@ def _piece(row: dict[str, Any]) -> LinkedPiece:
         row["kind"],
         tuple(LinkedRun(*run) for run in row["runs"]),
         tuple(
-            LinkedTensor(name, dtype, tuple(shape), tuple(stride), offset)
-            for name, dtype, shape, stride, offset in row["tensors"]
+            LinkedTensor(name, dtype, tuple(shape), tuple(stride), *place)
+            for name, dtype, shape, stride, *place in row["tensors"]
         ),
     )
 
 
 class LinkedState:
-    """The linked pieces of one checkpoint, read and checked range by range."""
+    """The linked pieces of one checkpoint, or of one rank in it, read and checked range by range.
 
-    def __init__(self, path: Path, pieces: Sequence[LinkedPiece], checksums: bytes) -> None:
+    Their checksums stay in their file: 4 bytes for every page of a model.
+    """
+
+    def __init__(self, path: Path, pieces: Sequence[LinkedPiece]) -> None:
         self._path = path
         self.pieces = tuple(pieces)
-        self._checksums = checksums
         starts = accumulate((piece.nbytes // PAGE_NBYTES for piece in pieces), initial=0)
         self._first_pages = dict(zip(self.pieces, starts, strict=False))
         num_pages = sum(piece.nbytes for piece in pieces) // PAGE_NBYTES
-        if len(checksums) != num_pages * CHECKSUM_NBYTES:
-            detail = f"it has {len(checksums)} bytes, {num_pages} pages need 4 each"
+        nbytes = (path / CHECKSUMS_NAME).stat().st_size
+        if nbytes != num_pages * CHECKSUM_NBYTES:
+            detail = f"it has {nbytes} bytes, {num_pages} pages need 4 each"
             raise corrupt(str(path / CHECKSUMS_NAME), detail)
 
     @property
@@ -127,8 +152,11 @@ class LinkedState:
 
     def checksums_of(self, piece: LinkedPiece) -> bytes:
         """CRC32C of every page of the piece, 4 bytes each."""
-        first = self._first_pages[piece] * CHECKSUM_NBYTES
-        return self._checksums[first : first + piece.nbytes // PAGE_NBYTES * CHECKSUM_NBYTES]
+        return self._checksums(self._first_pages[piece], piece.nbytes // PAGE_NBYTES)
+
+    def _checksums(self, first: int, count: int) -> bytes:
+        with (self._path / CHECKSUMS_NAME).open("rb", buffering=0) as file:
+            return os.pread(file.fileno(), count * CHECKSUM_NBYTES, first * CHECKSUM_NBYTES)
 
     def files(self) -> dict[str, int]:
         """The linked files, and how long each must be at least."""
@@ -166,7 +194,7 @@ class LinkedState:
                 self._path / run.file,
                 run.offset_nbytes + low - start,
                 high - low,
-                self._checksums[page * CHECKSUM_NBYTES : (page + count) * CHECKSUM_NBYTES],
+                self._checksums(page, count),
             )
             stop = min(high, end_nbytes)
             yield view[offset_nbytes - low : stop - low]
@@ -183,3 +211,69 @@ class LinkedState:
                 except InfinityError as error:
                     found.append(f"{piece.piece} of {piece.unit}: {error}")
         return found
+
+
+Part = tuple[LinkedState, LinkedPiece, LinkedTensor]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor in linked state: whole, or in parts that follow each other, each of another rank."""
+
+    parts: tuple[Part, ...]
+
+    @property
+    def facts(self) -> LinkedTensor:
+        """Name, dtype, shape and stride are those of the whole tensor."""
+        return self.parts[0][2]
+
+    @property
+    def group(self) -> str:
+        return self.parts[0][1].unit
+
+    @property
+    def kind(self) -> str:
+        return self.parts[0][1].kind
+
+    def read(
+        self, reader: PageReader, start: int, stop: int, *, item_nbytes: int
+    ) -> Iterator[memoryview]:
+        """The bytes of elements [start, stop) in memory order, from those parts only that have some
+        of them. Each view is valid until the next. Raises as `LinkedState.read`."""
+        for (state, piece, tensor), low, high in overlaps(self.parts, start, stop):
+            offset_nbytes = tensor.offset_nbytes + (low - tensor.start) * item_nbytes
+            yield from state.read(reader, piece, offset_nbytes, (high - low) * item_nbytes)
+
+
+def overlaps(parts: Sequence[Part], start: int, stop: int) -> Iterator[tuple[Part, int, int]]:
+    """The parts that have some of the elements [start, stop), and which of them."""
+    first = max(0, bisect_right(parts, start, key=lambda part: part[2].start) - 1)
+    for part in parts[first:]:
+        low, high = max(start, part[2].start), min(stop, part[2].start + part[2].numel)
+        if low >= stop:
+            return
+        if low < high:
+            yield part, low, high
+
+
+def stored_tensors(states: Iterable[LinkedState], path: Path) -> dict[str, StoredTensor]:
+    """Every tensor in the linked state of the checkpoint `path`, put together from all ranks.
+
+    Raises CorruptionError where parts overlap, disagree, or leave some of a tensor out.
+    """
+    found: dict[str, list[Part]] = {}
+    for state in states:
+        for piece in state.pieces:
+            for tensor in piece.tensors:
+                found.setdefault(tensor.name, []).append((state, piece, tensor))
+    for name, parts in found.items():
+        parts.sort(key=lambda part: part[2].start)
+        facts = {(each.dtype, each.shape, each.stride) for _, _, each in parts}
+        end = 0
+        for _, _, tensor in parts:
+            if tensor.start != end or len(facts) > 1:
+                raise corrupt(str(path), f"the parts of {name!r} in it do not fit each other")
+            end += tensor.numel
+        if end != math.prod(parts[0][2].shape):
+            raise corrupt(str(path), f"it has {end} elements of {name!r}, expected all of them")
+    return {name: StoredTensor(tuple(parts)) for name, parts in found.items()}

@@ -1,13 +1,14 @@
 """Reading a checkpoint back: checked first, then streamed to wherever state rests now.
 
 What is linked to the swap files of this very run, or of one whose files it has taken over
-(`state_adopt`), is read and checked, and then restored where it is. All other is streamed.
+(`state_adopt`), is read and checked, and then restored where it is. All other is streamed: of a
+checkpoint that several ranks wrote, those ranges of their shards that this rank keeps.
 
-Nothing that is read depends on placement, budgets, chunk sizes or units, so all of these may be
-other ones than when it was written. Names, shapes, dtypes, lengths and the small state are checked
-before anything is changed. A tensor's SHA-256 is known when its last byte has passed, the CRC32C of
-linked state page by page; if one is wrong the model may be a mixture by then, and the error says
-so.
+Nothing that is read depends on placement, budgets, chunk sizes, units, stage or the number of
+ranks, so all of these may be other ones than when it was written. Names, shapes, dtypes, lengths
+and the small state are checked before anything is changed. A tensor's SHA-256 is known when its
+last byte has passed, the CRC32C of linked state page by page; if one is wrong the model may be a
+mixture by then, and the error says so.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ import hashlib
 import io
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,21 +41,33 @@ from infinity.checkpoint.state_directory import (
     read_linked,
     read_manifest,
 )
-from infinity.checkpoint.state_layout import STREAMED, StateTensor, is_row_major
-from infinity.checkpoint.state_linked import LinkedPiece, LinkedState, LinkedTensor
-from infinity.checkpoint.state_manifest import Extent, FileEntry, Manifest, corrupt
-from infinity.checkpoint.state_random import restore_random_state
-from infinity.checkpoint.state_save import (
+from infinity.checkpoint.state_files import (
     BUFFERS_NAME,
     PROGRAM_NAME,
-    Stateful,
+    KeptTensors,
     buffers_of,
+    kept_tensors,
     tensors_of,
 )
+from infinity.checkpoint.state_layout import (
+    STREAMED,
+    StateTensor,
+    row_major_stride,
+    state_tensors,
+)
+from infinity.checkpoint.state_linked import (
+    COPIES_NAME,
+    LinkedPiece,
+    StoredTensor,
+    stored_tensors,
+)
+from infinity.checkpoint.state_manifest import Extent, FileEntry, Manifest, corrupt
+from infinity.checkpoint.state_random import restore_random_state
+from infinity.checkpoint.state_save import Stateful
 from infinity.engine.engine import Engine, engine_of
 from infinity.engine.gradients import in_memory_order
 from infinity.engine.optimizer import AdamW
-from infinity.engine.state_access import Part, StateAccess
+from infinity.engine.state_access import StateAccess
 from infinity.errors import ConfigError, CorruptionError
 from infinity.ops.dynamic_8bit import BLOCK_NUMEL
 from infinity.state.store import NvmeHome
@@ -68,11 +82,13 @@ _MIXTURE = "the model is a mixture of two states now: do not train on, load anot
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What was read: the checkpoint, its number of steps, and the caller's own additions."""
+    """What was read: the checkpoint, its number of steps, the caller's own additions, and how many
+    ranks wrote it."""
 
     path: Path
     step: int
     extra: dict[str, Any]
+    num_ranks: int = 1
 
 
 def load(
@@ -88,46 +104,55 @@ def load(
     model: offloaded, of the same architecture and dtypes, wherever its state rests now
     optimizer, scheduler: made as they were; None leaves out theirs, and then it is no continuation
 
+    Several ranks all call it with one path. Where it was written by another number of them, a rank
+    that was not there takes `extra` and buffers of the first, and its generators stay as they are.
+
     Call between steps, from the training thread. Raises ConfigError for a checkpoint of another
     model or optimizer, UnsupportedError for a newer one and CorruptionError for a damaged one,
     before anything was changed; but for bytes that turn out wrong while they are streamed, which is
     a CorruptionError that says so.
     """
-    engine_of(model).refuse_ranks("infinity.checkpoint.load")
-    found = Checkpoint(find_checkpoint(Path(path)))
-    program = found.program()
-    _check_program(program, optimizer, scheduler, found.path)
     engine = engine_of(model)
-    with engine.at_rest("infinity.checkpoint.load") as state:
-        found.check_model(state, model)
+    with engine.together("infinity.checkpoint.load: what is there") as asked:
+        found = Checkpoint(find_checkpoint(Path(path)))
+        program = found.program(engine.rank)
+        _check_program(program, optimizer, scheduler, found.path)
+        with engine.at_rest("infinity.checkpoint.load", over_ranks=True) as state:
+            found.check_model(state, model, engine.rank)
+        found.check_part(engine.rank, engine.num_ranks)
+        asked.mine = found.path.name.encode()
+    if len(set(asked.of_all)) > 1:
+        there = sorted({name.decode() for name in asked.of_all})
+        raise ConfigError(f"{path}: expected one checkpoint for all ranks, they found {there}")
+    with (
+        engine.together("infinity.checkpoint.load"),
+        engine.at_rest("infinity.checkpoint.load", over_ranks=True) as state,
+    ):
         _load_tensors(found, state, engine)
-    _load_buffers(found, model)
+        _load_buffers(found, model, engine.rank)
+        state.executor.finish_writes()
+    if engine.parts.ranks is not None:
+        engine.parts.ranks.forget_gathered()
     if optimizer is not None:
         optimizer.restore_named_state(program["optimizer"])
     if scheduler is not None:
         scheduler.load_state_dict(program["scheduler"])
-    restore_random_state(program["random"])
-    return Loaded(found.path, found.manifest.step, program["extra"])
+    if program["random"] is not None:
+        restore_random_state(program["random"])
+    return Loaded(found.path, found.manifest.step, program["extra"], len(found.manifest.places))
 
 
-def read_program(path: str | os.PathLike[str]) -> Loaded:
-    """Only the step and `extra` of a checkpoint: what there is to check before a model is made."""
+def read_program(path: str | os.PathLike[str], rank: int = 0) -> Loaded:
+    """Only the step and `extra` of a checkpoint, those of one rank: what there is to check before a
+    model is made."""
     found = Checkpoint(find_checkpoint(Path(path)))
-    return Loaded(found.path, found.manifest.step, found.program()["extra"])
+    extra = found.program(rank)["extra"]
+    return Loaded(found.path, found.manifest.step, extra, len(found.manifest.places))
 
 
-@dataclass(frozen=True, slots=True)
-class _Linked:
-    """A tensor whose bytes are in linked files."""
-
-    state: LinkedState
-    piece: LinkedPiece
-    tensor: LinkedTensor
-
-    @property
-    def info(self) -> TensorInfo:
-        tensor = self.tensor
-        return TensorInfo(name=tensor.name, dtype=dtype_of(tensor.dtype), shape=tensor.shape)
+def _info(stored: StoredTensor) -> TensorInfo:
+    facts = stored.facts
+    return TensorInfo(name=facts.name, dtype=dtype_of(facts.dtype), shape=facts.shape)
 
 
 class Checkpoint:
@@ -140,43 +165,55 @@ class Checkpoint:
         self.path = path
         self.manifest: Manifest = read_manifest(path)
         self._places: dict[str, tuple[FileEntry, TensorInfo, Extent]] = {}
-        self._linked: dict[str, _Linked] = {}
-        self.buffers: FileEntry | None = None
+        self._files = {file.name: file for file in self.manifest.files}
         for file in self.manifest.files:
-            if file.name == BUFFERS_NAME:
-                self.buffers = file
-            elif file.name.endswith(".safetensors"):
+            if file.name.endswith(".safetensors") and PurePath(file.name).name != BUFFERS_NAME:
                 for name, place in _places(path, file).items():
                     self._places[name] = (file, *place)
-        self.linked_state = linked = read_linked(path, self.manifest)
-        for piece in linked.pieces if linked is not None else ():
-            for tensor in piece.tensors:
-                self._linked[tensor.name] = _Linked(linked, piece, tensor)
+        self.linked_states = read_linked(path, self.manifest)
+        self._linked = stored_tensors(self.linked_states.values(), path)
 
-    def program(self) -> dict[str, Any]:
-        """The small state, checked. Runs no code of the file's."""
-        path = str(self.path / PROGRAM_NAME)
-        entry = next((file for file in self.manifest.files if file.name == PROGRAM_NAME), None)
+    def place_of(self, rank: int) -> str:
+        """What the names of files that are for this rank begin with."""
+        places = self.manifest.places
+        return places[rank if rank < len(places) else 0]
+
+    def program(self, rank: int = 0) -> dict[str, Any]:
+        """The small state of a rank, checked; `random` is None where it was not there. Runs no code
+        of the file's."""
+        name = self.place_of(rank) + PROGRAM_NAME
+        path, entry = self.path / name, self._files.get(name)
         if entry is None or len(entry.extents) != 1:
-            raise corrupt(path, "the manifest does not name it")
-        content = (self.path / PROGRAM_NAME).read_bytes()
+            raise corrupt(str(path), "the manifest does not name it")
+        content = path.read_bytes()
         if hashlib.sha256(content).hexdigest() != entry.extents[0].sha256:
-            raise corrupt(path, "its SHA-256 is not the manifest's", nbytes=len(content))
+            raise corrupt(str(path), "its SHA-256 is not the manifest's", nbytes=len(content))
         state: dict[str, Any] = torch.load(io.BytesIO(content), weights_only=True)
+        if rank >= len(self.manifest.places):
+            state["random"] = None
         return state
 
-    def check_model(self, state: StateAccess, model: nn.Module) -> None:
+    def check_model(self, state: StateAccess, model: nn.Module, rank: int = 0) -> None:
         """Raises ConfigError unless this is a checkpoint of the model, name by name."""
         expected: dict[str, TensorInfo] = {}
-        for unit in state.units:
-            for tensor in tensors_of(state, unit):
-                if tensor.piece is not Piece.GRADIENTS:
-                    expected[tensor.name] = tensor.info
+        for tensor in _expected(state):
+            if tensor.piece is not Piece.GRADIENTS:
+                expected[tensor.name] = tensor.info
         self._check_moments(expected)
         gradients = {f"{s.name}.gradient" for unit in state.units for s in unit.trainable()}
         names = {*self._places, *self._linked}
+        if state.partition is not None and names & gradients:
+            raise ConfigError(
+                f"{self.path} has gradients that were summed so far, which cannot be divided over "
+                "ranks; load it on one rank, make the step, and save again"
+            )
+        if self.manifest.ranks or state.partition is not None:
+            # State without an element is not kept by any rank.
+            names |= {name for name, info in expected.items() if not math.prod(info.shape)}
         _compare_names(set(expected), names - gradients, self.path)
         for name, info in expected.items():
+            if not self.has(name):
+                continue
             there = self._info_of(name)
             if (there.shape, there.dtype) != (info.shape, info.dtype):
                 raise ConfigError(
@@ -184,16 +221,24 @@ class Checkpoint:
                     f"the model has {info.shape} and {info.dtype}; expected a checkpoint of this "
                     "model in this precision"
                 )
-        if self.buffers is not None:
-            buffers = buffers_of(model)
-            with SafetensorsReader(self.path / BUFFERS_NAME) as reader:
-                _compare_names(set(buffers), set(reader.tensors), self.path / BUFFERS_NAME)
+        entry = self.buffers(rank)
+        if entry is not None:
+            buffers, path = buffers_of(model), self.path / entry.name
+            with SafetensorsReader(path) as reader:
+                _compare_names(set(buffers), set(reader.tensors), path)
                 for name, buffer in buffers.items():
                     if tuple(buffer.shape) != reader.tensors[name].shape:
                         raise ConfigError(
-                            f"{self.path / BUFFERS_NAME}: buffer {name!r} has shape "
+                            f"{path}: buffer {name!r} has shape "
                             f"{reader.tensors[name].shape}, the model has {tuple(buffer.shape)}"
                         )
+
+    def check_part(self, rank: int, count: int) -> None:
+        """Checks a part of the tensors that only a SHA-256 over all of them vouches for: several
+        ranks each read what they keep, which is not all of one. Raises CorruptionError."""
+        if count > 1:
+            for file, _, extent in list(self._places.values())[rank::count]:
+                check_extent(self.path / file.name, extent)
 
     def _check_moments(self, expected: Mapping[str, TensorInfo]) -> None:
         """Raises ConfigError where moments are kept in another format than the model's."""
@@ -208,14 +253,17 @@ class Checkpoint:
                         "be the continuation of that run"
                     )
 
+    def buffers(self, rank: int) -> FileEntry | None:
+        return self._files.get(self.place_of(rank) + BUFFERS_NAME)
+
     def _info_of(self, name: str) -> TensorInfo:
         linked = self._linked.get(name)
-        return linked.info if linked is not None else self._places[name][1]
+        return _info(linked) if linked is not None else self._places[name][1]
 
     def has(self, name: str) -> bool:
         return name in self._places or name in self._linked
 
-    def linked(self, name: str) -> _Linked | None:
+    def linked(self, name: str) -> StoredTensor | None:
         return self._linked.get(name)
 
     def file_of(self, name: str) -> str:
@@ -223,6 +271,22 @@ class Checkpoint:
 
     def extent_of(self, name: str) -> Extent:
         return self._places[name][2]
+
+
+def _expected(state: StateAccess) -> Iterator[StateTensor]:
+    """Every tensor of the model that a checkpoint has to have, whoever keeps it."""
+    if state.partition is None:
+        for unit in state.units:
+            yield from tensors_of(state, unit)
+        return
+    for unit in state.partition.wholes:
+        has_piece = partial(_has_piece, unit)
+        yield from state_tensors(unit, has_piece=has_piece, has_gradient=lambda spec: False)
+
+
+def _has_piece(unit: Unit, piece: Piece) -> bool:
+    """Whether ranks together keep the piece of the unit."""
+    return unit.state_numel > 0 and unit.dtype(piece) is not None
 
 
 def _places(path: Path, file: FileEntry) -> dict[str, tuple[TensorInfo, Extent]]:
@@ -265,20 +329,22 @@ def _check_program(
 
 
 class _CheckedReader:
-    """Reads tensors in order: compares each one's SHA-256 at its end, or of linked state the CRC32C
-    of every page."""
+    """Reads tensors in order: compares each one's SHA-256 at its end, unless it `is_checked`
+    already, or of linked state the CRC32C of every page."""
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    def __init__(self, checkpoint: Checkpoint, *, is_checked: bool) -> None:
         self._checkpoint = checkpoint
+        self._is_checked = is_checked
         self._reader: SafetensorsReader | None = None
         self._pages = PageReader()
         self._file = ""
         self._hashes: dict[str, HASH] = {}
 
-    def is_in_memory_order(self, name: str, spec: TensorSpec) -> bool:
+    def is_in_memory_order(self, tensor: StateTensor) -> bool:
         """Whether the elements come in the order in which they lie in memory."""
-        linked = self._checkpoint.linked(name)
-        return is_row_major(spec) if linked is None else linked.tensor.stride == spec.facts.stride
+        linked, facts = self._checkpoint.linked(tensor.name), tensor.facts
+        stride = row_major_stride(facts.shape) if linked is None else linked.facts.stride
+        return stride == facts.stride
 
     def read_into(self, name: str, start: int, target: torch.Tensor) -> None:
         """Fills `target` (CPU, contiguous) with elements from `start` on, as they come."""
@@ -289,6 +355,8 @@ class _CheckedReader:
         self._open(self._checkpoint.file_of(name))
         assert self._reader is not None
         self._reader.read_into(name, start, target)
+        if self._is_checked:
+            return
         digest = self._hashes.setdefault(name, hashlib.sha256())
         digest.update(tensor_bytes(target))
         if start + target.numel() == self._numel(name):
@@ -298,11 +366,12 @@ class _CheckedReader:
                 path = self._checkpoint.path / self._file
                 raise damaged(path, extent, f"its SHA-256 is not the manifest's; {_MIXTURE}")
 
-    def _read_linked(self, linked: _Linked, start: int, target: torch.Tensor) -> None:
+    def _read_linked(self, linked: StoredTensor, start: int, target: torch.Tensor) -> None:
         view = tensor_bytes(target)
-        begin_nbytes = linked.tensor.offset_nbytes + start * target.dtype.itemsize
+        size = target.dtype.itemsize
+        stop = start + target.numel()
         try:
-            for part in linked.state.read(self._pages, linked.piece, begin_nbytes, len(view)):
+            for part in linked.read(self._pages, start, stop, item_nbytes=size):
                 view[: len(part)] = part
                 view = view[len(part) :]
         except CorruptionError as error:
@@ -312,17 +381,17 @@ class _CheckedReader:
                 path=error.path,
                 offset_nbytes=error.offset_nbytes,
                 nbytes=error.nbytes,
-                detail=f"{linked.tensor.name!r} is damaged: {error.detail}; {_MIXTURE}",
+                detail=f"{linked.facts.name!r} is damaged: {error.detail}; {_MIXTURE}",
             ) from None
 
     def read(self, name: str) -> torch.Tensor:
         """A whole tensor in its shape."""
         linked = self._checkpoint.linked(name)
         if linked is not None:
-            info = linked.info
+            info = _info(linked)
             flat = torch.empty(math.prod(info.shape), dtype=info.dtype)
             self.read_into(name, 0, flat)
-            return flat.as_strided(info.shape, linked.tensor.stride)
+            return flat.as_strided(info.shape, linked.facts.stride)
         self._open(self._checkpoint.file_of(name))
         assert self._reader is not None
         info = self._reader.tensors[name]
@@ -352,15 +421,15 @@ class _CheckedReader:
 
 
 def _load_tensors(checkpoint: Checkpoint, state: StateAccess, engine: Engine) -> None:
-    in_place = _restore(checkpoint, state)
+    kept = kept_tensors(state)
+    in_place = _restore(checkpoint, state, kept, engine.rank)
     state.forget_gradients()
     with ExitStack() as stack:
-        reader = _CheckedReader(checkpoint)
+        reader = _CheckedReader(checkpoint, is_checked=engine.num_ranks > 1)
         stack.callback(reader.close)
-        for unit in state.units:
-            tensors = tensors_of(state, unit)
+        for unit, tensors in kept:
             for piece in STREAMED:
-                if not (in_place and is_linkable(state, unit, piece)):
+                if (unit, piece) not in in_place:
                     _load_piece(reader, state, unit, piece, tensors)
             for spec in unit.trainable():
                 if checkpoint.has(f"{spec.name}.gradient"):
@@ -368,45 +437,55 @@ def _load_tensors(checkpoint: Checkpoint, state: StateAccess, engine: Engine) ->
                     state.put_gradient(unit, spec, gradient, engine.parts.device.torch_device)
 
 
-def _restore(checkpoint: Checkpoint, state: StateAccess) -> bool:
+def _restore(
+    checkpoint: Checkpoint, state: StateAccess, kept: KeptTensors, rank: int
+) -> set[tuple[Unit, Piece]]:
     """Where the swap files of this run hold the linked state as the checkpoint has it, piece by
-    piece, makes it the current one; nothing is changed before every page was checked."""
-    volume, linked = state.store.volume, checkpoint.linked_state
-    label = label_of(checkpoint.path)
+    piece, makes it the current one; nothing is changed before every page was checked.
+
+    Weights that every rank has whole are not among these pieces: a checkpoint has a part of them.
+    """
+    volume, place = state.store.volume, checkpoint.place_of(rank)
+    linked, label = checkpoint.linked_states.get(place), label_of(checkpoint.path)
     frozen = next((f for f in volume.frozen if f.label == label), None) if volume else None
     if volume is None or linked is None or frozen is None:
-        return False
-    pieces = {(piece.unit, piece.piece): piece for piece in linked.pieces}
-    found: list[tuple[NvmeHome, LinkedPiece]] = []
+        return set()
+    pieces = {
+        (piece.unit, piece.piece): piece
+        for piece in linked.pieces
+        if any(run.file != COPIES_NAME for run in piece.runs)
+    }
+    found: dict[tuple[Unit, Piece], tuple[NvmeHome, LinkedPiece]] = {}
     swap_paths: set[str] = set()
-    for unit in state.units:
+    for unit, of_unit in kept:
         for name in STREAMED:
-            tensors = [tensor for tensor in tensors_of(state, unit) if tensor.piece is name]
+            tensors = [tensor for tensor in of_unit if tensor.piece is name]
             if not tensors or not is_linkable(state, unit, name):
                 continue
-            home, piece = state.store.home(unit, name), pieces.get((unit.name, name.value))
+            home, piece = state.store.home(unit, name), pieces.pop((unit.name, name.value), None)
+            if state.partition is not None and tensors[0].share is None:
+                continue
             assert isinstance(home, NvmeHome)
             here = tuple(linked_tensor(unit, tensor) for tensor in tensors)
             if piece is None or piece.tensors != here:
-                return False
+                return set()
             ranges = volume.locate(home.extents, frozen)
             if piece.runs != linked_runs(ranges):
-                return False
+                return set()
             swap_paths.update(each.path for each in ranges)
-            found.append((home, piece))
-    if len(found) != len(pieces) or not all(
-        os.path.samefile(each, checkpoint.path / os.path.basename(each)) for each in swap_paths
-    ):
-        return False
+            found[unit, name] = home, piece
+    links = {each: checkpoint.path / place / os.path.basename(each) for each in swap_paths}
+    if pieces or not all(os.path.samefile(*each) for each in links.items()):
+        return set()
     with PageReader() as pages:
-        for piece in linked.pieces:
+        for _, piece in found.values():
             for _ in linked.read(pages, piece, 0, piece.nbytes):
                 pass  # It is the right one, or an error.
     state.executor.forget()
     volume.restore(frozen)
-    for home, piece in found:
+    for home, piece in found.values():
         volume.put_checksums(home.extents, linked.checksums_of(piece))
-    return True
+    return set(found)
 
 
 def _load_piece(
@@ -419,32 +498,30 @@ def _load_piece(
     if state.store.home(unit, piece) is None:
         return
     of_piece = [tensor for tensor in tensors if tensor.piece is piece]
-    names = {tensor.spec: tensor.name for tensor in of_piece if not tensor.is_scales}
+    by_spec = {tensor.spec: tensor for tensor in of_piece if not tensor.is_scales}
     scales = {tensor.spec: tensor.name for tensor in of_piece if tensor.is_scales}
     whole: tuple[TensorSpec, torch.Tensor] | None = None
     for part in state.parts(unit, piece, keep=True):
-        spec = part.spec
+        spec, tensor = part.spec, by_spec.get(part.spec)
         if part.scales is not None:
             reader.read_into(scales[spec], part.start // BLOCK_NUMEL, part.scales)
-        if spec not in names:
+        if tensor is None:
             part.values.zero_()
-        elif reader.is_in_memory_order(names[spec], spec):
-            reader.read_into(names[spec], part.start, part.values)
+        elif reader.is_in_memory_order(tensor):
+            reader.read_into(tensor.name, tensor.start + part.start, part.values)
         else:
             if whole is None or whole[0] is not spec:
-                whole = spec, in_memory_order(reader.read(names[spec]), spec)
-            _fill(part, whole[1])
+                whole = spec, in_memory_order(reader.read(tensor.name), tensor.whole)
+            start = tensor.start + part.start
+            part.values.copy_(whole[1][start : start + part.values.numel()])
 
 
-def _fill(part: Part, whole: torch.Tensor) -> None:
-    part.values.copy_(whole[part.start : part.start + part.values.numel()])
-
-
-def _load_buffers(checkpoint: Checkpoint, model: nn.Module) -> None:
-    if checkpoint.buffers is None:
+def _load_buffers(checkpoint: Checkpoint, model: nn.Module, rank: int) -> None:
+    entry = checkpoint.buffers(rank)
+    if entry is None:
         return
-    path = checkpoint.path / BUFFERS_NAME
-    extents = {extent.name: extent for extent in checkpoint.buffers.extents[1:]}
+    path = checkpoint.path / entry.name
+    extents = {extent.name: extent for extent in entry.extents[1:]}
     with SafetensorsReader(path) as reader, torch.no_grad():
         for name, buffer in buffers_of(model).items():
             value = reader.read(name)

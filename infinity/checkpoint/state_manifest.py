@@ -9,13 +9,15 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import PurePath
 from typing import Any
 
 from infinity.errors import CorruptionError, UnsupportedError
 
-SCHEMA = 2  # 2 where state is linked, which older versions cannot read; else 1.
+# 3 with several ranks, 2 where state is linked, which older versions cannot read; else 1.
+SCHEMA = 3
 FORMAT = "infinity checkpoint"
 MANIFEST_NAME = "manifest.json"
 DIGEST_NAME = "manifest.sha256"
@@ -43,13 +45,22 @@ class FileEntry:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a checkpoint is made of. `step` counts optimizer steps; `created` is ISO 8601, UTC."""
+    """What a checkpoint is made of. `step` counts optimizer steps; `created` is ISO 8601, UTC.
+
+    `ranks`: the directories of those that wrote it, by rank; none where it was one.
+    """
 
     step: int
     created: str
     written_by: str
     files: tuple[FileEntry, ...]
     schema: int = 1
+    ranks: tuple[str, ...] = ()
+
+    @property
+    def places(self) -> tuple[str, ...]:
+        """What file names begin with, by rank."""
+        return places_of(self.ranks)
 
     @property
     def nbytes(self) -> int:
@@ -63,9 +74,20 @@ class Manifest:
         return table
 
 
+def rank_directories(count: int) -> tuple[str, ...]:
+    """Where each of several ranks writes; one writes into the checkpoint itself."""
+    return tuple(f"rank-{rank:05d}" for rank in range(count)) if count > 1 else ()
+
+
+def places_of(ranks: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(f"{rank}/" for rank in ranks) or ("",)
+
+
 def to_bytes(manifest: Manifest) -> bytes:
     """The content of `manifest.json`."""
     facts = asdict(manifest)
+    if not manifest.ranks:
+        del facts["ranks"]
     body = {"format": FORMAT, "schema": facts.pop("schema"), **facts}
     return json.dumps(body, indent=1).encode() + b"\n"
 
@@ -98,14 +120,27 @@ def parse(content: bytes, digest: bytes, *, path: str) -> Manifest:
         raise corrupt(path, f"it is no manifest of schema {SCHEMA}: {error!r}") from None
 
 
+def files_to_bytes(files: Sequence[FileEntry]) -> bytes:
+    """Entries of one rank, on their way to the one that writes the manifest."""
+    return json.dumps([asdict(file) for file in files]).encode()
+
+
+def files_of_bytes(content: bytes) -> tuple[FileEntry, ...]:
+    return tuple(_file(entry) for entry in json.loads(content))
+
+
+def _file(entry: dict[str, Any]) -> FileEntry:
+    extents = tuple(Extent(**extent) for extent in entry["extents"])
+    return FileEntry(entry["name"], entry["nbytes"], extents)
+
+
 def _manifest(body: dict[str, Any], path: str) -> Manifest:
-    files = []
-    for entry in body["files"]:
-        extents = tuple(Extent(**extent) for extent in entry["extents"])
-        files.append(FileEntry(entry["name"], entry["nbytes"], extents))
+    files = [_file(entry) for entry in body["files"]]
+    ranks = tuple(body.get("ranks", ()))
+    for name in (*ranks, *(file.name.removeprefix(_rank_of(file, ranks)) for file in files)):
+        if PurePath(name).name != name:
+            raise corrupt(path, f"{name!r} is no file name")
     for file in files:
-        if PurePath(file.name).name != file.name:
-            raise corrupt(path, f"{file.name!r} is no file name")
         end = 0
         for extent in file.extents:
             if extent.offset_nbytes != end or extent.nbytes < 0:
@@ -115,7 +150,14 @@ def _manifest(body: dict[str, Any], path: str) -> Manifest:
             raise corrupt(path, f"the extents of {file.name} end at {end}, not at {file.nbytes}")
     if len({file.name for file in files}) < len(files):
         raise corrupt(path, "it names a file twice")
-    return Manifest(body["step"], body["created"], body["written_by"], tuple(files), body["schema"])
+    facts = body["step"], body["created"], body["written_by"]
+    return Manifest(*facts, tuple(files), body["schema"], ranks)
+
+
+def _rank_of(file: FileEntry, ranks: Collection[str]) -> str:
+    """The directory that the name begins with, if it is one of these."""
+    directory, slash, _ = file.name.partition("/")
+    return directory + slash if slash and directory in ranks else ""
 
 
 def corrupt(path: str, detail: str, *, offset_nbytes: int = 0, nbytes: int = 0) -> CorruptionError:

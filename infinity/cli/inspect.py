@@ -51,17 +51,19 @@ def inspect(
     from infinity.errors import ConfigError
     from infinity.storage.swap_inspect import examine as examine_swap
 
-    swap = None
+    swaps: list[SwapContents] = []
     if directory.is_dir() and not (directory / MANIFEST_NAME).exists():
-        swap = examine_swap(str(directory))
+        places = [directory, *sorted(directory.glob("rank-*"))]  # Ranks have one of their own each.
+        examined = [examine_swap(str(place)) for place in places if place.is_dir()]
+        swaps = [each for each in examined if each is not None]
     commits = directory / COMMITS_NAME
     has_commits = bool(list_checkpoints(commits))
     if remove:
-        if swap is None and not has_commits:
+        if not swaps and not has_commits:
             raise ConfigError(f"{directory} is no swap directory, so nothing in it is removed")
-        _remove(directory)
+        _remove(directory, swaps)
         return
-    is_swap = swap is not None or has_commits
+    is_swap = bool(swaps) or has_commits
     found = (
         []
         if is_swap and not has_commits
@@ -69,21 +71,34 @@ def inspect(
     )
     if as_json:
         rows = [each.to_dict() for each in found]
-        answer = {"swap": swap.to_dict() if swap else None, "commits": rows} if is_swap else rows
+        own = [swap.to_dict() for swap in swaps if swap.path == str(directory)]
+        ranks = [swap.to_dict() for swap in swaps if swap.path != str(directory)]
+        tables = {"swap": own[0] if own else None, "ranks": ranks, "commits": rows}
+        answer = tables if is_swap else rows
         typer.echo(json.dumps(answer, indent=2))
     else:
-        if swap is not None:
-            _print_swap(swap, has_commits=has_commits)
+        for each in swaps:
+            _print_swap(each)
+        if swaps and not has_commits:
+            typer.echo("  no committed step")
         for each in found:
             _print(each)
     if not all(each.is_whole for each in found):
         raise typer.Exit(1)
 
 
-def _remove(directory: Path) -> None:
+def _remove(directory: Path, swaps: list[SwapContents]) -> None:
     from infinity.storage.swap_inspect import remove_stale
 
-    removed = remove_stale(str(directory))  # First: it refuses while the directory is in use.
+    # First those in use: they refuse, and commits are those of all ranks.
+    removed = [
+        name
+        for swap in sorted(swaps, key=lambda swap: not swap.is_held)
+        for name in remove_stale(swap.path)
+    ]
+    for path in (Path(swap.path) for swap in swaps):
+        if path != directory and not any(path.iterdir()):
+            path.rmdir()
     commits = directory / COMMITS_NAME
     if commits.is_dir():
         shutil.rmtree(commits)
@@ -91,7 +106,7 @@ def _remove(directory: Path) -> None:
     typer.echo(f"removed from {directory}: {', '.join(removed) or 'nothing but the lock'}")
 
 
-def _print_swap(swap: SwapContents, *, has_commits: bool) -> None:
+def _print_swap(swap: SwapContents) -> None:
     holder = swap.holder
     who = f"process {holder.get('pid')} on {holder.get('host')}, job {holder.get('job')}"
     if swap.is_newer:
@@ -109,8 +124,6 @@ def _print_swap(swap: SwapContents, *, has_commits: bool) -> None:
             f"  {file.name}  {format_nbytes(file.nbytes)}, "
             f"{format_nbytes(file.taken_nbytes)} on the drive{shared}"
         )
-    if not has_commits:
-        typer.echo("  no committed step")
     if swap.files and not swap.is_held:
         typer.echo(
             "  a resumed run goes on in these files if it can, another one removes them; "
@@ -125,8 +138,10 @@ def _print(found: Inspection) -> None:
             f"{found.path}: step {manifest.step}, {format_nbytes(found.nbytes)} in "
             f"{len(manifest.files)} files, {manifest.created}, {manifest.written_by}"
         )
-        if found.linked is not None:
-            nbytes = format_nbytes(found.linked.nbytes)
+        if manifest.ranks:
+            typer.echo(f"  of {len(manifest.ranks)} ranks")
+        if found.shared_nbytes:
+            nbytes = format_nbytes(found.shared_nbytes)
             typer.echo(f"  {nbytes} of it in files shared with the swap directory")
         for kind, nbytes in sorted(found.nbytes_by_kind().items(), key=lambda row: -row[1]):
             typer.echo(f"  {kind:<12}{format_nbytes(nbytes)}")

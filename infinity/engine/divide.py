@@ -15,7 +15,7 @@ from infinity.config import SwapConfig
 from infinity.config.values import Capacity
 from infinity.engine.ranked import RankGroup
 from infinity.errors import ConfigError, StorageError
-from infinity.ranks.rendezvous import Group, connect
+from infinity.ranks.rendezvous import Group, connect, path_of_rank
 from infinity.ranks.store import RankedStore, serving_nbytes
 from infinity.state.partition import Partition, partition
 from infinity.state.units import Unit
@@ -80,6 +80,13 @@ def config_of_rank(config: SwapConfig, group: Group) -> SwapConfig:
             f"precision.moments: {config.precision.moments!r} with {group.count} ranks is not "
             'possible yet, shards are cut inside its blocks; use "float32"'
         )
+    commits_steps = config.checkpoint is not None and config.checkpoint.durability == "step"
+    if commits_steps and group.node_count < group.count:
+        raise ConfigError(
+            'checkpoint.durability: "step" with ranks on several machines is not possible: one '
+            "rename in one swap directory commits the step of all ranks, which that of another "
+            'machine does not see. Use "checkpoint", with a directory that all of them share'
+        )
     count = group.node_count if config.ranks.budgets == "node" else 1
     host = config.tiers.host
     drives = []
@@ -91,7 +98,7 @@ def config_of_rank(config: SwapConfig, group: Group) -> SwapConfig:
         drives.append(
             tier.model_copy(
                 update={
-                    "path": tier.path / f"rank-{group.rank}",
+                    "path": path_of_rank(tier.path, group.rank),
                     "capacity": _part(tier.capacity, count),
                 }
             )

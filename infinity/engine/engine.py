@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -39,12 +40,13 @@ from infinity.engine.hooks import (
 from infinity.engine.interrupts import uninterrupted
 from infinity.engine.layer_major import Conductor
 from infinity.engine.master import Masters
-from infinity.engine.ranked import RankGroup
+from infinity.engine.ranked import RankGroup, Together
 from infinity.engine.state_access import StateAccess
 from infinity.engine.tiling import Whole, tiles_of
 from infinity.engine.update import StepRecord, Updater
 from infinity.errors import InfinityError, ParameterNotResident, UnsupportedError
 from infinity.observe import Counters, Lane
+from infinity.ranks.rendezvous import path_of_job
 from infinity.schedule.executor import Executor
 from infinity.state.store import StateStore
 from infinity.state.units import Piece, TensorSpec, Unit, weight_of
@@ -730,29 +732,68 @@ class Engine:
             self._executor.finish_writes()
 
     @contextmanager
-    def at_rest(self, what: str) -> Iterator[StateAccess]:
+    def at_rest(self, what: str, *, over_ranks: bool = False) -> Iterator[StateAccess]:
         """All state where it rests, and nobody moves it within. `what` names the caller in the
-        error that is raised while parameters are in use."""
+        error that is raised while parameters are in use.
+
+        `over_ranks`: the caller knows that it sees one rank's part of the state, and does the same
+        on all ranks.
+        """
         parts = self.parts
         with self._lock, torch.no_grad():
             if self.is_closed:
                 raise InfinityError(f"{what}: the engine of this model is closed")
-            self.refuse_ranks(what)
+            if not over_ranks:
+                self.refuse_ranks(what)
             self.reset()
             self._refuse_held(what)
             self.flush()
-            chunk_nbytes = parts.updater.chunk_nbytes
+            if parts.ranks is not None:
+                parts.ranks.forget_outdated()
             yield StateAccess(
-                parts.store, parts.pool, parts.executor, parts.gradients, chunk_nbytes
+                parts.store,
+                parts.pool,
+                parts.executor,
+                parts.gradients,
+                parts.updater.chunk_nbytes,
+                None if parts.ranks is None else parts.ranks.partition,
             )
 
     def refuse_ranks(self, what: str) -> None:
         """Raises UnsupportedError where state is divided over ranks."""
         if self.parts.ranks is not None:
             raise UnsupportedError(
-                f"{what} does not know state that is divided over ranks yet; save weights with "
-                "infinity.checkpoint.export_safetensors, on one rank"
+                f"{what} does not know state that is divided over ranks; "
+                "infinity.checkpoint.save does, and what it writes can be exported in other formats"
             )
+
+    @property
+    def rank(self) -> int:
+        """Of this process among those that state is divided over."""
+        return 0 if self.parts.ranks is None else self.parts.ranks.partition.rank
+
+    @property
+    def num_ranks(self) -> int:
+        return 1 if self.parts.ranks is None else self.parts.ranks.partition.count
+
+    @contextmanager
+    def together(self, what: str) -> Iterator[Together]:
+        """The block on all ranks: see `RankGroup.together`. With one rank, the block."""
+        if self.parts.ranks is not None:
+            with self.parts.ranks.together(what) as shared:
+                yield shared
+        else:
+            shared = Together()
+            yield shared
+            shared.of_all = [shared.mine]
+
+    @property
+    def commit_directory(self) -> Path | None:
+        """Where steps of this job are committed: one place for all ranks."""
+        directory = self.config.commit_directory
+        if directory is None or self.parts.ranks is None:
+            return directory
+        return path_of_job(directory.parent) / directory.name
 
     def gather_numbers(self, what: str, number: float) -> list[float]:
         """The `number` of every rank, in rank order; all ranks call it. `what` is for messages."""

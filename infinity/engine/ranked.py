@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy
@@ -34,6 +36,14 @@ from infinity.tiers.pool import HostPool
 
 _SUMMED_NUMEL = 256 * STATE_GRANULE  # At a time: fp64 copies are made of them.
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+@dataclass(slots=True)
+class Together:
+    """What ranks tell each other at the end of a block: `mine`, and after it `of_all`, by rank."""
+
+    mine: bytes = b""
+    of_all: list[bytes] = field(default_factory=list)
 
 
 class RankGroup:
@@ -73,6 +83,43 @@ class RankGroup:
         """Every rank's number, in rank order."""
         theirs = self.links.all_gather(what, numpy.float64(number).tobytes())
         return [float(numpy.frombuffer(each, numpy.float64)[0]) for each in theirs]
+
+    @contextmanager
+    def together(self, what: str) -> Iterator[Together]:
+        """The block on every rank: all of them leave it well, or all with an error.
+
+        Returns when every rank's block is over. A rank whose block is well raises InfinityError
+        with the words of the first that failed; RankError where one is gone.
+        """
+        shared, failure = Together(), None
+        try:
+            yield shared
+        except RankError:
+            raise
+        except Exception as error:
+            failure = error
+        words = "" if failure is None else f"{type(failure).__name__}: {failure}"
+        head = len(words.encode()).to_bytes(4, "little")
+        theirs = self.links.all_gather(what, head + words.encode() + shared.mine)
+        if failure is not None:
+            raise failure
+        for rank, content in enumerate(theirs):
+            nbytes = 4 + int.from_bytes(content[:4], "little")
+            if nbytes > 4:
+                raise InfinityError(f"{what} failed on rank {rank}: {content[4:nbytes].decode()}")
+        shared.of_all = [content[4:] for content in theirs]
+
+    def forget_outdated(self) -> None:
+        """Drops copies of this rank's shards that were written past the executor."""
+        for index in self._store.rewritten:
+            self._executor.discard(len(self.partition.wholes) + index)
+        self._store.rewritten.clear()
+
+    def forget_gathered(self) -> None:
+        """Drops weights that were put together from shards: the shards are others now."""
+        if self.partition.stage == 3:
+            for unit in self.partition.wholes:
+                self._executor.discard(unit.index)
 
     def refuse_different(self, what: str, content: bytes, *, remedy: str) -> None:
         """Raises InfinityError on every rank where `content` is not the same everywhere."""

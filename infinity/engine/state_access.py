@@ -14,6 +14,7 @@ import torch
 from infinity.engine.gradients import Gradients
 from infinity.schedule.executor import Executor
 from infinity.state.moments_8bit import states_within
+from infinity.state.partition import Partition
 from infinity.state.store import StateStore
 from infinity.state.units import (
     STATE_ITEM_NBYTES,
@@ -51,10 +52,14 @@ class StateAccess:
     executor: Executor
     gradients: Gradients
     chunk_nbytes: int
+    partition: Partition | None = None  # Where state is divided over ranks.
 
     @property
     def units(self) -> tuple[Unit, ...]:
         return self.store.units
+
+    def has_piece(self, unit: Unit, piece: Piece) -> bool:
+        return self.store.home(unit, piece) is not None
 
     def parts(self, unit: Unit, piece: Piece, *, keep: bool = False) -> Iterator[Part]:
         """Every element of the piece once, tensor by tensor in memory order.
@@ -67,6 +72,32 @@ class StateAccess:
         if piece is Piece.PARAMETERS:
             return self._weights(unit, keep=keep)
         return self._state(unit, piece, keep=keep)
+
+    def pages(
+        self, unit: Unit, piece: Piece, start_nbytes: int, stop_nbytes: int
+    ) -> Iterator[torch.Tensor]:
+        """A range of whole pages of the piece as it rests: uint8, on the host, in parts that are
+        valid until the next is asked for."""
+        if piece is Piece.PARAMETERS:
+            weights = self.executor.check_out(unit.index, read=True)
+            try:
+                yield weights[start_nbytes:stop_nbytes]
+            finally:
+                self.executor.check_in(unit.index, dirty_nbytes=0)
+            return
+        resting = self.store.resting(unit, piece)
+        if resting is not None:
+            yield resting[start_nbytes:stop_nbytes]
+            return
+        block = self.pool.require(min(self.chunk_nbytes, stop_nbytes - start_nbytes), piece.value)
+        try:
+            for start in range(start_nbytes, stop_nbytes, block.nbytes):
+                nbytes = min(block.nbytes, stop_nbytes - start)
+                place = {"offset_nbytes": start, "nbytes": nbytes}
+                self.store.read(unit, piece, block, priority=Priority.STATE, **place).wait()
+                yield self.pool.tensor(block)[:nbytes]
+        finally:
+            self.pool.free(block)
 
     def _weights(self, unit: Unit, *, keep: bool) -> Iterator[Part]:
         """Through the executor: a forward may have left them in memory, on host or device."""

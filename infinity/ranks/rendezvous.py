@@ -8,6 +8,7 @@ import socket
 import sys
 import weakref
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -28,6 +29,16 @@ class Group:
     node_rank: int  # Among the ranks of this node.
     node_count: int
     hosts: tuple[str, ...]
+
+
+def path_of_rank(path: Path, rank: int) -> Path:
+    """A rank's own directory in a configured swap directory."""
+    return path / f"rank-{rank}"
+
+
+def path_of_job(path_of_rank: Path) -> Path:
+    """The configured swap directory around a rank's own."""
+    return path_of_rank.parent
 
 
 def find_group(group: Any = None) -> Group | None:

@@ -25,8 +25,6 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import torch
-
 from infinity.sizes import PAGE_NBYTES, align_up
 from infinity.state.units import STATE_GRANULE, Piece, TensorFacts, TensorSpec, Unit
 
@@ -50,8 +48,8 @@ class Segment:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Share:
-    """Elements [start, stop) of a whole trainable tensor, owned by `rank`; `part` is what they are
-    in the shard."""
+    """Elements [start, stop) of a whole tensor, owned by `rank`; `part` is what they are in the
+    shard."""
 
     rank: int
     whole: TensorSpec
@@ -62,13 +60,17 @@ class Share:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Shard:
-    """What one rank owns of one unit: elements [start, stop) of its arrays of state."""
+    """What one rank owns of one unit: elements [start, stop) of its arrays of state.
+
+    `shares` are of trainable tensors, `frozen` of the others.
+    """
 
     rank: int
     unit: Unit
     start: int
     stop: int
     shares: tuple[Share, ...]
+    frozen: tuple[Share, ...]
     segments: tuple[Segment, ...]
 
     @property
@@ -164,24 +166,17 @@ def _shard(
 ) -> Shard:
     low, high = _weight_place(unit, start), _weight_place(unit, stop)
     shares = tuple(_shares(unit, rank, start, stop, low))
-    tensors = [share.part for share in shares]
     head_nbytes = align_up(high - low, PAGE_NBYTES)
     frozen_nbytes = frozen_stop_nbytes - frozen_start_nbytes
-    if frozen_nbytes:
-        facts = TensorFacts(
-            f"frozen of {unit.name}", (frozen_nbytes,), (1,), torch.uint8, is_trainable=False
-        )
-        tensors.append(TensorSpec(facts, frozen_nbytes, head_nbytes, -1))
-    segments = (
-        Segment(low, 0, high - low),
-        Segment(unit.trainable_nbytes + frozen_start_nbytes, head_nbytes, frozen_nbytes),
-    )
+    cold = Segment(unit.trainable_nbytes + frozen_start_nbytes, head_nbytes, frozen_nbytes)
+    frozen = tuple(_frozen_shares(unit, rank, cold))
+    segments = (Segment(low, 0, high - low), cold)
     return Shard(
         rank=rank,
         unit=Unit(
             index=index,
             name=f"{unit.name} (shard of rank {rank})",
-            tensors=tuple(tensors),
+            tensors=tuple(share.part for share in (*shares, *frozen)),
             trainable_nbytes=head_nbytes,
             weight_nbytes=max(head_nbytes + frozen_nbytes, PAGE_NBYTES),
             state_numel=stop - start,
@@ -191,6 +186,7 @@ def _shard(
         start=start,
         stop=stop,
         shares=shares,
+        frozen=frozen,
         segments=tuple(segment for segment in segments if segment.nbytes),
     )
 
@@ -216,13 +212,32 @@ def _shares(unit: Unit, rank: int, start: int, stop: int, low_nbytes: int) -> It
     for whole in unit.trainable():
         first = max(start, whole.state_offset) - whole.state_offset
         last = min(stop, whole.state_offset + whole.numel) - whole.state_offset
-        if first >= last:
-            continue
-        facts = whole.facts
-        part = TensorSpec(
-            TensorFacts(facts.name, (last - first,), (1,), facts.dtype, is_trainable=True),
-            last - first,
-            whole.weight_offset_nbytes + first * facts.dtype.itemsize - low_nbytes,
-            whole.state_offset + first - start,
-        )
-        yield Share(rank, whole, part, first, last)
+        if first < last:
+            state_offset = whole.state_offset + first - start
+            yield _share(rank, whole, first, last, -low_nbytes, state_offset)
+
+
+def _frozen_shares(unit: Unit, rank: int, segment: Segment) -> Iterator[Share]:
+    """Of tensors without state, which are cut at pages: the elements in these bytes."""
+    shift_nbytes = segment.shard_offset_nbytes - segment.whole_offset_nbytes
+    for whole in unit.tensors:
+        size = whole.facts.dtype.itemsize
+        start_nbytes = segment.whole_offset_nbytes - whole.weight_offset_nbytes
+        first = max(0, start_nbytes) // size
+        last = min(whole.numel, (start_nbytes + segment.nbytes) // size)
+        if whole.state_offset < 0 and first < last:
+            yield _share(rank, whole, first, last, shift_nbytes, -1)
+
+
+def _share(
+    rank: int, whole: TensorSpec, first: int, last: int, shift_nbytes: int, state_offset: int
+) -> Share:
+    """`shift_nbytes`: from a place in the unit's weights to the place in the shard's."""
+    facts = whole.facts
+    part = TensorSpec(
+        TensorFacts(facts.name, (last - first,), (1,), facts.dtype, facts.is_trainable),
+        last - first,
+        whole.weight_offset_nbytes + first * facts.dtype.itemsize + shift_nbytes,
+        state_offset,
+    )
+    return Share(rank, whole, part, first, last)

@@ -134,7 +134,7 @@ def _prepare(config: SwapConfig, stack: ExitStack, resume: Loaded | None, rank: 
         directory=output if rank.is_first else None,
     )
     stack.callback(batches.close)
-    identity = identity_of(config, batches)
+    identity = identity_of(config, batches, num_ranks=rank.count)
     if resume is not None:
         check_same_run(resume, identity)
     return _Job(
@@ -182,7 +182,8 @@ class _Run:
         )
         resume = self._job.resume.path if self._job.resume is not None else None
         checkpoint, directory = self._config.checkpoint, self._config.checkpoint_directory
-        if checkpoint is not None and resume is not None and directory.is_dir():
+        is_cleared = resume is not None and self._job.rank.is_first and directory.is_dir()
+        if checkpoint is not None and is_cleared:
             prune(directory, checkpoint.keep)  # A crash may have come between.
         stream_weights(self._model, self._job.plan, self._config, resume=resume)
         self._engine = infinity.engine_of(self._model)

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 
 from infinity.config import SwapConfig
-from infinity.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +32,6 @@ def job_rank(config: SwapConfig) -> Iterator[JobRank]:
     if not is_given and int(os.environ.get("WORLD_SIZE", "1")) <= 1:
         yield JobRank()
         return
-    if config.checkpoint is not None:
-        raise ConfigError(
-            "[checkpoint] is for one rank: state that is divided over ranks cannot be saved yet. "
-            "Leave the section out; the export at the end has the weights"
-        )
     if is_given:
         yield JobRank(dist.get_rank(), dist.get_world_size())
         return

@@ -1,7 +1,8 @@
 """Going on from a checkpoint: which one, and that it is of the same run.
 
 A run may go on with other placements, budgets, engines and output; what its numbers depend on must
-be as it was. The text is compared by its tokens, not by its paths.
+be as it was. The text is compared by its tokens, not by its paths. With another number of ranks
+each step must see as many batches as before: then they are the same ones, in the same order.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from infinity.errors import ConfigError
 from infinity.training.data import Batches
 
 _DATA_KEYS = ("sequence_length", "held_out", "seed", "shuffle")
-_TRAIN_KEYS = ("batch_size", "accumulation", "schedule", "warmup_steps", "min_lr_ratio", "seed")
+_TRAIN_KEYS = ("batch_size", "schedule", "warmup_steps", "min_lr_ratio", "seed")
+_BATCHES_KEY = "train.accumulation"
 _IDENTITY = "run"
 
 
@@ -57,13 +59,14 @@ def plan_resume(
     return read_program(newest)
 
 
-def identity_of(config: SwapConfig, batches: Batches) -> dict[str, Any]:
+def identity_of(config: SwapConfig, batches: Batches, *, num_ranks: int = 1) -> dict[str, Any]:
     """What the numbers of a run depend on, by dotted key: goes into `extra` of a checkpoint."""
     table = config.to_dict()
     facts = {f"optimizer.{key}": value for key, value in table["optimizer"].items()}
     facts |= {f"precision.{key}": value for key, value in table["precision"].items()}
     facts |= {f"data.{key}": table["data"][key] for key in _DATA_KEYS}
     facts |= {f"train.{key}": table["train"][key] for key in _TRAIN_KEYS}
+    facts[_BATCHES_KEY] = table["train"]["accumulation"] * num_ranks
     if table["train"]["schedule"] != "constant":  # Else a run may be made longer.
         facts["train.steps"] = table["train"]["steps"]
     if table["schedule"]["micro_batch"] is not None:  # It decides which random numbers are drawn.
@@ -80,12 +83,18 @@ def check_same_run(loaded: Loaded, identity: dict[str, Any]) -> None:
         raise ConfigError(f"{loaded.path} was not written by `infinity train`")
     now = identity[_IDENTITY]
     changed = [
-        f"{key} is {now.get(key)!r} and was {before.get(key)!r}"
+        f"{_name(key)} is {now.get(key)!r} and was {before.get(key)!r}"
         for key in sorted({*now, *before})
         if now.get(key) != before.get(key)
     ]
     if changed:
+        has_others = now.get(_BATCHES_KEY) != before.get(_BATCHES_KEY)
         raise ConfigError(
             f"{loaded.path} is of another run, so this would be no continuation: "
             + "; ".join(changed)
+            + (". Each step has to see as many batches as before" if has_others else "")
         )
+
+
+def _name(key: str) -> str:
+    return "train.accumulation times the number of ranks" if key == _BATCHES_KEY else key

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from rich.console import Console
 from safetensors.torch import load_file
 
 from infinity.config import SwapConfig
+from infinity.errors import ConfigError
 from infinity.training import program
 
 from .processes import run_ranks
@@ -30,8 +32,8 @@ def _write_text(directory: Path) -> None:
     (directory / "text.txt").write_text("".join(f"{i} and {i * i}\n" for i in range(400)))
 
 
-def _table(directory: Path, name: str, accumulation: int) -> dict[str, Any]:
-    return {
+def _table(directory: Path, name: str, accumulation: int, **more: Any) -> dict[str, Any]:
+    return more | {
         "tiers": {"host": {"capacity": "64MiB"}, "nvme": [{"path": str(directory / "swap")}]},
         "model": {"config": MODEL},
         "data": {"paths": [str(directory / "text.txt")], "sequence_length": 32},
@@ -47,6 +49,21 @@ def _train(rank: int, directory: str, name: str, accumulation: int) -> tuple[str
     table = _table(Path(directory), name, accumulation)
     _, exit_code = program.train(SwapConfig.load(table), console=console)
     return console.file.getvalue(), exit_code  # type: ignore[attr-defined]
+
+
+def _train_stopped(rank: int, directory: str) -> int:
+    """A run with checkpoints that one of the ranks is asked to end in its second step."""
+    table = _table(Path(directory), "parts", 1, checkpoint={})
+    step = program.Loop.step
+
+    def stop(loop: program.Loop) -> Any:
+        if rank == 1 and loop.num_steps == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step(loop)
+
+    program.Loop.step = stop  # type: ignore[method-assign]
+    _, exit_code = program.train(SwapConfig.load(table), console=Console(file=io.StringIO()))
+    return exit_code
 
 
 def _metrics(directory: Path, name: str) -> list[dict[str, Any]]:
@@ -70,6 +87,21 @@ def test_two_ranks_train_on_what_twice_the_accumulation_would(tmp_path: Path) ->
     weights = [load_file(tmp_path / name / "model.safetensors") for name in ("alone", "both")]
     assert all((weights[0][name] == tensor).all() for name, tensor in weights[1].items())
     assert list((tmp_path / "swap").iterdir()) == []
+
+
+def test_a_run_of_two_ranks_is_gone_on_with_by_one(tmp_path: Path) -> None:
+    """Stopped on one of them, and with as many batches in a step as before: the uninterrupted run."""
+    _write_text(tmp_path)
+    _train(0, str(tmp_path), "alone", 2)
+    assert run_ranks(2, _train_stopped, str(tmp_path)) == [143, 143]
+    table = _table(tmp_path, "parts", 1, checkpoint={})
+    with pytest.raises(ConfigError, match="accumulation times the number of ranks is 1 and was 2"):
+        program.train(SwapConfig.load(table), resume=True)
+    table["train"]["accumulation"] = 2
+    summary, _ = program.train(SwapConfig.load(table), resume=True)
+    assert summary.resumed_at == 2
+    weights = [load_file(tmp_path / name / "model.safetensors") for name in ("alone", "parts")]
+    assert all((weights[0][name] == tensor).all() for name, tensor in weights[1].items())
 
 
 @pytest.mark.skipif(not os.environ.get("INFINITY_TORCHRUN"), reason="costs a minute of imports")

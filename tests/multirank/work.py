@@ -75,7 +75,9 @@ class Run:
     placed: dict[str, dict[str, int]] = field(default_factory=dict)
 
 
-def offloaded(case: Case, swap: Path) -> nn.Module:
+def offloaded(
+    case: Case, swap: Path, *, checkpoint: dict[str, Any] | None = None, resume: Any = None
+) -> nn.Module:
     config: dict[str, Any] = {
         "ranks": {"stage": case.stage, "budgets": case.budgets},
         "tiers": {"host": {"capacity": case.capacity}, "device": {"kind": "cpu"}},
@@ -84,8 +86,10 @@ def offloaded(case: Case, swap: Path) -> nn.Module:
     }
     if "nvme" in case.placement.values():
         config["tiers"]["nvme"] = [{"path": str(swap), "capacity": "64MiB"}]
+    if checkpoint is not None:
+        config["checkpoint"] = checkpoint
     device = SimulatedDevice(7) if case.simulated else None
-    return infinity.offload(build(case), config, device=device)
+    return infinity.offload(build(case), config, device=device, resume=resume)
 
 
 def train(rank: int, case: Case) -> Run:

@@ -74,7 +74,7 @@ def test_a_share_finds_its_elements_in_state_and_in_weights(
                 mine[each.shard_offset_nbytes : each.shard_offset_nbytes + each.nbytes] = weights[
                     each.whole_offset_nbytes : each.whole_offset_nbytes + each.nbytes
                 ]
-            for share in shard.shares:
+            for share in (*shard.shares, *shard.frozen):
                 size = share.whole.facts.dtype.itemsize
                 part, whole = share.part, share.whole
                 start = part.weight_offset_nbytes
@@ -84,10 +84,14 @@ def test_a_share_finds_its_elements_in_state_and_in_weights(
                     mine[start : start + part.numel * size],
                     weights[there : there + part.numel * size],
                 )
-                first = shard.start + part.state_offset
-                assert int(state[first]) == whole.state_offset + share.start
-        for spec in unit.trainable():
-            covered = [number for s in shares[spec] for number in range(s.start, s.stop)]
+                if share in shard.shares:
+                    first = shard.start + part.state_offset
+                    assert int(state[first]) == whole.state_offset + share.start
+        frozen = [share for shard in shards for share in shard.frozen]
+        for spec in unit.tensors:
+            of_spec = shares.get(spec) or [share for share in frozen if share.whole is spec]
+            bounds = sorted((share.start, share.stop) for share in of_spec)
+            covered = [number for start, stop in bounds for number in range(start, stop)]
             assert covered == list(range(spec.numel))
 
 

@@ -1,0 +1,311 @@
+"""Checkpoints over ranks: one transaction, exact where the number of ranks is the same, and the same
+state at any other number, stage and placement."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import infinity
+from infinity.checkpoint import state_save
+from infinity.checkpoint.source import CheckpointSource
+from infinity.errors import ConfigError, CorruptionError, InfinityError, StorageError
+from infinity.storage.page_reader import PageReader
+
+from .models import batch
+from .processes import Ranks, run_ranks
+from .work import LR, MIXED, NVME, Case, offloaded, read_weights
+
+TIME_LIMIT_S = 30.0
+
+
+class Run:
+    """An offloaded model on one rank, whose loss draws random numbers."""
+
+    def __init__(self, rank: int, case: Case, directory: str, **options: Any) -> None:
+        self.rank = rank
+        torch.manual_seed(100 + rank)
+        self.model = offloaded(case, Path(directory) / "swap", **options)
+        self.engine = infinity.engine_of(self.model)
+        self.optimizer = infinity.AdamW(self.model, lr=LR, max_grad_norm=1.0)
+        self.dtype = getattr(torch, case.compute)
+
+    def step(self, number: int) -> tuple[float, float]:
+        x = batch(10 * number + self.rank, self.model.width).to(self.dtype)
+        loss = self.model(x).float().square().mean() * (1 + torch.rand(()))
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.item(), self.optimizer.grad_norm.item()
+
+    def save(self, directory: str, **options: Any) -> Path:
+        return infinity.checkpoint.save(directory, self.model, self.optimizer, **options)
+
+    def load(self, path: str) -> Any:
+        return infinity.checkpoint.load(path, self.model, self.optimizer)
+
+
+def content(path: Path) -> dict[tuple[str, str], Tensor]:
+    """Every weight, master and moment in a checkpoint, whole."""
+    with CheckpointSource(path) as source:
+        return {(info.name, info.kind): source.tensor(info) for info in source.infos}
+
+
+def assert_same(found: Path, wanted: Path) -> None:
+    one, other = content(found), content(wanted)
+    assert one.keys() == other.keys()
+    different = [key for key in one if not torch.equal(one[key], other[key])]
+    assert not different, different[:3]
+
+
+def _train_and_save(rank: int, case: Case, directory: str, linked: bool) -> None:
+    """Two steps, a save that fails on one rank, a save, and two more steps; and these again after a
+    load."""
+    section = {"directory": f"{directory}/saved", "keep": 1} if linked else None
+    run = Run(rank, case, directory, checkpoint=section)
+    run.step(0)
+    run.step(1)
+    intact = state_save.write_contents
+    if rank == 1:
+        state_save.write_contents = _no_space  # type: ignore[assignment]
+    with pytest.raises(InfinityError) as failure:
+        run.save(f"{directory}/saved")
+    state_save.write_contents = intact
+    assert "of the test" in str(failure.value)
+    assert isinstance(failure.value, StorageError) or "failed on rank 1" in str(failure.value)
+    assert rank > 0 or os.listdir(f"{directory}/saved") == []
+    run.save(f"{directory}/saved", extra={"rank": rank})
+    expected = [run.step(2), run.step(3)]
+    run.save(f"{directory}/later")
+    run.engine.close()
+
+    run = Run(rank, case, directory)
+    run.step(7)
+    read_weights(run.model)  # Put together from shards that are about to change.
+    loaded = run.load(f"{directory}/saved")
+    assert (loaded.step, loaded.num_ranks, loaded.extra) == (2, 4, {"rank": rank})
+    assert [run.step(2), run.step(3)] == expected
+    run.save(f"{directory}/exact")
+    run.engine.close()
+
+
+def _no_space(*unused: Any) -> Any:
+    raise StorageError(28, operation="write", path="of the test")
+
+
+def _save_again(rank: int, case: Case, source: str, target: str) -> dict[str, Tensor]:
+    run = Run(rank, case, str(Path(target).parent))
+    loaded = run.load(source)
+    assert loaded.extra == {"rank": rank if rank < loaded.num_ranks else 0}
+    run.save(target, linked=False, extra={"rank": rank})
+    engine = run.engine
+    weights = {name: engine.read_parameter(name, master=True) for name in engine.parameter_names()}
+    engine.close()
+    return weights
+
+
+@pytest.mark.parametrize(
+    ("case", "linked", "elsewhere"),
+    [
+        (
+            Case(3, NVME, compute="bfloat16", capacity="160MiB"),  # Room to keep what is outdated.
+            True,
+            [(2, Case(1)), (1, Case()), (3, Case(3, MIXED))],
+        ),
+        (Case(2, MIXED, simulated=True), True, [(3, Case(3, NVME))]),
+        (Case(1), False, [(1, Case(3, NVME))]),
+    ],
+    ids=["stage3-nvme", "stage2-mixed", "stage1-host"],
+)
+def test_state_is_the_same_at_any_number_of_ranks(
+    case: Case, linked: bool, elsewhere: list[tuple[int, Case]], tmp_path: Path
+) -> None:
+    """Saved by four ranks, gone on with by four to the bit; loaded and saved by others in turn."""
+    run_ranks(4, _train_and_save, case, str(tmp_path), linked)
+    assert_same(tmp_path / "exact" / "step-00000004", tmp_path / "later" / "step-00000004")
+    source = tmp_path / "saved"
+    saved = source / "step-00000002"
+    wanted = content(saved)
+    for count, other in elsewhere:
+        target = tmp_path / f"again-{count}"
+        arguments = replace(other, compute=case.compute), str(source), str(target)
+        if count == 1:
+            ranks = [_save_again(0, *arguments)]
+        else:
+            ranks = run_ranks(count, _save_again, *arguments)
+        for weights in ranks:
+            for name, weight in weights.items():
+                kind = "master" if (name, "master") in wanted else "weight"
+                assert torch.equal(weight, wanted[name, kind]), name
+        assert_same(target / "step-00000002", saved)
+        source = target
+
+
+# Deaths.
+
+
+def _die(rank: int, phase: str, victim: int, directory: str) -> None:
+    """A committed step, and a second one in which a rank dies: in training, while it writes, or as
+    the first one is about to give all of it its name."""
+    run = Run(rank, Case(3, NVME), directory, checkpoint={"durability": "step", "keep": 1})
+    run.step(0)
+    infinity.checkpoint.commit(run.model, run.optimizer)
+
+    def die(*unused: Any) -> None:
+        Path(directory, "death").write_text(str(time.monotonic()))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if rank == victim:
+        if phase == "training":
+            run.model.blocks[1].register_forward_pre_hook(die)
+        else:
+            name = {"files": "write_contents", "name": "_write_manifest"}[phase]
+            setattr(state_save, name, die)
+    run.step(1)
+    infinity.checkpoint.commit(run.model, run.optimizer)
+
+
+def _resume(rank: int, directory: str) -> tuple[int, int]:
+    commits = f"{directory}/swap/commits"
+    section = {"durability": "step", "keep": 1}
+    run = Run(rank, Case(3, NVME), directory, checkpoint=section, resume=commits)
+    loaded = run.load(commits)
+    run.save(f"{directory}/again", linked=False)
+    run.step(1)
+    infinity.checkpoint.commit(run.model, run.optimizer)
+    run.engine.close()
+    return loaded.step, loaded.num_ranks
+
+
+@pytest.mark.parametrize(("phase", "victim"), [("training", 2), ("files", 2), ("name", 0)])
+def test_a_killed_rank_leaves_the_last_commit_to_any_number_of_ranks(
+    phase: str, victim: int, tmp_path: Path
+) -> None:
+    others = set(range(4)) - {victim}
+    with Ranks(4, _die, phase, victim, str(tmp_path)) as ranks:
+        outcomes = ranks.outcomes(others)
+        death_s = float((tmp_path / "death").read_text())
+        assert time.monotonic() - death_s < TIME_LIMIT_S
+    for rank in others:
+        message = outcomes[rank][1][0]
+        assert message.startswith(f"RankError: rank {victim} "), message
+    commits = tmp_path / "swap" / "commits"
+    [left] = infinity.checkpoint.inspect(commits, verify=True)
+    assert left.is_whole and left.manifest is not None and left.manifest.step == 1
+    if phase == "files":
+        return  # What is left is that of the other two.
+    wanted = content(left.path)
+    assert run_ranks(2, _resume, str(tmp_path)) == [(1, 4)] * 2
+    found = content(tmp_path / "again" / "step-00000001")
+    assert all(torch.equal(found[key], value) for key, value in wanted.items())
+    assert sorted(os.listdir(commits)) == ["step-00000002"]
+    assert infinity.checkpoint.inspect(commits, verify=True)[0].is_whole
+
+
+def _commit_and_end(rank: int, directory: str) -> None:
+    """Two committed steps; then two more that nobody keeps, and all ranks are killed."""
+    section = {"durability": "step", "keep": 1, "directory": f"{directory}/saved"}
+    run = Run(rank, Case(2, NVME, compute="bfloat16"), directory, checkpoint=section)
+    for number in range(2):
+        run.step(number)
+        infinity.checkpoint.commit(run.model, run.optimizer)
+    Path(directory, f"steps-{rank}").write_text(repr([run.step(2), run.step(3)]))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _go_on_in_place(rank: int, directory: str) -> tuple[float, list[tuple[float, float]]]:
+    """Bytes of moments and masters that loading wrote, and the steps."""
+    commits = f"{directory}/swap/commits"
+    section = {"durability": "step", "keep": 1, "directory": f"{directory}/saved"}
+    case = Case(2, NVME, compute="bfloat16")
+    run = Run(rank, case, directory, checkpoint=section, resume=commits)
+    weights_nbytes = sum(unit.weight_nbytes for unit in run.engine.parts.ranks.partition.wholes)
+    before = run.engine.counters.snapshot()["nvme_write_nbytes"]
+    assert run.load(commits).step == 2
+    written = run.engine.counters.snapshot()["nvme_write_nbytes"] - before
+    steps = [run.step(2), run.step(3)]
+    infinity.checkpoint.commit(run.model, run.optimizer)
+    run.engine.close()
+    return written - weights_nbytes, steps
+
+
+def test_all_ranks_killed_go_on_in_their_own_swap_files(tmp_path: Path) -> None:
+    """In stage 2 weights are whole on every rank and are streamed; the rest is where it was."""
+    with Ranks(2, _commit_and_end, str(tmp_path)) as ranks:
+        for process in ranks.processes:
+            process.join(TIME_LIMIT_S)
+    for rank, (written, steps) in enumerate(run_ranks(2, _go_on_in_place, str(tmp_path))):
+        assert written == 0
+        assert repr(steps) == (tmp_path / f"steps-{rank}").read_text()
+
+
+# What is there is checked, and other programs can use it.
+
+
+def _save(rank: int, directory: str) -> str:
+    run = Run(rank, Case(3, NVME), directory, checkpoint={"directory": f"{directory}/saved"})
+    run.step(0)
+    try:
+        run.save(f"{directory}/saved", step=7 + rank)
+    except ConfigError as error:
+        refusal = str(error)
+    run.save(f"{directory}/saved")
+    run.engine.close()
+    return refusal
+
+
+def _import(rank: int, directory: str) -> int:
+    """Loads a checkpoint, and then the same from another format. Bytes that the first has read."""
+    read, nbytes = PageReader.read, 0
+
+    def counted(self: PageReader, path: Path, offset_nbytes: int, length: int, *more: Any) -> Any:
+        nonlocal nbytes
+        nbytes += length
+        return read(self, path, offset_nbytes, length, *more)
+
+    PageReader.read = counted  # type: ignore[method-assign]
+    run = Run(rank, Case(3, MIXED), directory)
+    run.load(f"{directory}/saved")
+    infinity.checkpoint.import_dcp(f"{directory}/dcp", run.model, run.optimizer)
+    run.save(f"{directory}/imported")
+    run.engine.close()
+    return nbytes
+
+
+def test_what_ranks_wrote_is_checked_and_can_be_exported(tmp_path: Path) -> None:
+    for refusal in run_ranks(2, _save, str(tmp_path)):
+        assert "step and options are" in refusal
+    saved = tmp_path / "saved" / "step-00000001"
+    infinity.checkpoint.export_checkpoint_dcp(saved, tmp_path / "dcp")
+    read = run_ranks(3, _import, str(tmp_path))
+    assert_same(tmp_path / "imported" / "step-00000001", saved)
+    [seen] = infinity.checkpoint.inspect(saved)
+    there = sum(linked.nbytes for linked in seen.linked)
+    assert there <= sum(read) < 1.3 * there, "a rank reads what it keeps"
+    assert max(read) < there / 2
+    shard = saved / "rank-00001"
+    pieces = json.loads((shard / "linked.json").read_text())["pieces"]
+    file, at, _ = next(piece for piece in pieces if piece["piece"] == "exp_avg")["runs"][0]
+    with (shard / file).open("r+b") as linked:
+        byte = os.pread(linked.fileno(), 1, at + 5)[0]
+        os.pwrite(linked.fileno(), bytes([byte ^ 16]), at + 5)
+    for found in (saved, saved.parent):
+        [seen] = infinity.checkpoint.inspect(found, verify=True)
+        assert not seen.is_whole
+        assert "exp_avg" in seen.faults[0] and f"rank-00001/{file}" in seen.faults[0]
+    run = Run(0, Case(1), str(tmp_path))
+    with pytest.raises(CorruptionError, match="rank-00001"):
+        run.load(str(saved))
+    (shard / "linked.crc32c").unlink()
+    with pytest.raises(CorruptionError, match=r"rank-00001/linked.crc32c"):
+        run.load(str(saved))
+    run.engine.close()
