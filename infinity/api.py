@@ -33,6 +33,7 @@ def offload(
     device: OwnDevice | None = None,
     resume: str | os.PathLike[str] | None = None,
     group: Any = None,
+    model_parallel_group: Any = None,
 ) -> nn.Module:
     """Moves the model's parameters to the tiers of `config`, in place, and returns the model.
 
@@ -50,6 +51,8 @@ def offload(
         next; the swap files it links to are gone on with where that is possible, not copied
     group: the data-parallel ranks that state is divided over: a process group, or the slice of a
         device mesh, `mesh["dp"]`; None takes all ranks of torch.distributed, if it is initialized
+    model_parallel_group: ranks that compute every layer together, from the same inputs, such as
+        `mesh["tp"]`: each keeps a part of the layer inputs that `infinity.accumulate` puts aside
 
     With several ranks, build the same model with the same weights on each of them and call
     `optimizer.step()` equally often; see docs/RANKS.md.
@@ -72,7 +75,7 @@ def offload(
         adopted = plan_adoption(resolved, resume, group)
     build(
         model, resolved, weights=plan, seed=seed, units=units, device=device, group=group,
-        adopted=adopted,
+        model_parallel_group=model_parallel_group, adopted=adopted,
     )  # fmt: skip
     return model
 
@@ -116,9 +119,10 @@ def accumulate(
 
     Returns the losses, detached, in order. The gradients are those of the plain loop, bit for bit
     in fp32 without dropout, except that those of a parameter with several uses in one micro-batch
-    (tied weights, shared blocks) are summed in another order. Raises UnsupportedError for a model
-    whose blocks cannot be repeated: caches of keys and values, arguments changed in place, tensors
-    that leave a block otherwise than by its outputs.
+    (tied weights, shared blocks), or of a block that some micro-batches leave out, are summed in
+    another order. With several ranks each sums its micro-batches first and sends a gradient once.
+    Raises UnsupportedError for a model whose blocks cannot be repeated: caches of keys and values,
+    arguments changed in place, tensors that leave a block otherwise than by its outputs.
 
     Micro-batches run in threads, and glibc gives each thread a heap that keeps what it once needed:
     a program of your own wants MALLOC_ARENA_MAX=1 in its environment; `infinity train` sees to it.

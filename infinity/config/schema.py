@@ -58,6 +58,7 @@ GradientDtype = Literal["float32"]
 MomentFormat = Literal["float32", "8bit"]
 UpdatesMode = Literal["deferred", "at_step"]
 RankBudgets = Literal["node", "rank"]
+ReduceDtype = Literal["auto", "bfloat16"]
 OptimizerName = Literal["adamw"]
 LrSchedule = Literal["constant", "linear", "cosine"]
 IoEngineName = Literal["auto", "io_uring", "threads"]
@@ -309,6 +310,18 @@ class Ranks(Section):
         description='Whom the capacities of host and nvme are for: "node" divides them evenly '
         'among the ranks of a node, "rank" gives each rank all of them. The device is always one '
         "rank's own.",
+    )
+    reduce_dtype: Annotated[ReduceDtype, Choice(ReduceDtype)] = Field(
+        "auto",
+        description='What gradients are sent in. "auto": their own dtype, sums of several float32. '
+        '"bfloat16" rounds them before they are sent, which is approximate and halves the bytes of '
+        "float32 ones. They are summed in float32 in any case.",
+    )
+    inbox: Annotated[Literal["auto"] | int, AutoOr(Size())] = Field(
+        "auto",
+        description="Host bytes, of a rank's part, for gradients that other ranks gave and that "
+        "wait to be summed. What has no room waits on nvme where there is state, otherwise the "
+        'giver waits. "auto" takes up to an eighth of the budget.',
     )
 
 

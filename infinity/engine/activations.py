@@ -26,7 +26,8 @@ from infinity.observe import Counters, Lane
 from infinity.sizes import PAGE_NBYTES, align_up
 from infinity.state.store import show
 from infinity.storage.engine import Priority, Ticket
-from infinity.storage.volume import Extent, Volume
+from infinity.storage.scratch_space import Scratch, ScratchSpace
+from infinity.storage.volume import Volume
 from infinity.tiers.device import FINISHED, Copy, DeviceAdapter
 from infinity.tiers.host import Block
 from infinity.tiers.pool import HostPool
@@ -45,7 +46,7 @@ class Parked:
     nbytes: int
     kept: torch.Tensor | None = None  # On the device: rests there, or is back.
     block: Block | None = None
-    extents: tuple[Extent, ...] | None = None
+    scratch: Scratch | None = None
     copying: Copy = FINISHED
     is_bound_for_nvme: bool = False  # Once the copy into the block is over.
     moving: Ticket | None = None  # Between the block and the extents.
@@ -73,10 +74,10 @@ class Activations:
         self._pool = pool
         self._device = device
         self._volume = volume
+        self._scratch = ScratchSpace(volume) if volume is not None else None
         self._counters = counters
         self._known = WeakTensorKeyDictionary()
         self._waiting: dict[Parked, None] = {}  # Insertion-ordered set of what is off the device.
-        self._free: dict[int, list[tuple[Extent, ...]]] = {}  # Extents by size, for the next step.
         self._in_use: Parked | None = None
         self._leaving: deque[tuple[Copy, Block]] = deque()  # Being copied to the device.
 
@@ -142,16 +143,14 @@ class Activations:
         return self._pool.tensor(parked.block)[: parked.nbytes].view(parked.dtype)
 
     def _start_write(self, parked: Parked) -> None:
-        assert self._volume is not None and parked.block is not None
+        assert self._volume is not None and self._scratch is not None
+        assert parked.block is not None
         parked.is_bound_for_nvme = False
         self._wait_copy(parked, "activations leave the device")
-        free = self._free.setdefault(parked.span_nbytes, [])
-        if not free:  # Scratch: no commit holds it.
-            free += self._volume.reserve([parked.span_nbytes], spared_nbytes=[None])
-        parked.extents = free.pop()
+        parked.scratch = self._scratch.take(parked.span_nbytes)
         asked_ns = time.monotonic_ns()
         parked.moving = self._volume.write(
-            parked.extents,
+            parked.scratch.extents,
             offset_nbytes=0,
             nbytes=parked.span_nbytes,
             address=parked.block.address,
@@ -226,19 +225,19 @@ class Activations:
 
     def fetch(self, parked: Parked) -> None:
         """Starts bringing a tensor back, if there is room to spare."""
-        if parked.extents is None or parked.block is not None or parked.kept is not None:
+        if parked.scratch is None or parked.block is not None or parked.kept is not None:
             return
         block = self._pool.try_allocate(parked.span_nbytes, _LABEL)
         if block is not None:
             self._start_read(parked, block)
 
     def _start_read(self, parked: Parked, block: Block) -> None:
-        assert self._volume is not None and parked.extents is not None
+        assert self._volume is not None and parked.scratch is not None
         parked.block = block
         asked_ns = time.monotonic_ns()
         try:
             parked.moving = self._volume.read(
-                parked.extents,
+                parked.scratch.extents,
                 offset_nbytes=0,
                 nbytes=parked.span_nbytes,
                 address=block.address,
@@ -301,9 +300,10 @@ class Activations:
             if parked.block is not None:
                 self._wait_copy(parked, "activations leave the device")
                 self._free_block(parked)
-            if parked.extents is not None:
-                self._free[parked.span_nbytes].append(parked.extents)
-                parked.extents = None
+            if parked.scratch is not None:
+                assert self._scratch is not None
+                self._scratch.give_back(parked.scratch)
+                parked.scratch = None
 
     def clear(self) -> None:
         """Forgets everything, whether it was taken or not."""

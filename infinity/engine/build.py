@@ -36,7 +36,7 @@ from infinity.engine.tiling import Tiling
 from infinity.engine.update import Updater
 from infinity.errors import CapacityError, ConfigError, UnsupportedError
 from infinity.observe import Counters
-from infinity.ranks.rendezvous import Group, find_group
+from infinity.ranks.rendezvous import Group, find_group, process_group
 from infinity.ranks.store import RankedStore
 from infinity.schedule.executor import Executor
 from infinity.state.budgets import Budgets
@@ -86,14 +86,15 @@ def build(
     units: UnitRule,
     device: OwnDevice | None,
     group: Any = None,
+    model_parallel_group: Any = None,
     wrap_storage: Callable[[StorageEngine], StorageEngine] | None = None,
     adopted: Adopted | None = None,
 ) -> Engine:
     """Moves a model's parameters to their tiers and puts handles in their place.
 
     A failure leaves the model as it was and no swap file behind. `wrap_storage` decorates the
-    storage engine (fault injection in tests). `adopted` swap files are gone on with. `group`: see
-    `infinity.offload`.
+    storage engine (fault injection in tests). `adopted` swap files are gone on with. `group` and
+    `model_parallel_group`: see `infinity.offload`.
     """
     _refuse(model, has_weights=weights is not None)
     ranks = find_group(group)
@@ -109,6 +110,8 @@ def build(
         slots = _slots(parts, anatomy, laid_out)
         wholes = {whole.name: whole for whole in tiling.wholes}
         engine = Engine(model, config, parts, slots, _sites(anatomy), wholes)
+        if model_parallel_group is not None:
+            engine.share_activations(process_group(model_parallel_group))
         for slot in engine.slots:
             slot.handle.owner = engine
     except BaseException:
@@ -265,6 +268,7 @@ def _budgets(
         available_host_nbytes=available_host_nbytes() // (division.sharing if division else 1),
         gathered_nbytes=division.gathered_nbytes if division else 0,
         serving_nbytes=division.serving_nbytes if division else 0,
+        given_nbytes=division.given_nbytes if division else 0,
     )
 
 
@@ -318,7 +322,10 @@ def _assemble(
         "device": device,
         "counters": counters,
     }
-    store = StateStore(units, **homes) if division is None else division.store(resources, **homes)
+    if division is None:
+        store = StateStore(units, **homes)
+    else:
+        store = division.store(resources, inbox_nbytes=budgets.inbox_nbytes, **homes)
     pool = HostPool(host, is_tight=budgets.is_tight)
     placed_on_device = budgets.placement.placed_nbytes["device"]
     window = budgets.device_nbytes
@@ -334,9 +341,10 @@ def _assemble(
         is_outdated_by_step=division is not None and division.partition.stage == 3,
     )
     is_ranked = isinstance(store, RankedStore)
-    gradients = (RankedGradients if is_ranked else Gradients)(
-        store, pool=pool, device=device, counters=counters
-    )
+    taking: dict[str, Any] = {"pool": pool, "device": device, "counters": counters}
+    if is_ranked:
+        taking["reduce_dtype"] = _DTYPES.get(config.ranks.reduce_dtype)
+    gradients = (RankedGradients if is_ranked else Gradients)(store, **taking)
     updater = (RankedUpdater if is_ranked else Updater)(
         store,
         pool=pool,
@@ -384,7 +392,7 @@ def _open_volume(
     resources: ExitStack,
 ) -> Volume | None:
     placed = {*budgets.placement.tiers.values(), *config.placement.activations}
-    if "nvme" not in placed:
+    if "nvme" not in placed and not budgets.inbox_spills:
         return None
     storage = open_configured(config.io, arena)
     if wrap_storage is not None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 from infinity.config import SwapConfig
 from infinity.config.values import Capacity
@@ -47,6 +48,12 @@ class Division:
     def serving_nbytes(self) -> int:
         return serving_nbytes(self.partition)
 
+    @property
+    def given_nbytes(self) -> int:
+        """The most that waits to be summed where ranks run alike: what all ranks give to this one
+        in a backward, in the dtype of the weights, of the last backward and of this one."""
+        return 2 * sum(unit.trainable_nbytes for unit in self.partition.wholes)
+
     def store(self, resources: ExitStack, **homes: Any) -> RankedStore:
         """The store of this rank, its links connected and closed with `resources`.
 
@@ -75,17 +82,18 @@ def config_of_rank(config: SwapConfig, group: Group) -> SwapConfig:
     ranks; a share of memory stays a share, of a part of the memory. Updates are made in the step,
     which all ranks enter together.
     """
-    if config.precision.moments != "float32":
-        raise ConfigError(
-            f"precision.moments: {config.precision.moments!r} with {group.count} ranks is not "
-            'possible yet, shards are cut inside its blocks; use "float32"'
-        )
     commits_steps = config.checkpoint is not None and config.checkpoint.durability == "step"
     if commits_steps and group.node_count < group.count:
         raise ConfigError(
             'checkpoint.durability: "step" with ranks on several machines is not possible: one '
             "rename in one swap directory commits the step of all ranks, which that of another "
             'machine does not see. Use "checkpoint", with a directory that all of them share'
+        )
+    if commits_steps and group.count < dist.get_world_size():
+        raise ConfigError(
+            f'checkpoint.durability: "step" is for one model on all ranks of a job, and {group.count} '
+            f"of {dist.get_world_size()} ranks hold this one: the commits of others would take the "
+            'place of its own. Use "checkpoint", with a directory for each model'
         )
     count = group.node_count if config.ranks.budgets == "node" else 1
     host = config.tiers.host
@@ -98,7 +106,7 @@ def config_of_rank(config: SwapConfig, group: Group) -> SwapConfig:
         drives.append(
             tier.model_copy(
                 update={
-                    "path": path_of_rank(tier.path, group.rank),
+                    "path": path_of_rank(tier.path, group.job_rank),
                     "capacity": _part(tier.capacity, count),
                 }
             )

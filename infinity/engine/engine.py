@@ -41,6 +41,7 @@ from infinity.engine.interrupts import uninterrupted
 from infinity.engine.layer_major import Conductor
 from infinity.engine.master import Masters
 from infinity.engine.ranked import RankGroup, Together
+from infinity.engine.shared_activations import SharedActivations
 from infinity.engine.state_access import StateAccess
 from infinity.engine.tiling import Whole, tiles_of
 from infinity.engine.update import StepRecord, Updater
@@ -193,6 +194,7 @@ class Engine:
         self._warned: set[str] = set()
         self._is_in_pass = False  # The model's forward is running: its own code may change weights.
         self._is_layer_major = False  # `accumulate` is running: it says when passes begin and end.
+        self._layer_inputs: Activations | SharedActivations = self.parts.activations
         self._initialising: list[int] | None = None  # Units held by initialisation, oldest first.
         self._unagreed: set[int] = set()  # Units that were set and that other ranks do not see yet.
         self._is_filling = True  # Until weights have their first values.
@@ -378,16 +380,20 @@ class Engine:
             for site, hooks in zip(self.sites, self._site_hooks, strict=True)
             if site.is_block
         ]
-        conductor = Conductor(self, blocks, self.parts.activations, self.parts.device.torch_device)
+        conductor = Conductor(self, blocks, self._layer_inputs, self.parts.device.torch_device)
         self._begin_pass("train")
-        self._is_layer_major = True
+        self._is_layer_major = self._gradients.is_layer_major = True
         try:
             return conductor.run(forwards, self._turn_back)
         finally:
-            self._is_layer_major = False
+            self._is_layer_major = self._gradients.is_layer_major = False
             self._tracer.end("forward")
             self.reset()
             self.backward_ended()
+
+    def share_activations(self, group: Any) -> None:
+        """From now on layer inputs wait in parts, over a model-parallel group."""
+        self._layer_inputs = SharedActivations(self.parts.activations, group)
 
     def _refuse_accumulating(self) -> None:
         if self.is_closed:

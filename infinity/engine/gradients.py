@@ -39,6 +39,8 @@ class _Buffer:
 class Gradients:
     """The gradients of every unit. Called under the engine's lock."""
 
+    is_layer_major = False  # Set by the engine while micro-batches go through block by block.
+
     def __init__(
         self,
         store: StateStore,
@@ -121,7 +123,8 @@ class Gradients:
             return resting.view(torch.float32)
         buffer = self._buffers.get(unit)
         if buffer is None:
-            block = self._pool.require(unit.nbytes(Piece.GRADIENTS), f"gradients of {unit.name}")
+            nbytes = unit.state_numel * STATE_ITEM_NBYTES  # Also of a unit with no home for them.
+            block = self._pool.require(nbytes, f"gradients of {unit.name}")
             buffer = _Buffer(block, self._pool.tensor(block).view(torch.float32))
             if any(spec in self._present for spec in unit.trainable()):
                 try:

@@ -45,9 +45,10 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from infinity.engine.activations import Activations, Parked
+from infinity.engine.activations import Activations
 from infinity.engine.handles import Handle
 from infinity.engine.hooks import Site, SiteHooks, detach_from_parameters, nodes_since, tensors_in
+from infinity.engine.shared_activations import SharedActivations
 from infinity.engine.strand import Modes, Random, Strand
 from infinity.errors import UnsupportedError
 
@@ -108,7 +109,7 @@ class _MicroBatch(Strand):
 class _Input:
     """A tensor argument that gradients flow to: its value, and where its gradient goes."""
 
-    value: Parked
+    value: Any  # What `park` of the activations gave.
     edge: GradientEdge
     reaches: frozenset[_Call]
 
@@ -181,7 +182,7 @@ class Conductor:
         self,
         engine: Blocks,
         hooks: Sequence[tuple[Site, SiteHooks]],
-        activations: Activations,
+        activations: Activations | SharedActivations,
         device: torch.device,
     ) -> None:
         self._engine = engine

@@ -12,6 +12,7 @@ docs/design/0005-one-sided-exchange.md says why it is done this way.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ from infinity.errors import InfinityError, RankError, UnsupportedError
 from infinity.ops.split_master import join, split
 from infinity.ranks.inbox import Inbox
 from infinity.ranks.links import Links
+from infinity.ranks.parcels import PATIENCE_S, Fill, Parcel, Parcels
 from infinity.ranks.store import RankedStore
 from infinity.schedule.executor import Executor
 from infinity.state.partition import Partition, Shard, Share
@@ -35,6 +37,8 @@ from infinity.tiers.device import DeviceAdapter
 from infinity.tiers.pool import HostPool
 
 _SUMMED_NUMEL = 256 * STATE_GRANULE  # At a time: fp64 copies are made of them.
+_LEAD_S = 10.0  # How long a rank that is ahead waits for others, once in a step.
+_LOOK_S = 0.02  # Between looks at what has come, while waiting for room.
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -70,10 +74,10 @@ class RankGroup:
         return self._store.serve(unit, piece, to=to)
 
     def deliver(
-        self, rank: int, tensor: int, dtype: int, generation: int, content: bytearray
+        self, rank: int, tensor: int, dtype: int, generation: int, nbytes: int, receive: Fill
     ) -> None:
-        values = torch.frombuffer(content, dtype=_DTYPES[dtype])
-        self._gradients.deliver(rank, tensor, generation, values)
+        parcel = self._store.receive(_DTYPES[dtype], nbytes, receive, giver=rank)
+        self._gradients.deliver(rank, tensor, generation, parcel)
 
     def barrier(self, what: str) -> None:
         """Returns when every rank has come here. Raises RankError."""
@@ -168,18 +172,25 @@ class RankedGradients(Gradients):
     """The gradients of whole units, on their way to the ranks that own a part of them.
 
     In stage 1 they are summed here over the backward passes of a step, as on one rank, and given to
-    their owners when the step begins. In stages 2 and 3 each is given away when it is complete. The
-    owner's sum over ranks is that of `Inbox`; each contribution is divided by the number of ranks
-    first, as DistributedDataParallel does, so two ranks give its bits. `owned` has the sums, for
-    shard units.
+    their owners when the step begins. In stages 2 and 3 each is given away when it is complete, or
+    where micro-batches go through block by block, when those of all of them are. The owner's sum
+    over ranks is that of `Inbox`; each contribution is divided by the number of ranks first, as
+    DistributedDataParallel does, so two ranks give its bits. `owned` has the sums, for shard units.
 
     Presence and norms are those of the whole group, from `begin_step` on.
     """
 
     def __init__(
-        self, store: RankedStore, *, pool: HostPool, device: DeviceAdapter, **parts: Any
+        self,
+        store: RankedStore,
+        *,
+        pool: HostPool,
+        device: DeviceAdapter,
+        reduce_dtype: torch.dtype | None,
+        **parts: Any,
     ) -> None:
         super().__init__(store, pool=pool, device=device, **parts)
+        self._reduce_dtype = reduce_dtype  # None: as they come.
         self.owned = Gradients(store, pool=pool, device=device, **parts)
         self._ranked_device = device
         self._partition: Partition = store.partition
@@ -191,12 +202,14 @@ class RankedGradients(Gradients):
         for shard in store.partition.mine:
             for share in shard.shares:
                 self._mine[self._index[share.whole]] = shard.unit, share
-        self._inbox: Inbox[torch.Tensor] = Inbox(
-            self._partition.count,
-            combine=lambda one, other: self._part_of_mean(one).add_(self._part_of_mean(other)),
-            nbytes_of=lambda values: values.numel() * values.element_size(),
+        self._parcels: Parcels = store.parcels
+        self._inbox: Inbox[Parcel] = Inbox(
+            self._partition.count, combine=self._combine, drop=self._parcels.drop
         )
-        # In stage 1, of sums that are one backward's alone: the dtype that holds them exactly.
+        # How far this rank is: steps it has entered, backward passes since that are over.
+        self._num_steps = self._num_backwards = 0
+        self._may_give = self._waits_for_others = True
+        # Of sums made here that are one gradient alone so far: the dtype that holds them exactly.
         self._sent_as: dict[TensorSpec, torch.dtype | None] = {}
         self._given: set[TensorSpec] = set()  # By this rank, since the last step.
         self._known: set[TensorSpec] = set()  # Of which some rank has given a gradient.
@@ -205,9 +218,10 @@ class RankedGradients(Gradients):
     # -- In ----------------------------------------------------------------------------------------
 
     def add(self, unit: Unit, spec: TensorSpec, gradient: torch.Tensor) -> None:
-        if self._partition.stage == 1:
-            self._sent_as[spec] = None if spec in self._sent_as else gradient.dtype
-            super().add(unit, spec, gradient)
+        if self._partition.stage == 1 or self.is_layer_major:
+            if spec.numel:
+                self._sent_as[spec] = None if spec in self._sent_as else gradient.dtype
+                super().add(unit, spec, gradient)
         else:
             _refuse_sparse(spec, gradient)
             self._give(spec, in_memory_order(gradient.detach(), spec))
@@ -215,6 +229,8 @@ class RankedGradients(Gradients):
 
     def _give(self, spec: TensorSpec, flat: torch.Tensor) -> None:
         """Sends the parts of a gradient to their owners and adds what may be added already."""
+        self._await_turn()
+        flat = flat if self._reduce_dtype is None else flat.to(self._reduce_dtype)
         index = self._index[spec]
         generation = self._inbox.generation(index)
         if not self._ranked_device.shares_host_memory and self._partition.stage > 1:
@@ -224,43 +240,70 @@ class RankedGradients(Gradients):
         for share in self._shares[spec]:
             part = flat[share.start : share.stop]
             if share.rank == self._partition.rank:
-                kept = part.clone()  # A view would keep the whole gradient in memory.
-                self.deliver(share.rank, index, generation, kept)
+                # A view would keep the whole gradient in memory.
+                self.deliver(share.rank, index, generation, self._keep(part.clone()))
             else:
                 content = memoryview(part.view(torch.uint8).numpy())
                 dtype = _DTYPES.index(part.dtype)
-                self._links.put(share.rank, index, dtype, generation, content)
+                self._links.put(
+                    share.rank, index, dtype, generation, content, meanwhile=self.take_in
+                )
         self._sum_up(all_are_there=False)
 
-    def deliver(self, rank: int, tensor: int, generation: int, values: torch.Tensor) -> None:
-        """A part of a gradient that this rank owns, from `rank`. Any thread. Keeps `values`."""
-        if values.dtype is torch.float32:
-            values.mul_(1.0 / self._partition.count)
-        self._inbox.deliver(tensor, rank, generation, values)
-        self._counters.set("ranks_inbox_high_water_nbytes", self._inbox.high_water_nbytes)
+    def _await_turn(self) -> None:
+        """A backward gives nothing away before the last one is over on all ranks, so that what
+        waits for a rank that is behind is of two backward passes, not of a whole step.
 
-    def _part_of_mean(self, values: torch.Tensor) -> torch.Tensor:
-        """A contribution, divided by the number of ranks; fp32 ones were when they came."""
-        if values.dtype is torch.float32:
-            return values
-        return values.float().mul_(1.0 / self._partition.count)
+        Not for long: a rank that has no more batches may wait elsewhere for this one.
+        """
+        if not self._may_give and self._waits_for_others:
+            self._waits_for_others = self._links.await_backwards(
+                self._num_steps, self._num_backwards, timeout_s=_LEAD_S, meanwhile=self.take_in
+            )
+        self._may_give = True
+
+    def _keep(self, values: torch.Tensor) -> Parcel:
+        """This rank's own contribution. Where there is no room, what can be summed makes some."""
+        deadline_s = time.monotonic() + PATIENCE_S
+        while (parcel := self._parcels.put(values)) is None:
+            self.take_in()
+            self._links.check()
+            self._parcels.await_room(_LOOK_S)
+            if time.monotonic() > deadline_s:
+                raise self._parcels.no_room(values.nbytes)
+        return parcel
+
+    def deliver(self, rank: int, tensor: int, generation: int, parcel: Parcel) -> None:
+        """A part of a gradient that this rank owns, from `rank`. Any thread."""
+        self._inbox.deliver(tensor, rank, generation, parcel)
+
+    def _part_of_mean(self, parcel: Parcel) -> torch.Tensor:
+        """A contribution, divided by the number of ranks: fp32, memory that may be changed."""
+        values = self._parcels.read(parcel)
+        return values if parcel.is_mean else values.float().mul_(1.0 / self._partition.count)
+
+    def _combine(self, one: Parcel, other: Parcel) -> Parcel:
+        total = self._part_of_mean(one).add_(self._part_of_mean(other))
+        return self._parcels.merge((one, other), total)
 
     def take_in(self) -> None:
         """Adds up what has come from other ranks."""
         self._sum_up(all_are_there=False)
 
     def _sum_up(self, *, all_are_there: bool) -> None:
-        for tensor, values in self._inbox.take(all_are_there=all_are_there):
+        for tensor, parcel in self._inbox.take(all_are_there=all_are_there):
             unit, share = self._mine[tensor]
-            mean = self._part_of_mean(values).to(self._ranked_device.torch_device)
+            mean = self._part_of_mean(parcel).to(self._ranked_device.torch_device)
             self.owned.add(unit, share.part, mean)
+            self._parcels.drop(parcel)
 
     # -- The step ----------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
         """All ranks enter the step: sums are complete, and everybody knows which there are."""
         if self._partition.stage == 1:
-            self._give_sums()
+            for unit in self._partition.wholes:
+                self._give_sums(unit)
         given = numpy.array([spec in self._given for spec in self._specs], dtype=numpy.bool_)
         generations = [self._inbox.generation(index) for index in range(len(self._specs))]
         mine = numpy.array(generations, dtype=numpy.int64)
@@ -271,6 +314,8 @@ class RankedGradients(Gradients):
             counts = numpy.frombuffer(content, numpy.int64, offset=len(self._specs))
             self._refuse_other_generation(rank, mine, counts)
         self._sum_up(all_are_there=True)
+        self._num_steps, self._num_backwards = self._num_steps + 1, 0
+        self._may_give = self._waits_for_others = True
         self._known.update(self._specs[index] for index in numpy.flatnonzero(given))
         self._given.clear()
         self._all_norms = None
@@ -282,16 +327,19 @@ class RankedGradients(Gradients):
             if self._specs[index] in self._known and not self.owned.has(share.part):
                 self.owned.add(unit, share.part, torch.zeros(share.part.numel))
 
-    def _give_sums(self) -> None:
-        for unit in self._partition.wholes:
-            for spec in unit.trainable():
-                if super().has(spec):
-                    if spec.numel:
-                        dtype = self._sent_as[spec] or torch.float32
-                        sums = super().view(unit, spec).to(dtype, copy=True)  # For its way.
-                        self._give(spec, sums)
-                    super().forget(spec)
-        self._sent_as.clear()
+    def _give_sums(self, unit: Unit) -> None:
+        """Gives away what was summed here."""
+        for spec in unit.trainable():
+            if super().has(spec):
+                dtype = self._sent_as.pop(spec) or torch.float32
+                self._give(spec, super().view(unit, spec).to(dtype, copy=True))  # For its way.
+                super().forget(spec)
+
+    def _give_away(self, unit: Unit) -> None:
+        """In stages 2 and 3 sums rest nowhere: they are in the unit's buffer until given."""
+        if unit in self._buffers:
+            self._give_sums(unit)
+            self._pool.free(self._buffers.pop(unit).block)
 
     def _refuse_other_generation(
         self, rank: int, mine: numpy.ndarray[Any, Any], theirs: numpy.ndarray[Any, Any]
@@ -383,16 +431,28 @@ class RankedGradients(Gradients):
         self.owned.finish_copies()
 
     def write_out(self, unit: Unit) -> None:
-        super().write_out(unit)
+        if self._partition.stage == 1:
+            super().write_out(unit)
+        elif self.is_layer_major:
+            self.finish_copies()
+            self._give_away(unit)
         self.owned.write_out(self._partition.mine[unit.index].unit)
 
     def write_out_all(self) -> None:
+        if self._partition.stage == 1:
+            super().write_out_all()
+        else:
+            self.finish_copies()
+            for unit in list(self._buffers):
+                self._give_away(unit)
+            self._num_backwards, self._may_give = self._num_backwards + 1, False
+            self._links.note_backward(self._num_steps, self._num_backwards)
         self._sum_up(all_are_there=False)
-        super().write_out_all()
         self.owned.write_out_all()
 
     def reclaim(self) -> bool:
-        return super().reclaim() or self.owned.reclaim()
+        # Sums that are to be given away wait for all their parts, whatever room there is.
+        return (self._partition.stage == 1 and super().reclaim()) or self.owned.reclaim()
 
     def settle(self) -> None:
         super().settle()

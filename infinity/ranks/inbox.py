@@ -47,7 +47,7 @@ class _Tensor(Generic[Content]):
 class Inbox(Generic[Content]):
     """Contributions by tensor, from `count` ranks. Delivered by any thread, taken by one.
 
-    `combine(a, b)` is the sum of two and may reuse their memory; `nbytes_of` is what one takes.
+    `combine(a, b)` is the sum of two, which end with it; `drop` ends what nobody wants any more.
     """
 
     def __init__(
@@ -55,17 +55,15 @@ class Inbox(Generic[Content]):
         count: int,
         *,
         combine: Callable[[Content, Content], Content],
-        nbytes_of: Callable[[Content], int],
+        drop: Callable[[Content], None],
     ) -> None:
         self._count = count
         self._top = (count - 1).bit_length()
         self._combine = combine
-        self._nbytes_of = nbytes_of
+        self._drop = drop
         self._tensors: dict[int, _Tensor[Content]] = {}
         self._touched: set[int] = set()
         self._lock = threading.Lock()
-        self.kept_nbytes = 0
-        self.high_water_nbytes = 0
 
     # -- In ----------------------------------------------------------------------------------------
 
@@ -74,9 +72,8 @@ class Inbox(Generic[Content]):
         with self._lock:
             entry = self._entry(tensor)
             if generation < entry.generation:
-                return
-            self._keep(content)
-            if generation > entry.generation:
+                self._drop(content)
+            elif generation > entry.generation:
                 entry.ahead.append((rank, generation, content))
             else:
                 self._place(entry, rank, content)
@@ -92,16 +89,9 @@ class Inbox(Generic[Content]):
             if self._has_ranks(neighbour):
                 if neighbour not in nodes:
                     break
-                content = self._sum(nodes.pop(neighbour), content)
+                content = self._combine(nodes.pop(neighbour), content)
             level, index = level + 1, index // 2
         nodes[level, index] = content
-
-    def _sum(self, one: Content, other: Content) -> Content:
-        self._let_go(one)
-        self._let_go(other)
-        total = self._combine(one, other)
-        self._keep(total)
-        return total
 
     def forget(self, tensor: int) -> None:
         """Begins the next generation of a tensor: what was given in the last ones is dropped."""
@@ -110,7 +100,7 @@ class Inbox(Generic[Content]):
             entry.generation += 1
             for nodes in entry.nodes.values():
                 for content in nodes.values():
-                    self._let_go(content)
+                    self._drop(content)
             entry.restart()
             entry.is_fresh = True
             ahead, entry.ahead = entry.ahead, []
@@ -145,9 +135,7 @@ class Inbox(Generic[Content]):
     def _next(self, entry: _Tensor[Content], all_are_there: bool) -> Content | None:
         with self._lock:
             content = self._next_of(entry, all_are_there)
-            if content is not None:
-                self._let_go(content)
-            elif all_are_there:
+            if content is None and all_are_there:
                 entry.is_fresh = entry.is_fresh and not any(entry.given)
                 entry.restart()
             return content
@@ -203,19 +191,10 @@ class Inbox(Generic[Content]):
             return None
         halves = [self._subtree(nodes, (level - 1, 2 * index + side), True) for side in (0, 1)]
         there = [half for half in halves if half is not None]
-        return self._sum(*there) if len(there) == 2 else next(iter(there), None)
-
-    # -- Bytes -------------------------------------------------------------------------------------
+        return self._combine(*there) if len(there) == 2 else next(iter(there), None)
 
     def _entry(self, tensor: int) -> _Tensor[Content]:
         return self._tensors.setdefault(tensor, _Tensor([0] * self._count))
 
     def _has_ranks(self, node: _Node) -> bool:
         return node[1] << node[0] < self._count
-
-    def _keep(self, content: Content) -> None:
-        self.kept_nbytes += self._nbytes_of(content)
-        self.high_water_nbytes = max(self.high_water_nbytes, self.kept_nbytes)
-
-    def _let_go(self, content: Content) -> None:
-        self.kept_nbytes -= self._nbytes_of(content)

@@ -27,6 +27,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from functools import partial
 from typing import Protocol
 
 from infinity.errors import InfinityError, RankError
@@ -36,6 +37,7 @@ BEAT_S = 2.0
 SILENCE_S = 20.0  # A process that says nothing for so long does not compute, it is stuck.
 LINGER_S = 600.0  # A rank that is done waits so long for the others, who may need its shards.
 _CAUSE_S = 1.0  # A closed socket may be seen before the word that explains it.
+_MEANWHILE_S = 0.02
 _QUEUED_NBYTES = 64 << 20  # Gradients on their way out, beyond which the giver waits.
 _HEADER = struct.Struct("<BxxxIIIQ")  # kind, three numbers, bytes that follow
 
@@ -48,6 +50,7 @@ class Kind(IntEnum):
     NOTE = 5  # (length of the tag): tag and content
     BEAT = 6
     BYE = 7  # (rank + 1 that failed, or 0): why
+    OVER = 8  # (step, count): how many backward passes since that step are over
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +76,16 @@ class Service(Protocol):
         is asked for."""
 
     def deliver(
-        self, rank: int, tensor: int, dtype: int, generation: int, content: bytearray
+        self,
+        rank: int,
+        tensor: int,
+        dtype: int,
+        generation: int,
+        nbytes: int,
+        receive: Callable[[memoryview], None],
     ) -> None:
-        """Takes a part of a gradient that `rank` gave."""
+        """Takes a part of a gradient that `rank` gives: `nbytes`, by calls of `receive`, each of
+        which fills the memory it is given."""
 
 
 class Job:
@@ -125,6 +135,7 @@ class Links:
         self._failure: RankError | None = None
         self._notes: dict[int, deque[tuple[str, bytes]]] = {p.rank: deque() for p in peers}
         self._left: set[int] = set()  # Ranks that said goodbye: done, and not in need of anything.
+        self._over: dict[int, tuple[int, int]] = {p.rank: (0, 0) for p in peers}
         self._queues: dict[int, queue.SimpleQueue[_Message | None]] = {}
         self._outgoing: dict[int, socket.socket] = {}
         self._sending: dict[int, threading.Lock] = {}  # One message at a time on a socket.
@@ -302,18 +313,68 @@ class Links:
         """Asks for the bytes of another rank's shard, into `sinks`, which together are as long."""
         return self._submit(rank, Kind.GET, (unit, piece, 0), sinks=sinks)
 
-    def put(self, rank: int, tensor: int, dtype: int, generation: int, content: memoryview) -> None:
+    def put(
+        self,
+        rank: int,
+        tensor: int,
+        dtype: int,
+        generation: int,
+        content: memoryview,
+        *,
+        meanwhile: Callable[[], None],
+    ) -> None:
         """Gives a part of a gradient to its owner. `content` stays unchanged until it is sent.
 
-        Waits while much is on its way; how fast it leaves does not depend on what others compute.
+        Waits while much is on its way, and calls `meanwhile` now and then: where no rank has room
+        for what it is given, each has to make some.
         """
+        self._wait_for(lambda: self._queued_nbytes <= _QUEUED_NBYTES, meanwhile)
         with self._changed:
-            self._changed.wait_for(
-                lambda: self._failure is not None or self._queued_nbytes <= _QUEUED_NBYTES
-            )
             self._queued_nbytes += content.nbytes
         self._counters.add("ranks_reduced_nbytes", content.nbytes)
         self._submit(rank, Kind.PUT, (tensor, dtype, generation), content)
+
+    def note_backward(self, step: int, count: int) -> None:
+        """Tells the others that `count` backward passes since a step are over on this rank."""
+        for peer in self.others:
+            self._submit(peer.rank, Kind.OVER, (step, count, 0))
+
+    def await_backwards(
+        self, step: int, count: int, *, timeout_s: float, meanwhile: Callable[[], None]
+    ) -> bool:
+        """Whether `count` backward passes since a step are over on every other rank, in this time.
+
+        A rank that waits for this one somewhere is not waited for. So of all ranks the one that is
+        furthest behind never waits. What ranks wait for that is not of these links is not seen.
+        """
+
+        def is_over() -> bool:
+            return all(
+                self._over[peer.rank] >= (step, count)
+                or self._notes[peer.rank]
+                or peer.rank in self._left
+                for peer in self.others
+            )
+
+        return self._wait_for(is_over, meanwhile, timeout_s)
+
+    def _wait_for(
+        self,
+        is_reached: Callable[[], bool],
+        meanwhile: Callable[[], None],
+        timeout_s: float = float("inf"),
+    ) -> bool:
+        deadline_s = time.monotonic() + timeout_s
+        while time.monotonic() < deadline_s:
+            with self._changed:
+                is_over = self._changed.wait_for(
+                    lambda: self._failure is not None or is_reached(), _MEANWHILE_S
+                )
+            self.check()
+            if is_over:
+                return True
+            meanwhile()
+        return False
 
     def all_gather(self, tag: str, content: bytes) -> list[bytes]:
         """Every rank's `content`, in rank order. All ranks call it with one tag, in one order.
@@ -408,12 +469,13 @@ class Links:
                 self._changed.notify_all()
 
     def _carry_out(self, connection: socket.socket, message: _Message, peer: Peer) -> None:
-        connection.settimeout(SILENCE_S)
+        # Wakes to see whether the rank that serves is still there, which its beats tell. It may
+        # take its time: it has no room for what it is given, or its drive is slow.
+        connection.settimeout(BEAT_S)
         with self._sending[peer.rank]:
-            _send(connection, message.kind, message.numbers, message.content)
+            _send(connection, message.kind, message.numbers, message.content, self.check)
         if message.kind is not Kind.GET:
             return
-        connection.settimeout(BEAT_S)  # Wakes to see whether the rank that serves is still there.
         kind, _, nbytes = _receive_header(connection, self.check)
         wanted = sum(sink.nbytes for sink in message.sinks)
         if kind is not Kind.DATA or nbytes != wanted:
@@ -428,11 +490,13 @@ class Links:
         try:
             while self._serve_one(peer, connection, self._service):
                 pass
+        except InfinityError as error:  # Of this rank: a drive that failed, no room.
+            self.abort(f"{type(error).__name__}: {error}")
         except TimeoutError:
             self._lost(peer, f"it said nothing for {SILENCE_S:.0f} s")
         except OSError as broken:
             self._lost(peer, _describe(broken))
-        except Exception as error:  # Of this rank: a drive that failed, a broken invariant.
+        except Exception as error:  # A broken invariant.
             self.abort(f"{type(error).__name__}: {error}")
 
     def _serve_one(self, peer: Peer, connection: socket.socket, service: Service) -> bool:
@@ -443,10 +507,16 @@ class Links:
             for part in parts:
                 connection.sendall(part)
             return True
+        if kind is Kind.PUT:
+            receive = partial(_receive_into, connection)
+            service.deliver(peer.rank, first, second, third, nbytes, receive)
+            return True
         content = bytearray(nbytes)
         _receive_into(connection, memoryview(content))
-        if kind is Kind.PUT:
-            service.deliver(peer.rank, first, second, third, content)
+        if kind is Kind.OVER:
+            with self._changed:
+                self._over[peer.rank] = (first, second)
+                self._changed.notify_all()
         elif kind is Kind.NOTE:
             note = content[:first].decode(), bytes(content[first:])
             with self._changed:
@@ -473,15 +543,24 @@ def _describe(broken: Exception) -> str:
 
 
 def _send(
-    connection: socket.socket, kind: Kind, numbers: tuple[int, int, int], content: memoryview
+    connection: socket.socket,
+    kind: Kind,
+    numbers: tuple[int, int, int],
+    content: memoryview,
+    check: Callable[[], None] | None = None,
 ) -> None:
+    """With `check`, a timeout asks it whether to go on waiting."""
     content = content.cast("B") if content.nbytes else content
     header = _HEADER.pack(kind, *numbers, content.nbytes)
-    if content.nbytes <= 1 << 16:
-        connection.sendall(header + bytes(content))
-    else:
-        connection.sendall(header)
-        connection.sendall(content)
+    parts = (header + bytes(content),) if content.nbytes <= 1 << 16 else (header, content)
+    for part in map(memoryview, parts):
+        while part.nbytes:
+            try:
+                part = part[connection.send(part) :]
+            except TimeoutError:
+                if check is None:
+                    raise
+                check()
 
 
 def _receive_header(

@@ -26,8 +26,9 @@ class Group:
     process_group: Any
     rank: int
     count: int
+    job_rank: int  # Among all ranks of the job, of which this group may be a part.
     node_rank: int  # Among the ranks of this node.
-    node_count: int
+    node_count: int  # Ranks of this node, those of other groups included where torchrun says so.
     hosts: tuple[str, ...]
 
 
@@ -51,22 +52,30 @@ def find_group(group: Any = None) -> Group | None:
         if group is not None:
             raise ConfigError("a group was given, but torch.distributed is not initialized")
         return None
-    if hasattr(group, "get_group"):
-        if group.ndim != 1:
-            raise ConfigError(
-                f"expected a mesh of one dimension, got {group.ndim}; give the data-parallel slice "
-                'of it, such as mesh["dp"]'
-            )
-        group = group.get_group()
+    group = process_group(group)
     rank, count = dist.get_rank(group), dist.get_world_size(group)
-    if rank < 0:
-        raise ConfigError("this process is not a member of the group that was given")
     if count == 1:
         return None
     hosts: list[Any] = [None] * count
     dist.all_gather_object(hosts, socket.gethostname(), group=group)
     here = [other for other in range(count) if hosts[other] == hosts[rank]]
-    return Group(group, rank, count, here.index(rank), len(here), tuple(hosts))
+    node_count = max(len(here), int(os.environ.get("LOCAL_WORLD_SIZE", 0)))
+    return Group(group, rank, count, dist.get_rank(), here.index(rank), node_count, tuple(hosts))
+
+
+def process_group(group: Any) -> Any:
+    """The process group behind a 1-D `DeviceMesh`, or itself. Raises ConfigError where this process
+    is not in it."""
+    if hasattr(group, "get_group"):
+        if group.ndim != 1:
+            raise ConfigError(
+                f"expected a mesh of one dimension, got {group.ndim}; give one slice of it, such "
+                'as mesh["dp"]'
+            )
+        group = group.get_group()
+    if dist.get_rank(group) < 0:
+        raise ConfigError("this process is not a member of the group that was given")
+    return group
 
 
 def connect(group: Group, counters: Counters) -> Links:

@@ -14,12 +14,15 @@ from typing import Any
 
 import torch
 
+from infinity.observe import Counters
 from infinity.ranks.links import Job, Links
+from infinity.ranks.parcels import Fill, Parcel, Parcels
 from infinity.sizes import MIB, PAGE_NBYTES, align_down, align_up
 from infinity.state.partition import Partition, Segment, Shard
 from infinity.state.store import StateStore, Transfer
 from infinity.state.units import Piece, Unit
 from infinity.storage.engine import Priority
+from infinity.storage.volume import Volume
 from infinity.tiers.host import Block, HostTier
 
 # What is served from a drive goes through a block of this size, one for each other rank.
@@ -28,8 +31,8 @@ _CODES = tuple(Piece)
 
 
 def serving_nbytes(partition: Partition) -> int:
-    """Host memory that serving needs for good."""
-    return SERVING_NBYTES * partition.count
+    """Host memory that serving needs for good: a block for each rank, and one for the inbox."""
+    return SERVING_NBYTES * (partition.count + 1)
 
 
 class Gathering:
@@ -61,15 +64,27 @@ class RankedStore(StateStore):
 
     links: Links
 
-    def __init__(self, partition: Partition, *, host: HostTier, **parts: Any) -> None:
+    def __init__(
+        self,
+        partition: Partition,
+        *,
+        host: HostTier,
+        volume: Volume | None,
+        counters: Counters,
+        inbox_nbytes: int,
+        **parts: Any,
+    ) -> None:
         self.partition = partition
         self._ranked_host = host
-        super().__init__(partition.units, host=host, **parts)
+        super().__init__(partition.units, host=host, volume=volume, counters=counters, **parts)
         self._blocks: list[Block] = []
-        for rank in range(partition.count):
+        for rank in range(partition.count + 1):
             block = host.allocate(SERVING_NBYTES, f"serving rank {rank}")
             assert block is not None, "the budget has room for serving"
             self._blocks.append(block)
+        self.parcels = Parcels(
+            inbox_nbytes, host=host, volume=volume, window=self._blocks.pop(), counters=counters
+        )
         self._own = ThreadPoolExecutor(1, thread_name_prefix="infinity-own-shard")
         # Units whose shard was written past the executor, which may keep an older copy.
         self.rewritten: set[int] = set()
@@ -162,6 +177,13 @@ class RankedStore(StateStore):
                 jobs.append(self.links.get(shard.rank, index, _CODES.index(piece), [view]))
         Gathering(jobs).wait()
         return whole
+
+    # -- Gradients ---------------------------------------------------------------------------------
+
+    def receive(self, dtype: torch.dtype, nbytes: int, receive: Fill, *, giver: int) -> Parcel:
+        """What another rank gives, as it arrives. By the thread that serves that rank, whose block
+        nobody else uses."""
+        return self.parcels.receive(dtype, nbytes, receive, window=self._blocks[giver])
 
     # -- This rank's shard -------------------------------------------------------------------------
 

@@ -32,7 +32,8 @@ class Budgets:
     device may be filled with (None: unlimited). `available_host_nbytes`: what a share or "auto" of
     `tiers.host.capacity` is taken of. `shares_host_memory`: the device computes on host memory.
     With ranks, `gathered_nbytes`: the largest unit's weights that are put together from shards;
-    `serving_nbytes`: what other ranks are served through, lent for good.
+    `serving_nbytes`: what other ranks are served through, lent for good; `given_nbytes`: the most
+    that they give in the time of a backward. `inbox_nbytes` of the budget are not in the arena.
     Raises ConfigError for a tier that is not there, CapacityError for a budget that is too small.
     """
 
@@ -47,6 +48,7 @@ class Budgets:
         available_host_nbytes: int,
         gathered_nbytes: int = 0,
         serving_nbytes: int = 0,
+        given_nbytes: int = 0,
     ) -> None:
         self.preferences = {
             kind: tuple(getattr(config.placement, kind))
@@ -66,7 +68,15 @@ class Budgets:
         )
         smallest += serving_nbytes
         comfortable = self._comfortable(config, units, smallest)
-        self.host_nbytes = self._host_nbytes(config, units, comfortable, available_host_nbytes)
+        asked_nbytes = self._host_nbytes(
+            config, units, comfortable + given_nbytes, available_host_nbytes
+        )
+        needed_nbytes = smallest + self._resting_nbytes(units)
+        self.inbox_spills = False  # To nvme.
+        self.inbox_nbytes = self._inbox_nbytes(
+            config, units, given_nbytes, asked_nbytes, asked_nbytes - needed_nbytes
+        )
+        self.host_nbytes = asked_nbytes - self.inbox_nbytes
         self._refuse_small_host(units, smallest)
         self.placement = self._place(units, smallest, comfortable)
         self._refuse_small_device(units)
@@ -131,27 +141,64 @@ class Budgets:
         all_nbytes = sum(resting_nbytes(unit, piece) for unit in units for piece in Piece)
         return min(asked_nbytes, align_up(all_nbytes + comfortable, 2 * MIB))
 
-    def _refuse_small_host(self, units: Sequence[Unit], smallest: int) -> None:
+    def _inbox_nbytes(
+        self,
+        config: SwapConfig,
+        units: Sequence[Unit],
+        given_nbytes: int,
+        asked_nbytes: int,
+        spare_nbytes: int,
+    ) -> int:
+        """What gradients of other ranks may wait in: with nvme as little as is there, without it
+        at least those of two units."""
+        if not given_nbytes:
+            return 0
+        self.inbox_spills = any("nvme" in order for order in self.preferences.values())
+        largest_nbytes = max(unit.state_numel for unit in units) * STATE_ITEM_NBYTES
+        least_nbytes = 0 if self.inbox_spills else 2 * largest_nbytes
+        if config.ranks.inbox == "auto":
+            return max(least_nbytes, min(given_nbytes, asked_nbytes // 8, spare_nbytes))
+        if config.ranks.inbox < least_nbytes:
+            raise CapacityError(
+                "host",
+                needed_nbytes=least_nbytes,
+                available_nbytes=config.ranks.inbox,
+                key="ranks.inbox, or place a kind of state on nvme, where any size will do",
+                detail="gradients of other ranks need room for those of the largest unit, twice",
+            )
+        return config.ranks.inbox
+
+    def _resting_nbytes(self, units: Sequence[Unit]) -> int:
+        """Bytes that can rest nowhere but on the host."""
         only_host = [kind for kind, order in self.preferences.items() if set(order) == {"host"}]
-        resting = sum(
+        return sum(
             resting_nbytes(unit, piece)
             for unit in units
             for piece in Piece
             if piece.kind in only_host
         )
-        needed_nbytes = resting + smallest
-        if self.host_nbytes < needed_nbytes:
+
+    def _refuse_small_host(self, units: Sequence[Unit], smallest: int) -> None:
+        resting = self._resting_nbytes(units)
+        needed_nbytes = resting + smallest + self.inbox_nbytes
+        available_nbytes = self.host_nbytes + self.inbox_nbytes
+        if available_nbytes < needed_nbytes:
             largest = max(units, key=lambda unit: unit.weight_nbytes)
             raise CapacityError(
                 "host",
                 needed_nbytes=needed_nbytes,
-                available_nbytes=self.host_nbytes,
+                available_nbytes=available_nbytes,
                 key=f"tiers.host.capacity to {align_up(needed_nbytes, MIB) // MIB}MiB or more",
                 detail=(
                     f"the smallest host budget that works is {format_nbytes(needed_nbytes)}: "
                     f"{format_nbytes(resting)} rest there by placement, "
                     f"{format_nbytes(smallest)} are needed to work in (largest unit "
                     f"{largest.name!r}, {format_nbytes(largest.weight_nbytes)})"
+                    + (
+                        f", {format_nbytes(self.inbox_nbytes)} for gradients of other ranks"
+                        if self.inbox_nbytes
+                        else ""
+                    )
                 ),
             )
 

@@ -181,6 +181,7 @@ def _shard(
             weight_nbytes=max(head_nbytes + frozen_nbytes, PAGE_NBYTES),
             state_numel=stop - start,
             master_dtype=unit.master_dtype if stop > start else None,
+            moments=unit.moments,
             pieces=pieces,
         ),
         start=start,

@@ -134,6 +134,7 @@ class Volume:
         self._checksums: list[PageChecksums] | None = [] if verify or num_spares else None
         # A write needs its checksum when something is frozen, not before: beside the transfer.
         self._digester = ThreadPoolExecutor(1) if num_spares and not verify else None
+        self._reserving = threading.Lock()
         self._lock = threading.Lock()  # guards the four below
         self._maps = tuple(GenerationMap() for _ in paths)
         self._frozen: list[Frozen] = []
@@ -181,9 +182,15 @@ class Volume:
         files too. The rest may be written while something is frozen as well, but finds its space
         only then. None: the piece is scratch, always written in place and never frozen.
         Fresh pieces read as zeros. Raises CapacityError, with the numbers of each path, before any
-        file grows. May be called again; pieces are never given back.
+        file grows. May be called again, by any thread; pieces are never given back.
         """
         self._check_usable()
+        with self._reserving:
+            return self._reserve(sizes_nbytes, spared_nbytes)
+
+    def _reserve(
+        self, sizes_nbytes: Sequence[int], spared_nbytes: Sequence[int | None] | None
+    ) -> list[tuple[Extent, ...]]:
         kept = sizes_nbytes if spared_nbytes is None else spared_nbytes
         heads = [(head or 0) if self.num_spares else 0 for head in kept]
         rooms = self._spaces()

@@ -15,14 +15,21 @@ from .processes import run_ranks
 from .work import MIXED, NVME, Case, assert_same, expected, train_all
 
 PLACEMENTS = ({}, NVME, MIXED)
-# Every combination of stage and placement, then what else may differ between ranks.
-CASES = [
-    *(Case(stage, placement) for stage in STAGES for placement in PLACEMENTS),
-    *(Case(stage, compute="bfloat16") for stage in STAGES),
+GRID = [Case(stage, placement) for stage in STAGES for placement in PLACEMENTS]
+# What else may differ between ranks.
+OTHERS = [
+    Case(2, compute="bfloat16"),
     Case(3, NVME, compute="bfloat16"),
     *(Case(stage, skips=True, steps=4) for stage in STAGES),
     *(Case(stage, NVME, model="experts", steps=4) for stage in STAGES),
     *(Case(stage, accumulation=3, skips=True) for stage in STAGES),
+    # Nearly all that waits to be summed waits on the drive.
+    Case(1, NVME, inbox=4096, steps=2),
+    Case(3, NVME, inbox=4096, accumulation=2, steps=2),
+    Case(2, layer_major=True, accumulation=3, steps=2),
+    Case(3, MIXED, layer_major=True, accumulation=3, simulated=True),
+    Case(1, reduce_dtype="bfloat16", accumulation=2, steps=2),
+    Case(3, reduce_dtype="bfloat16", simulated=True, steps=2),
     Case(3, lazy_ranks=(1,)),
     Case(1, model="experts", lazy_ranks=(0,)),
     Case(3, simulated=True),
@@ -34,12 +41,35 @@ CASES = [
 
 @pytest.mark.parametrize("count", [2, 3, 4])
 def test_ranks_have_the_bits_of_a_sum_in_rank_order(count: int) -> None:
-    cases = CASES if count == 3 else [case for case in CASES if count == 2 or not case.placement]
+    """All of it on three; drives take most of the time, so others have less of them."""
+    cases = {
+        2: [*GRID, *(case for case in OTHERS if not case.placement)],
+        3: [*GRID, *OTHERS],
+        4: [case for case in (*GRID, *OTHERS) if case in GRID[-3:] or not case.placement],
+    }[count]
     for case, runs in zip(
         cases, zip(*run_ranks(count, train_all, cases), strict=True), strict=True
     ):
         for rank, (found, wanted) in enumerate(zip(runs, expected(case, count), strict=True)):
             assert_same(found, wanted, f"rank {rank} of {count}, {case}")
+            if case.inbox != "auto":
+                assert found.counters["ranks_inbox_high_water_nbytes"] <= case.inbox
+                assert found.counters["ranks_inbox_spilled_nbytes"] > case.inbox
+
+
+def test_ranks_that_see_one_batch_have_the_bits_of_one_rank() -> None:
+    """Halving and adding twice is exact. What shards are cut through: blocks of moments that share
+    a scale, and tiles."""
+    cases = [
+        Case(1, moments="8bit", compute="bfloat16", is_shared=True),
+        Case(3, NVME, moments="8bit", compute="bfloat16", is_shared=True),
+        Case(2, MIXED, moments="8bit", tile=1 << 20, model="wide", is_shared=True, steps=2),
+        Case(3, tile=1 << 20, model="wide", is_shared=True, steps=2),
+    ]
+    [alone] = run_ranks(1, train_all, cases)
+    for runs in run_ranks(2, train_all, cases):
+        for case, found, wanted in zip(cases, runs, alone, strict=True):
+            assert_same(found, wanted, str(case))
 
 
 def test_one_rank_is_as_without_ranks() -> None:

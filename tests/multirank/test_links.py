@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import pytest
 
-from infinity.errors import RankError
+from infinity.errors import RankError, StorageError
 from infinity.observe import Counters
 from infinity.ranks import links as links_module
 from infinity.ranks.links import Kind, Links, Peer
@@ -27,8 +28,17 @@ class Shelf:
         return len(CONTENT), (memoryview(CONTENT)[:half], memoryview(CONTENT)[half:])
 
     def deliver(
-        self, rank: int, tensor: int, dtype: int, generation: int, content: bytearray
+        self,
+        rank: int,
+        tensor: int,
+        dtype: int,
+        generation: int,
+        nbytes: int,
+        receive: Callable[[memoryview], None],
     ) -> None:
+        content = bytearray(nbytes)
+        for start in range(0, nbytes, 100_000):
+            receive(memoryview(content)[start : start + 100_000])
         self.delivered.append((rank, tensor, dtype, generation, bytes(content)))
 
 
@@ -66,7 +76,7 @@ def test_gets_are_scattered_and_puts_come_before_notes(
     links[0].get(1, 3, 0, [memoryview(sink) for sink in sinks]).wait()
     assert sinks[0] + sinks[1] == CONTENT
     for number in range(20):
-        links[1].put(0, number, 1, 2, memoryview(CONTENT))
+        links[1].put(0, number, 1, 2, memoryview(CONTENT), meanwhile=lambda: None)
     gathered: list[list[bytes]] = []
     together([lambda i=i: gathered.append(links[i].all_gather("x", b"%d" % i)) for i in range(2)])
     assert gathered == [[b"0", b"1"]] * 2
@@ -112,3 +122,70 @@ def test_different_calls_are_named(
 
     together([lambda i=i: call(i) for i in range(2)])
     assert all("'call 0'" in text and "'call 1'" in text for text in found)
+
+
+def test_who_is_ahead_waits_for_the_last_backward_but_not_for_who_waits(
+    pair: tuple[list[Links], list[Shelf]],
+) -> None:
+    links, _ = pair
+    looks = threading.Semaphore(0)
+
+    def waiting(step: int, count: int) -> threading.Thread:
+        thread = threading.Thread(
+            target=lambda: links[0].await_backwards(
+                step, count, timeout_s=60, meanwhile=looks.release
+            )
+        )
+        thread.start()
+        assert looks.acquire(timeout=10), "it looks at what came, and waits on"
+        return thread
+
+    first = waiting(3, 1)
+    links[1].note_backward(3, 1)
+    first.join(10)
+    assert not first.is_alive()
+    assert links[0].await_backwards(2, 7, timeout_s=60, meanwhile=pytest.fail), "that step is over"
+    assert not links[0].await_backwards(3, 2, timeout_s=0.05, meanwhile=looks.release)
+    second = waiting(3, 2)
+    meeting = threading.Thread(target=lambda: links[1].all_gather("a meeting", b""))
+    meeting.start()  # It gives nothing more before the other one comes.
+    second.join(10)
+    assert not second.is_alive()
+    links[0].all_gather("a meeting", b"")
+    meeting.join(10)
+
+
+def test_a_drive_that_fails_is_of_the_rank_that_serves(
+    pair: tuple[list[Links], list[Shelf]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    links, shelves = pair
+
+    def broken(unit: int, piece: int, *, to: int) -> tuple[int, Iterable[memoryview]]:
+        raise StorageError(errno.EIO, operation="read", path="/swap")
+
+    monkeypatch.setattr(shelves[1], "serve", broken)
+    with pytest.raises(RankError, match="rank 1 .*Input/output error") as caught:
+        links[0].get(1, 0, 0, [memoryview(bytearray(8))]).wait()
+    assert caught.value.rank == 1
+
+
+def test_a_rank_that_takes_its_time_is_not_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has no room for what it is given, longer than a silent rank is waited for."""
+    monkeypatch.setattr(links_module, "SILENCE_S", 0.8)
+    monkeypatch.setattr(links_module, "BEAT_S", 0.2)
+    links, shelves = make(2), [Shelf(), Shelf()]
+    together([lambda i=i: links[i].open(shelves[i]) for i in range(2)])
+    has_room, take = threading.Event(), shelves[1].deliver
+
+    def deliver(*message: object) -> None:
+        assert has_room.wait(10)
+        take(*message)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(shelves[1], "deliver", deliver)
+    content = bytes(16 << 20)  # More than sockets hold.
+    links[0].put(1, 0, 0, 0, memoryview(content), meanwhile=lambda: None)
+    assert not has_room.wait(2.5 * links_module.SILENCE_S)
+    has_room.set()
+    together([lambda i=i: links[i].all_gather("x", b"") for i in range(2)])
+    assert shelves[1].delivered == [(0, 0, 0, 0, content)]
+    together([each.close for each in links])

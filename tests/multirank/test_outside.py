@@ -10,9 +10,11 @@ import torch
 from torch import Tensor, nn
 
 import infinity
+from infinity.errors import InfinityError
 from infinity.state.partition import STAGES
+from infinity.testing import SimulatedDevice
 
-from .models import Blocks, batch, loss_of
+from .models import batch, loss_of
 from .processes import run_ranks
 from .work import LR, MIXED, NVME, Case, build, offloaded, read_weights, train_model
 
@@ -107,23 +109,113 @@ def test_a_model_built_on_meta_is_the_same_on_all_ranks(tmp_path: Path) -> None:
         assert all(bool((tensor == 2.0).all()) for tensor in again.values())
 
 
-def _over_a_mesh(rank: int) -> tuple[int, int, bool]:
-    """Four ranks: two replicas of data parallel, each over two ranks of its own."""
+class Halves(nn.Module):
+    """Half of a layer's neurons; the other rank of the mesh's "tp" has the rest."""
+
+    def __init__(self, group: Any) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(7, 12), nn.Linear(12, 7, bias=False)
+        self.group = group
+
+    def forward(self, x: Tensor) -> Tensor:
+        reduced = self.down(torch.tanh(self.up(_SumGradient.apply(x, self.group))))
+        return x + _Sum.apply(reduced, self.group)
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        x = x.clone()
+        torch.distributed.all_reduce(x, group=group)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient, None
+
+
+class _SumGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return _Sum.forward(ctx, gradient, ctx.group), None
+
+
+class Divided(nn.Module):
+    """A first layer that both ranks of "tp" have, and blocks of which each has a half."""
+
+    def __init__(self, mesh: Any) -> None:
+        super().__init__()
+        torch.manual_seed(9)
+        self.first = nn.Linear(7, 7)
+        torch.manual_seed(mesh.get_local_rank())
+        self.blocks = nn.ModuleList(Halves(mesh.get_group()) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def _over_a_mesh(rank: int, swap: str) -> list[dict[str, Any]]:
+    """Four ranks: two of data parallel, each of two that compute their layers together. Without
+    and with layer inputs in parts."""
     from torch.distributed.device_mesh import init_device_mesh
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "dp"))
-    torch.manual_seed(mesh["tp"].get_local_rank())  # Other weights for the other half.
-    model = Blocks()
-    given = {name: p.detach().clone() for name, p in model.named_parameters()}
-    infinity.offload(model, {"tiers": {"host": {"capacity": "64MiB"}}}, group=mesh["dp"])
-    part = infinity.engine_of(model).parts.ranks.partition
-    same = _same(read_weights(model), given)
-    infinity.engine_of(model).close()
-    return part.rank, part.count, same
+    return [_train_divided(rank, mesh, swap, group) for group in (None, mesh["tp"])]
 
 
-def test_state_is_divided_over_the_slice_of_a_mesh() -> None:
-    assert run_ranks(4, _over_a_mesh) == [(0, 2, True), (1, 2, True)] * 2
+def _train_divided(rank: int, mesh: Any, swap: str, group: Any) -> dict[str, Any]:
+    model = Divided(mesh["tp"])
+    config = {
+        "tiers": {"host": {"capacity": "64MiB"}, "nvme": [{"path": swap}]},
+        "placement": {"activations": "nvme"},
+    }
+    device = SimulatedDevice(rank)
+    infinity.offload(model, config, group=mesh["dp"], model_parallel_group=group, device=device)
+    engine = infinity.engine_of(model)
+    part = engine.parts.ranks.partition
+    assert (part.rank, part.count) == (mesh["dp"].get_local_rank(), 2)
+    optimizer = infinity.AdamW(model, lr=LR)
+
+    def loss_of(seed: int) -> Tensor:
+        return model(batch(seed, 7)[:3]).square().mean()
+
+    losses: list[Tensor] = []
+    for step in range(2):
+        seed = 100 * step + 10 * part.rank
+        losses += infinity.accumulate(model, loss_of, [seed, seed + 1])
+        optimizer.step()
+        optimizer.zero_grad()
+    found: dict[str, Any] = {
+        "losses": [loss.item() for loss in losses],
+        "weights": read_weights(model),
+        "nbytes": engine.counters.snapshot()["activation_out_nbytes"],
+    }
+    if group is not None:
+        engine.share_activations(group.get_group())
+        try:  # Each rank has a batch of its own.
+            infinity.accumulate(model, loss_of, [rank])
+        except InfinityError as error:
+            found["refused"] = str(error)
+    engine.close()
+    return found
+
+
+def test_layer_inputs_are_divided_over_those_who_compute_them_together(tmp_path: Path) -> None:
+    """State over the mesh's data-parallel ranks, layer inputs over the others: same bits, and half
+    of the bytes. A layer input has 3 x 7 elements, so that a part ends within one."""
+    for whole, parts in run_ranks(4, _over_a_mesh, str(tmp_path / "swap")):
+        assert parts["losses"] == whole["losses"]
+        assert _same(parts["weights"], whole["weights"])
+        assert parts["nbytes"] == whole["nbytes"] / 2 > 0
+        assert "another layer input than rank 0" in parts["refused"]
 
 
 def _train_the_head(rank: int, stage: int) -> dict[str, Tensor]:

@@ -31,7 +31,8 @@ MIXED = {"parameters": "device", "master": "nvme", "moments": "host", "gradients
 
 @dataclass(frozen=True)
 class Case:
-    """One way of training. `lazy_ranks` have no batch in the last step."""
+    """One way of training. `lazy_ranks` have no batch in the last step; `is_shared`: all ranks have
+    the batches of rank 0."""
 
     stage: int = 3
     placement: dict[str, str] = field(default_factory=dict)
@@ -42,7 +43,13 @@ class Case:
     compute: str = "float32"
     skips: bool = False
     lazy_ranks: tuple[int, ...] = ()
+    is_shared: bool = False
     simulated: bool = False
+    layer_major: bool = False
+    tile: int | None = None
+    moments: str = "float32"
+    inbox: int | str = "auto"
+    reduce_dtype: str = "auto"
     budgets: str = "node"
     capacity: str = "48MiB"
 
@@ -61,7 +68,7 @@ def micro_batches(case: Case, rank: int, step: int) -> Iterator[tuple[Tensor, tu
     if step == case.steps - 1 and rank in case.lazy_ranks:
         return
     for micro in range(case.accumulation):
-        seed = 1000 * step + 10 * rank + micro
+        seed = 1000 * step + 10 * rank * (not case.is_shared) + micro
         skip = (seed % 3, (rank + micro) % 3) if case.skips else ()
         yield batch(seed, MODELS[case.model].width), skip
 
@@ -79,11 +86,18 @@ def offloaded(
     case: Case, swap: Path, *, checkpoint: dict[str, Any] | None = None, resume: Any = None
 ) -> nn.Module:
     config: dict[str, Any] = {
-        "ranks": {"stage": case.stage, "budgets": case.budgets},
+        "ranks": {
+            "stage": case.stage,
+            "budgets": case.budgets,
+            "inbox": case.inbox,
+            "reduce_dtype": case.reduce_dtype,
+        },
         "tiers": {"host": {"capacity": case.capacity}, "device": {"kind": "cpu"}},
         "placement": {"master": "host", "moments": "host", "parameters": "host"} | case.placement,
-        "precision": {"compute": case.compute},
+        "precision": {"compute": case.compute, "moments": case.moments},
     }
+    if case.tile:
+        config["schedule"] = {"tile": case.tile}
     if "nvme" in case.placement.values():
         config["tiers"]["nvme"] = [{"path": str(swap), "capacity": "64MiB"}]
     if checkpoint is not None:
@@ -113,21 +127,36 @@ def case_id(case: Case) -> str:
 def train_model(model: nn.Module, rank: int, case: Case) -> Run:
     optimizer = infinity.AdamW(model, lr=LR, max_grad_norm=case.max_norm)
     run = Run()
-    dtype = getattr(torch, case.compute)
     for step in range(case.steps):
-        for x, skip in micro_batches(case, rank, step):
-            loss = loss_of(model, x.to(dtype), skip)
-            loss.backward()
-            run.losses.append(loss.item())
-        optimizer.step()
+        run.losses += one_step(model, optimizer, rank, case, step)
         if optimizer.grad_norm is not None:
             run.norms.append(optimizer.grad_norm.item())
-        optimizer.zero_grad()
     engine = infinity.engine_of(model)
     assert not engine.resident_units()
     run.weights = read_weights(model)
     run.counters, run.placed = engine.counters.snapshot(), engine.placed_nbytes()
     return run
+
+
+def one_step(
+    model: nn.Module, optimizer: infinity.AdamW, rank: int, case: Case, step: int
+) -> list[float]:
+    """The losses of its micro-batches."""
+    dtype, batches = getattr(torch, case.compute), micro_batches(case, rank, step)
+
+    def forward(batch: tuple[Tensor, tuple[int, ...]]) -> Tensor:
+        return loss_of(model, batch[0].to(dtype), batch[1])
+
+    if case.layer_major:
+        losses = infinity.accumulate(model, forward, batches)
+    else:
+        losses = []
+        for each in batches:
+            losses.append(forward(each))
+            losses[-1].backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return [loss.item() for loss in losses]
 
 
 def read_weights(model: nn.Module) -> dict[str, Tensor]:
@@ -154,6 +183,8 @@ def expected(case: Case, count: int) -> list[Run]:
     runs = [Run() for _ in range(count)]
     for step in range(case.steps):
         given: dict[str, list[tuple[int, int, Tensor]]] = {name: [] for name in parameters}
+        # Stage 1 adds up the gradients of a rank before it gives them away, the others after.
+        sums_first = case.stage == 1 or case.layer_major
         for rank, run in enumerate(runs):
             numbers = dict.fromkeys(parameters, 0)
             for x, skip in micro_batches(case, rank, step):
@@ -163,8 +194,12 @@ def expected(case: Case, count: int) -> list[Run]:
                 for name, parameter in parameters.items():
                     if parameter.grad is None:
                         continue
-                    _give(given[name], rank, numbers, name, parameter.grad.float(), case.stage)
+                    _give(given[name], rank, numbers, name, parameter.grad.float(), sums_first)
                 model.zero_grad()
+        if case.reduce_dtype != "auto":
+            for name, rounded in given.items():
+                dtype = getattr(torch, case.reduce_dtype)
+                given[name] = [(number, rank, g.to(dtype).float()) for number, rank, g in rounded]
         for name, master in masters.items():
             master.grad = None
             for number in sorted({number for number, _, _ in given[name]}):
@@ -198,10 +233,9 @@ def _give(
     numbers: dict[str, int],
     name: str,
     gradient: Tensor,
-    stage: int,
+    sums_first: bool,
 ) -> None:
-    """Stage 1 adds up the gradients of a rank before it gives them away, the others after."""
-    if stage == 1 and given and given[-1][1] == rank:
+    if sums_first and given and given[-1][1] == rank:
         given[-1] = (0, rank, given[-1][2] + gradient)
     else:
         given.append((numbers[name], rank, gradient.clone()))

@@ -440,3 +440,39 @@ def test_decoder_blocks_are_blocks() -> None:
     """The tests above would be empty otherwise."""
     model = TinyDecoder(width=16, layers=3, heads=2, vocab=96)
     assert sum(isinstance(module, DecoderBlock) for module in model.modules()) == 3
+
+
+def test_shapes_that_change_reserve_no_more_than_the_largest(swap_directory: Path) -> None:
+    """A dozen steps of other sizes after one of the largest: files, device and what is lent between
+    steps do not grow, and room of no size gets lost in between."""
+    config = swap_config(swap_directory, update_chunk="16KiB")
+    config["placement"]["activations"] = ["host", "nvme"]
+    least = smallest_host_nbytes(lambda: _Stack(128, 4), config, SimulatedDevice())
+    config["tiers"]["host"]["capacity"] = least + (256 << 10)
+    device = SimulatedDevice(seed=2, delay_s=0.0)
+    torch.manual_seed(0)
+    with offloaded(_Stack(128, 4), config, device=device) as model:
+        engine = infinity.engine_of(model)
+        optimizer = infinity.AdamW(model, lr=1e-3)
+        host = engine.parts.pool._host
+
+        def reserved(sizes: list[int]) -> tuple[Any, ...]:
+            batches = [torch.randn(rows, 128) for rows in sizes]
+            infinity.accumulate(model, _square_loss(model), batches)
+            if len(sizes) % 2:
+                _square_loss(model)(batches[0]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            engine.flush()
+            while engine.parts.pool._reclaim():
+                pass
+            files = [path.stat().st_size for path in swap_directory.rglob("*") if path.is_file()]
+            return sum(files), device.attached_high_water_nbytes, host.lent(), host.free_nbytes
+
+        first = reserved([600] * 5)
+        source = torch.Generator().manual_seed(0)
+        for step in range(12):
+            count = int(torch.randint(1, 6, (), generator=source))
+            sizes = torch.randint(1, 601, (count,), generator=source).tolist()
+            assert reserved(sizes) == first, f"step {step} of sizes {sizes}"
+        assert engine.counters.snapshot()["activation_out_nbytes"] > 0

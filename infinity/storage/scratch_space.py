@@ -1,0 +1,66 @@
+"""Space on the drives for bytes that no commit keeps, of any size and in any order.
+
+Space is handed out in slots of one size, so that what is given back fits whatever comes next: a run
+whose shapes change takes no more than it needed at its fullest moment.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from infinity.storage.volume import Volume
+from infinity.storage.volume_layout import Extent
+
+SLOT_NBYTES = 256 << 10
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Scratch:
+    """Space that is lent: slots, and the same bytes as few extents, for transfers."""
+
+    slots: tuple[tuple[Extent, ...], ...]
+    extents: tuple[Extent, ...]
+
+
+class ScratchSpace:
+    """Lends space of a volume. Thread-safe."""
+
+    def __init__(self, volume: Volume) -> None:
+        self._volume = volume
+        self._lock = threading.Lock()
+        self._free: list[tuple[Extent, ...]] = []  # What was given back last is lent first.
+
+    def take(self, nbytes: int) -> Scratch:
+        """At least `nbytes`. Raises CapacityError when the drives have no room for more."""
+        count = -(-nbytes // SLOT_NBYTES)
+        with self._lock:
+            missing = count - len(self._free)
+            if missing > 0:
+                sizes_nbytes = [SLOT_NBYTES] * missing
+                self._free += self._volume.reserve(sizes_nbytes, spared_nbytes=[None] * missing)
+            kept = len(self._free) - count
+            slots = tuple(self._free[kept:])
+            del self._free[kept:]
+        return Scratch(slots, _joined(extent for slot in slots for extent in slot))
+
+    def give_back(self, scratch: Scratch) -> None:
+        """Nothing is read from it or written to it any more."""
+        with self._lock:
+            self._free += scratch.slots
+
+
+def _joined(extents: Iterable[Extent]) -> tuple[Extent, ...]:
+    """The same bytes; neighbours that follow each other in a file are one extent."""
+    joined: list[Extent] = []
+    for extent in extents:
+        last = joined[-1] if joined else None
+        if last and (last.path_index, last.offset_nbytes + last.nbytes) == (
+            extent.path_index,
+            extent.offset_nbytes,
+        ):
+            joined[-1] = Extent(last.path_index, last.offset_nbytes, last.nbytes + extent.nbytes)
+        else:
+            joined.append(extent)
+    return tuple(joined)

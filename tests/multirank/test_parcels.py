@@ -1,0 +1,151 @@
+"""What waits to be summed keeps to its budget, wherever the bytes are."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import torch
+
+from infinity.config import SwapConfig
+from infinity.errors import CapacityError
+from infinity.observe import Counters
+from infinity.ranks import parcels as parcels_module
+from infinity.ranks.parcels import Fill, Parcels
+from infinity.sizes import MIB
+from infinity.state.budgets import Budgets
+from infinity.state.partition import partition
+from infinity.state.units import TensorFacts, layout_unit
+from infinity.storage.arena import Arena
+from infinity.storage.engine import open_engine
+from infinity.storage.scratch_space import SLOT_NBYTES
+from infinity.storage.volume import Volume, VolumePath
+from infinity.tiers.host import HostTier
+
+BUDGET = 10_000
+WINDOW = 4096
+
+
+@pytest.fixture
+def host() -> Iterator[HostTier]:
+    with Arena(MIB) as arena:
+        yield HostTier(arena, Counters())
+
+
+def filling(values: torch.Tensor) -> Fill:
+    content, at = values.view(torch.uint8), 0
+
+    def fill(memory: memoryview) -> None:
+        nonlocal at
+        memory[:] = content[at : at + memory.nbytes].numpy()
+        at += memory.nbytes
+
+    return fill
+
+
+def test_beyond_the_budget_bytes_go_to_the_drive_and_come_back(
+    host: HostTier, tmp_path: Path
+) -> None:
+    with ExitStack() as stack:
+        engine = stack.enter_context(open_engine("threads", arena=host.arena))
+        volume = stack.enter_context(Volume(engine, [VolumePath(path=str(tmp_path / "swap"))]))
+        windows = [host.allocate(WINDOW, "window") for _ in range(5)]
+        parcels = Parcels(
+            BUDGET, host=host, volume=volume, window=windows.pop(), counters=Counters()
+        )
+
+        def give(giver: int) -> None:
+            """Sums of two, of lengths that are no whole pages, over and over."""
+            for turn in range(8):
+                both = [torch.randn(1300 + 7 * giver) for _ in range(2)]
+                one = parcels.receive(
+                    torch.float32, both[0].nbytes, filling(both[0]), window=windows[giver]
+                )
+                other = parcels.put(both[1].clone())
+                assert other is not None
+                assert all(map(torch.equal, both, map(parcels.read, (one, other))))
+                total = parcels.merge((one, other), both[0] + both[1])
+                assert torch.equal(parcels.read(total), both[0] + both[1])
+                assert 0 <= parcels.kept_nbytes <= BUDGET
+                done.append((giver, turn))
+                parcels.drop(total)
+
+        done: list[tuple[int, int]] = []
+        threads = [threading.Thread(target=give, args=(giver,)) for giver in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(done) == 32, "a thread failed"
+        assert parcels.kept_nbytes == 0
+        grown = Path(volume.file_paths[0]).stat().st_size
+        assert grown <= 4 * 3 * SLOT_NBYTES, "scratch is used again"
+
+
+def test_without_a_drive_a_giver_waits_for_room(
+    host: HostTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parcels = Parcels(BUDGET, host=host, volume=None, window=None, counters=Counters())
+    window = host.allocate(WINDOW, "window")
+    assert window is not None
+    first = parcels.put(torch.zeros(2000))
+    assert first is not None
+    assert parcels.put(torch.zeros(2000)) is None, "the owner does not wait for itself"
+    values, found = torch.randn(2000), []
+    giver = threading.Thread(
+        target=lambda: found.append(
+            parcels.receive(torch.float32, values.nbytes, filling(values), window=window)
+        )
+    )
+    giver.start()
+    giver.join(0.05)
+    assert giver.is_alive()
+    parcels.drop(first)
+    giver.join(10)
+    assert torch.equal(parcels.read(found[0]), values)
+    monkeypatch.setattr(parcels_module, "PATIENCE_S", 0.01)
+    with pytest.raises(CapacityError, match="ranks.inbox"):
+        parcels.receive(torch.float32, values.nbytes, filling(values), window=window)
+    assert parcels.kept_nbytes == values.nbytes
+
+
+def budgets(inbox: str, *, host: str = "64MiB", placement: str = "host") -> Budgets:
+    facts = TensorFacts("weight", (1 << 20,), (1,), torch.float32, is_trainable=True)
+    divided = partition([layout_unit(0, "unit", [facts])], rank=0, count=2, stage=3)
+    config = {
+        "ranks": {"inbox": inbox},
+        "tiers": {"host": {"capacity": host}, "nvme": [{"path": "/swap"}]},
+        "placement": dict.fromkeys(("parameters", "master", "moments"), placement),
+    }
+    return Budgets(
+        SwapConfig.load(config),
+        divided.units,
+        held_nbytes=4 * MIB,
+        shares_host_memory=True,
+        device_nbytes=None,
+        available_host_nbytes=64 * MIB,
+        gathered_nbytes=4 * MIB,
+        serving_nbytes=3 * MIB,
+        given_nbytes=8 * MIB,
+    )
+
+
+def test_the_inbox_is_a_part_of_the_host_budget() -> None:
+    """Of 4 MiB of weights: two backward passes, an eighth of the budget, at least two units."""
+    for options, inbox_nbytes in (
+        ({"inbox": "auto"}, 8 * MIB),
+        ({"inbox": "auto", "placement": "nvme", "host": "48MiB"}, 6 * MIB),
+        ({"inbox": "4KiB", "placement": "nvme"}, 4096),
+        ({"inbox": "12MiB"}, 12 * MIB),
+    ):
+        found = budgets(**options)
+        asked_nbytes = int(options.get("host", "64MiB")[:-3]) * MIB
+        assert (found.inbox_nbytes, found.host_nbytes) == (
+            inbox_nbytes,
+            asked_nbytes - inbox_nbytes,
+        )
+    with pytest.raises(CapacityError, match="ranks.inbox"):
+        budgets("4MiB")
