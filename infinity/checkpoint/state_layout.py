@@ -15,6 +15,7 @@ from functools import partial
 import torch
 
 from infinity.checkpoint.safetensors_format import TensorInfo
+from infinity.errors import UnsupportedError
 from infinity.ops.dynamic_8bit import num_scales
 from infinity.state.partition import Partition, Share
 from infinity.state.units import Piece, TensorFacts, TensorSpec, Unit
@@ -93,7 +94,13 @@ def tensors_of_rank(
     divided: Partition, *, has_piece: Callable[[Unit, Piece], bool]
 ) -> Iterator[tuple[Unit, list[StateTensor]]]:
     """What one rank keeps of a model, unit by unit: its shards, and the weights that every rank has
-    whole."""
+    whole. Raises UnsupportedError for moments of eight bits, whose scales lie among the codes."""
+    if any(unit.is_8bit(Piece.EXP_AVG) for unit in divided.units):
+        raise UnsupportedError(
+            "moments of eight bits that are divided over ranks cannot be saved or loaded yet; set "
+            'precision.moments = "float32", or save weights with '
+            "infinity.checkpoint.export_safetensors"
+        )
     shares = {share.part: share for each in divided.mine for share in (*each.shares, *each.frozen)}
     for unit in divided.units:
         has = partial(has_piece, unit)

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
 from infinity.config import SwapConfig
 from infinity.config.values import Capacity
@@ -82,6 +81,11 @@ def config_of_rank(config: SwapConfig, group: Group) -> SwapConfig:
     ranks; a share of memory stays a share, of a part of the memory. Updates are made in the step,
     which all ranks enter together.
     """
+    if config.checkpoint is not None and config.precision.moments != "float32":
+        raise ConfigError(
+            f"[checkpoint] with precision.moments = {config.precision.moments!r} and "
+            f"{group.count} ranks is not possible yet; use float32, or leave [checkpoint] out"
+        )
     commits_steps = config.checkpoint is not None and config.checkpoint.durability == "step"
     if commits_steps and group.node_count < group.count:
         raise ConfigError(
@@ -89,11 +93,11 @@ def config_of_rank(config: SwapConfig, group: Group) -> SwapConfig:
             "rename in one swap directory commits the step of all ranks, which that of another "
             'machine does not see. Use "checkpoint", with a directory that all of them share'
         )
-    if commits_steps and group.count < dist.get_world_size():
+    if commits_steps and group.count < group.job_count:
         raise ConfigError(
-            f'checkpoint.durability: "step" is for one model on all ranks of a job, and {group.count} '
-            f"of {dist.get_world_size()} ranks hold this one: the commits of others would take the "
-            'place of its own. Use "checkpoint", with a directory for each model'
+            f'checkpoint.durability: "step" is for one model on all {group.job_count} ranks of the '
+            f"job, and {group.count} hold this one: steps of others would be committed in its "
+            'place. Use "checkpoint", with a directory for each model'
         )
     count = group.node_count if config.ranks.budgets == "node" else 1
     host = config.tiers.host

@@ -553,10 +553,11 @@ def _send(
     content = content.cast("B") if content.nbytes else content
     header = _HEADER.pack(kind, *numbers, content.nbytes)
     parts = (header + bytes(content),) if content.nbytes <= 1 << 16 else (header, content)
-    for part in map(memoryview, parts):
-        while part.nbytes:
+    for part in parts:
+        rest = memoryview(part)
+        while rest.nbytes:
             try:
-                part = part[connection.send(part) :]
+                rest = rest[connection.send(rest) :]
             except TimeoutError:
                 if check is None:
                     raise

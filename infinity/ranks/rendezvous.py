@@ -27,6 +27,7 @@ class Group:
     rank: int
     count: int
     job_rank: int  # Among all ranks of the job, of which this group may be a part.
+    job_count: int
     node_rank: int  # Among the ranks of this node.
     node_count: int  # Ranks of this node, those of other groups included where torchrun says so.
     hosts: tuple[str, ...]
@@ -60,7 +61,16 @@ def find_group(group: Any = None) -> Group | None:
     dist.all_gather_object(hosts, socket.gethostname(), group=group)
     here = [other for other in range(count) if hosts[other] == hosts[rank]]
     node_count = max(len(here), int(os.environ.get("LOCAL_WORLD_SIZE", 0)))
-    return Group(group, rank, count, dist.get_rank(), here.index(rank), node_count, tuple(hosts))
+    return Group(
+        process_group=group,
+        rank=rank,
+        count=count,
+        job_rank=dist.get_rank(),
+        job_count=dist.get_world_size(),
+        node_rank=here.index(rank),
+        node_count=node_count,
+        hosts=tuple(hosts),
+    )
 
 
 def process_group(group: Any) -> Any:

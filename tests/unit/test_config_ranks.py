@@ -1,0 +1,60 @@
+"""What a configuration means for one of several ranks, and what is refused before training."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infinity.config import SwapConfig
+from infinity.engine.divide import config_of_rank
+from infinity.errors import ConfigError
+from infinity.ranks.rendezvous import Group
+
+# Rank 1 of two, which are ranks 1 and 3 of a job of four on one machine.
+GROUP = Group(
+    process_group=None, rank=1, count=2, job_rank=3, job_count=4, node_rank=3, node_count=4,
+    hosts=("a", "a"),
+)  # fmt: skip
+
+
+def config(path: Path, **sections: Any) -> SwapConfig:
+    tiers = {"host": {"capacity": "64MiB"}, "nvme": [{"path": str(path), "capacity": "1GiB"}]}
+    return SwapConfig(tiers=tiers, **sections)
+
+
+def test_capacities_are_the_nodes_and_directories_a_ranks_own(tmp_path: Path) -> None:
+    mine = config_of_rank(config(tmp_path), GROUP)
+    assert mine.tiers.host.capacity.nbytes == (64 << 20) // 4
+    assert mine.tiers.nvme[0].capacity.nbytes == (1 << 30) // 4
+    assert mine.tiers.nvme[0].path == tmp_path / "rank-3"
+    assert mine.schedule.updates == "at_step"
+
+
+@pytest.mark.parametrize(
+    ("sections", "group", "message"),
+    [
+        (
+            {"checkpoint": {}, "precision": {"moments": "8bit"}},
+            GROUP,
+            "8bit.*2 ranks",
+        ),
+        (
+            {"checkpoint": {"durability": "step"}},
+            GROUP,
+            "all 4 ranks of the job, and 2 hold this one",
+        ),
+        (
+            {"checkpoint": {"durability": "step"}},
+            replace(GROUP, node_count=1, hosts=("a", "b")),
+            "several machines",
+        ),
+    ],
+)
+def test_what_cannot_be_committed_is_refused(
+    tmp_path: Path, sections: dict[str, Any], group: Group, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        config_of_rank(config(tmp_path, **sections), group)
