@@ -20,8 +20,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import shutil
 import statistics
 import tempfile
@@ -30,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from common import environment, moved_since, process_io
 from rich.console import Console
 from rich.table import Table
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -100,7 +99,7 @@ class Side:
 
     def round(self, batches: list[torch.Tensor]) -> dict[str, Any]:
         """Steps, and what their mode does; what it took and wrote."""
-        written, start_s, losses, commit_s = written_nbytes(), time.perf_counter(), [], 0.0
+        io, start_s, losses, commit_s = process_io(), time.perf_counter(), [], 0.0
         for ids in batches:
             loss = self.model(input_ids=ids, labels=ids, use_cache=False).loss
             loss.backward()
@@ -112,8 +111,8 @@ class Side:
                 infinity.checkpoint.commit(self.model, self.optimizer)
                 commit_s += time.perf_counter() - before_s
         self.engine.flush()
-        steps_s, steps_nbytes = time.perf_counter() - start_s, written_nbytes() - written
-        written, start_s = written_nbytes(), time.perf_counter()
+        steps_s, steps_nbytes = time.perf_counter() - start_s, moved_since(io)["written_nbytes"]
+        io, start_s = process_io(), time.perf_counter()
         if self.mode in ("copied", "checkpoint"):
             infinity.checkpoint.save(self.checkpoints, self.model, self.optimizer, keep=1)
         return {
@@ -122,7 +121,7 @@ class Side:
             "step_nbytes": steps_nbytes / len(batches),
             "commit_s": commit_s / len(batches),
             "checkpoint_s": time.perf_counter() - start_s,
-            "checkpoint_nbytes": written_nbytes() - written,
+            "checkpoint_nbytes": moved_since(io)["written_nbytes"],
         }
 
     def space_nbytes(self) -> int:
@@ -132,12 +131,6 @@ class Side:
             status = path.lstat()
             there[status.st_ino] = status.st_blocks * 512
         return sum(there.values())
-
-
-def written_nbytes() -> int:
-    """What this process has caused to be sent to drives (proc(5))."""
-    lines = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
-    return int(lines["write_bytes"])
 
 
 def measure(sides: list[Side], words: argparse.Namespace, console: Console) -> dict[str, Any]:
@@ -193,11 +186,8 @@ def report(found: list[dict[str, Any]], words: argparse.Namespace, console: Cons
         console.print(table)
     if words.save is not None:
         settings = {name: str(value) for name, value in vars(words).items() if name != "save"}
-        environment = {
-            "cores": os.cpu_count(), "kernel": platform.release(), "torch": torch.__version__,
-            "load_average": os.getloadavg(), "free_nbytes": shutil.disk_usage(words.path).free,
-        }  # fmt: skip
-        written = {"settings": settings, "environment": environment, "results": found}
+        where = environment() | {"free_nbytes": shutil.disk_usage(words.path).free}
+        written = {"settings": settings, "environment": where, "results": found}
         words.save.write_text(json.dumps(written, indent=2) + "\n")
 
 

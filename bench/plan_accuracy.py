@@ -1,44 +1,103 @@
 """How close is `infinity plan` to a run on this machine?
 
-For each configuration: predict, run, predict again, so that a change of the machine's speed between
-the two predictions is seen. A step is the median of those after the second, which is the first to
-have an update in it. Writes bench/results/plan_accuracy.json. Needs the `hf` extra.
+    python bench/plan_accuracy.py --path /mnt/nvme0 --save bench/results/plan_accuracy.json \\
+        --plot bench/results/plots/plan_accuracy.png
+    python bench/plan_accuracy.py --only "wide" "at the step"
+    python bench/plan_accuracy.py --quick            two of them: does it run?
 
-    python bench/plan_accuracy.py [DIRECTORY on the drive]
+For each configuration: measure the machine, predict, run, measure and predict again, so that a
+change of the machine's speed in between is seen; the mean of the two predictions stands beside the
+median step after the third (the second is the first to have an update in it). Nothing was fitted to
+any of these runs: a prediction knows the model, the budgets and what the machine was measured to
+do. It needs a machine that does nothing else. Under a minute each, 10 minutes in all; each row is
+printed and saved as it is finished. Needs the `hf` extra.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-RESULT = Path(__file__).parent / "results" / "plan_accuracy.json"
+from common import Results, say
+from rich.console import Console
+from rich.table import Table
+
+from infinity.config import SwapConfig
+from infinity.plan import Batch, forecast
+from infinity.plan.measure import measure
+from infinity.plan.model import model_of_config
+from infinity.plan.predict import Forecast
+
+KINDS = ("parameters", "master", "moments", "gradients")
+_FIRST_COUNTED = 3
 
 
 @dataclass(frozen=True)
 class Case:
+    """A GPT-2-like model and how it is trained; `placement` and `more` go over everything on
+    NVMe."""
+
     name: str
     hidden: int
     layers: int
     host: str
     batch: int
     accumulation: int = 1
+    sequence: int = 128
     dtype: str = "float32"
-    steps: int = 6
+    steps: int = 8
+    placement: dict[str, Any] = field(default_factory=dict)
+    more: dict[str, Any] = field(default_factory=dict)
 
 
 CASES = (
-    Case("small, moved by little compute", 512, 8, "64MiB", batch=1),
-    Case("small, larger batch", 512, 8, "64MiB", batch=8),
-    Case("two micro-batches", 512, 8, "64MiB", batch=2, accumulation=2),
-    Case("wider, weights that fit the host", 1024, 6, "768MiB", batch=1),
-)
+    Case("small", 512, 8, "64MiB", 1),
+    Case("larger batch", 512, 8, "64MiB", 8),
+    Case("micro-batches", 512, 8, "64MiB", 2, accumulation=2),
+    Case("bfloat16", 512, 8, "64MiB", 4, dtype="bfloat16"),
+    Case("deep", 512, 24, "128MiB", 2),
+    Case("wide", 1024, 6, "160MiB", 2),
+    Case("wide, weights fit the host", 1024, 6, "768MiB", 1),
+    Case("wide, larger batch", 1024, 6, "160MiB", 8, steps=6),
+    Case("long sequences", 512, 8, "64MiB", 2, sequence=512),
+    Case("gradients on the host", 768, 8, "384MiB", 2, placement={"gradients": "host"}),
+    Case("moments on both", 768, 8, "512MiB", 2, placement={"moments": ["host", "nvme"]}),
+    Case("all on the host", 768, 6, "1GiB", 2, placement=dict.fromkeys(KINDS, "host")),
+    Case("at the step", 768, 8, "128MiB", 2, more={"schedule": {"updates": "at_step"}}),
+    Case("bfloat16, moments of 8 bits", 768, 8, "128MiB", 2, dtype="bfloat16",
+         more={"precision": {"compute": "bfloat16", "moments": "8bit"}}),
+)  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--path", type=Path, default=Path.cwd(), help="a directory on the drive")
+    parser.add_argument("--only", nargs="+", choices=[case.name for case in CASES])
+    parser.add_argument("--quick", action="store_true", help="the first and the last")
+    parser.add_argument("--save", type=Path)
+    parser.add_argument("--plot", type=Path)
+    words = parser.parse_args()
+    cases = CASES[:: len(CASES) - 1] if words.quick else CASES
+    results = Results(words.save, {})
+    for case in cases:
+        if words.only and case.name not in words.only:
+            continue
+        row = compare(case, words.path.resolve())
+        results.keep(row)
+        say(
+            f"{case.name}: predicted {row['predicted_to_ran']:.2f} of {row['step_s']:.2f} s, "
+            f"read {row['read_to_ran']:.2f}, written {row['written_to_ran']:.2f}"
+        )
+    report(results.rows)
+    if words.plot is not None:
+        draw(results.rows, words.plot)
 
 
 def configuration(case: Case, directory: Path) -> dict[str, Any]:
@@ -48,62 +107,98 @@ def configuration(case: Case, directory: Path) -> dict[str, Any]:
             "host": {"capacity": case.host},
             "nvme": [{"path": str(directory / "swap")}],
         },
-        "placement": dict.fromkeys(("parameters", "master", "moments", "gradients"), "nvme"),
+        "placement": dict.fromkeys(KINDS, "nvme") | case.placement,
         "precision": {"compute": case.dtype},
         "model": {
             "config": {
                 "model_type": "gpt2", "vocab_size": 256, "n_embd": case.hidden,
-                "n_layer": case.layers, "n_head": 8, "n_positions": 128,
+                "n_layer": case.layers, "n_head": 8, "n_positions": case.sequence,
             }
         },
-        "data": {"paths": ["python-stdlib"], "sequence_length": 128, "max_bytes": "1MB"},
+        "data": {
+            "paths": ["python-stdlib"], "sequence_length": case.sequence, "max_bytes": "1MB",
+        },
         "train": {
             "steps": case.steps, "batch_size": case.batch, "accumulation": case.accumulation,
             "activation_checkpointing": True,
         },
         "output": {"directory": str(directory / "output"), "export": False},
+        **case.more,
     }  # fmt: skip
 
 
-def call(*arguments: str) -> dict[str, Any]:
-    command = [sys.executable, "-c", "from infinity.cli import main; main()", *arguments, "--json"]
-    done = subprocess.run(command, stdout=subprocess.PIPE, check=True)
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+def predicted(table: dict[str, Any], case: Case) -> Forecast:
+    config = SwapConfig.load(table)
+    model = model_of_config(config)
+    batch = Batch(case.batch * case.sequence, case.sequence, case.accumulation)
+    return forecast(config, model, measure(config, model, batch), batch)
 
 
 def compare(case: Case, root: Path) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory(dir=root) as temporary:
+    with tempfile.TemporaryDirectory(dir=root, prefix="infinity-plan-") as temporary:
         directory = Path(temporary)
+        table = configuration(case, directory)
         file = directory / "swap.json"
-        file.write_text(json.dumps(configuration(case, directory)))
-        before = call("plan", str(file))
-        call("train", str(file))
-        after = call("plan", str(file))
+        file.write_text(json.dumps(table))
+        before = predicted(table, case)
+        command = [sys.executable, "-m", "infinity", "train", str(file), "--json"]
+        subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, check=True)
+        after = predicted(table, case)
         lines = (directory / "output" / "metrics.jsonl").read_text().splitlines()
-    steps = [json.loads(line) for line in lines][2:]
+    # The last one also carries out the update it decides.
+    steps = [json.loads(line) for line in lines][_FIRST_COUNTED:-1]
     ran_s = statistics.median(step["elapsed_s"] for step in steps)
-    predicted = [before["step_s"], after["step_s"]]
+    predictions_s = [before.step.step_s, after.step.step_s]
+
+    def share(name: str) -> float:
+        ran = statistics.median(step[f"{name}_nbytes"] for step in steps)
+        return before.step.moved_nbytes.get(name, 0) / ran if ran else 1.0
+
     return {
-        "case": case.name,
-        "num_params": before["model"]["num_params"],
+        "name": case.name,
+        "num_parameters": before.model.num_params,
         "step_s": ran_s,
         "steps_s": [step["elapsed_s"] for step in steps],
-        "predicted_s": predicted,
-        "predicted_to_ran": statistics.mean(predicted) / ran_s,
-        "nvme_read_to_ran": before["moved_nbytes"]["nvme_read"] / steps[-1]["nvme_read_nbytes"],
-        "nvme_write_to_ran": before["moved_nbytes"]["nvme_write"] / steps[-1]["nvme_write_nbytes"],
-        "binding": before["binding"],
+        "predictions_s": predictions_s,
+        "predicted_to_ran": statistics.mean(predictions_s) / ran_s,
+        "read_to_ran": share("nvme_read"),
+        "written_to_ran": share("nvme_write"),
+        "binding": before.step.binding,
     }
 
 
-def main() -> None:
-    root = Path(sys.argv[1] if len(sys.argv) > 1 else ".").resolve()
-    found = []
-    for case in CASES:
-        found.append(compare(case, root))
-        print(json.dumps(found[-1]), flush=True)
-    RESULT.write_text(json.dumps(found, indent=1) + "\n")
+def report(rows: list[dict[str, Any]]) -> None:
+    table = Table("", "parameters", "step s", "predicted s", "of it", "read", "written", "binding")
+    for row in rows:
+        low, high = sorted(row["predictions_s"])
+        table.add_row(
+            row["name"], f"{row['num_parameters'] / 1e6:.0f} M", f"{row['step_s']:.2f}",
+            f"{low:.2f} - {high:.2f}", f"{row['predicted_to_ran']:.2f}",
+            f"{row['read_to_ran']:.2f}", f"{row['written_to_ran']:.2f}", row["binding"],
+        )  # fmt: skip
+    console = Console()
+    console.print(table)
+    errors = [abs(row["predicted_to_ran"] - 1) for row in rows]
+    console.print(f"median error {statistics.median(errors):.0%} over {len(rows)} configurations")
+
+
+def draw(rows: list[dict[str, Any]], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(5, 4.4), constrained_layout=True)
+    ends = [0.8 * min(r["step_s"] for r in rows), 1.25 * max(r["step_s"] for r in rows)]
+    axes.plot(ends, ends, color="grey", lw=1)
+    axes.fill_between(ends, [0.9 * e for e in ends], [1.1 * e for e in ends], color="0.9")
+    for row in rows:
+        low, high = sorted(row["predictions_s"])
+        axes.plot([row["step_s"]] * 2, [low, high], color="C0", lw=1)
+        axes.plot(row["step_s"], statistics.mean((low, high)), "o", color="C0", ms=5)
+    axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends, xlabel="step, seconds as run",
+             ylabel="seconds as predicted", title="10 % around equal")  # fmt: skip
+    figure.savefig(path, dpi=120)
 
 
 if __name__ == "__main__":

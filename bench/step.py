@@ -1,6 +1,8 @@
 """How long is a step with all state on NVMe, beside the same step in memory and beside its bytes?
 
     python bench/step.py --path /mnt/nvme0 --save bench/results/step.json
+    python bench/step.py --quick                     a small model: does it run?
+    python bench/step.py ... --tokens 32768          one more row of the same file
 
 A GPT-2-like model in bfloat16 trains twice in one process, by turns: once with everything on the
 host, once with parameters, masters and moments on NVMe through a host budget. Same kernels, same
@@ -10,14 +12,14 @@ the other step take in the same run, when reads and writes of that mix are all t
 cannot be faster than the larger of the two.
 
 Bytes are those the kernel counted for the process (/proc/self/io), so a cache would show.
+
+A round of 512 tokens takes 16 s on two cores, so the default takes 25 minutes (2, 5 and 18 for its
+rows), 32,768 tokens 75 more; `--quick` takes one. Each row is printed and saved as it is finished.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
 import statistics
 import tempfile
 import time
@@ -26,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from common import Results, moved_since, process_io, say
 from rich.console import Console
 from rich.table import Table
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -54,16 +57,26 @@ def main() -> None:
     parser.add_argument("--compute", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument("--gradients", default="host", choices=["host", "nvme"])
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--quick", action="store_true", help="a small model, one round")
     parser.add_argument("--save", type=Path)
     words = parser.parse_args()
+    if words.quick:
+        words.layers, words.width, words.host, words.rounds = 4, 256, "256MiB", 1
+        words.tokens = [tokens for tokens in words.tokens if tokens <= 2048] or [512]
     keep_freed_memory()
+    what = {k: v for k, v in vars(words).items() if k not in ("path", "tokens", "save", "quick")}
+    results = Results(words.save, what)
     console = Console()
     with tempfile.TemporaryDirectory(dir=words.path, prefix="infinity-step-") as scratch:
         sides = {where: Side(where, words, Path(scratch)) for where in ("host", "nvme")}
-        found = [measure(sides, tokens, words, console) for tokens in words.tokens]
+        for tokens in words.tokens:
+            row = measure(sides, tokens, words)
+            results.keep(row)
+            console.print(table_of([row], words))
         for side in sides.values():
             side.engine.close()
-    report(found, words, console)
+    if len(results.rows) > 1:
+        console.print(table_of(results.rows, words))
 
 
 class Side:
@@ -102,37 +115,28 @@ class Side:
         self.optimizer.step()
         self.optimizer.zero_grad()
         elapsed_s = time.perf_counter() - start_s
-        after, io_after = self.engine.counters.snapshot(), process_io()
+        after, moved = self.engine.counters.snapshot(), moved_since(io)
         waits = {
             name: after.get(name, 0.0) - counters.get(name, 0.0)
             for name in ("read_wait_s", "write_wait_s", "update_s")
         }
-        moved = {name: io_after[name] - io[name] for name in io}
         return {"seconds": elapsed_s, "loss": sum(map(float, losses)), **waits, **moved}
 
 
-def process_io() -> dict[str, int]:
-    """Bytes that this process has caused to be fetched from and sent to drives (proc(5))."""
-    lines = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
-    return {"read_nbytes": int(lines["read_bytes"]), "written_nbytes": int(lines["write_bytes"])}
-
-
-def measure(
-    sides: dict[str, Side], tokens: int, words: argparse.Namespace, console: Console
-) -> dict[str, Any]:
+def measure(sides: dict[str, Side], tokens: int, words: argparse.Namespace) -> dict[str, Any]:
     """Rounds of host, NVMe and bare bytes by turns, after one that is not counted."""
     source = torch.Generator().manual_seed(tokens)
     ids = torch.randint(VOCABULARY, (tokens // words.sequence, words.sequence), generator=source)
     micro_batches = list(ids.split(words.micro_batch))
     rounds: list[dict[str, dict[str, float]]] = []
-    with console.status(f"{tokens} tokens") as status:
-        for number in range(words.rounds + 1):
-            status.update(f"{tokens} tokens, round {number} of {words.rounds}")
-            each = {where: side.step(micro_batches) for where, side in sides.items()}
-            assert each["host"]["loss"] == each["nvme"]["loss"], "placement changed the loss"
-            moved = each["nvme"]["read_nbytes"], each["nvme"]["written_nbytes"]
-            each["bytes"] = {"seconds": bare_s(*map(int, moved), words)}
-            rounds.append(each)
+    for number in range(words.rounds + 1):
+        each = {where: side.step(micro_batches) for where, side in sides.items()}
+        assert each["host"]["loss"] == each["nvme"]["loss"], "placement changed the loss"
+        moved = each["nvme"]["read_nbytes"], each["nvme"]["written_nbytes"]
+        each["bytes"] = {"seconds": bare_s(*map(int, moved), words)}
+        rounds.append(each)
+        told = ", ".join(f"{where} {each[where]['seconds']:.2f} s" for where in each)
+        say(f"{tokens} tokens, round {number} of {words.rounds}: {told}")
     rounds = rounds[1:]
     medians = {
         where: {
@@ -146,12 +150,14 @@ def measure(
         for each in rounds
     )
     return {
+        "name": str(tokens),
         "tokens": tokens,
         "micro_batches": len(micro_batches),
         "ratio": statistics.median(ratios),
         "ratio_low": ratios[0],
         "ratio_high": ratios[-1],
         "medians": medians,
+        "rounds": rounds,
         "num_parameters": sides["nvme"].num_parameters,
     }
 
@@ -205,14 +211,14 @@ def mix(read_nbytes: int, written_nbytes: int) -> list[str]:
     return [operation for _, operation in sorted(places)]
 
 
-def report(found: list[dict[str, Any]], words: argparse.Namespace, console: Console) -> None:
+def table_of(found: list[dict[str, Any]], words: argparse.Namespace) -> Table:
     table = Table(
         "tokens", "NVMe s", "in memory s (C)", "bytes s (B)", "to max(C, B)", "low - high",
         "waits s", "read B/p", "written B/p",
         title=f"{found[0]['num_parameters']:,} parameters, {words.compute}, host budget "
         f"{words.host}, gradients on {words.gradients}",
     )  # fmt: skip
-    for each in found:
+    for each in sorted(found, key=lambda each: each["tokens"]):
         host, nvme = each["medians"]["host"], each["medians"]["nvme"]
         table.add_row(
             f"{each['tokens']:,}",
@@ -225,15 +231,7 @@ def report(found: list[dict[str, Any]], words: argparse.Namespace, console: Cons
             f"{nvme['read_nbytes'] / each['num_parameters']:.1f}",
             f"{nvme['written_nbytes'] / each['num_parameters']:.1f}",
         )
-    console.print(table)
-    if words.save is not None:
-        settings = {name: str(value) for name, value in vars(words).items() if name != "save"}
-        environment = {
-            "cores": os.cpu_count(), "kernel": platform.release(), "torch": torch.__version__,
-            "load_average": os.getloadavg(),
-        }  # fmt: skip
-        written = {"settings": settings, "environment": environment, "results": found}
-        words.save.write_text(json.dumps(written, indent=2) + "\n")
+    return table
 
 
 if __name__ == "__main__":

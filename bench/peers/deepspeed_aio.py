@@ -13,18 +13,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import resource
 import shutil
 import subprocess
 import sys
-import sysconfig
 import time
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-HERE = Path(__file__).resolve().parent
-VENV = HERE / ".venv-deepspeed"
+from peer import VENV, Peer, answer, stop
+
 PACKAGES = ("setuptools", "wheel", "ninja", "hjson", "py-cpuinfo", "msgpack", "einops")
 VERSION = "0.19.8"
 # (block bytes, queue depth, threads of the handle)
@@ -69,7 +67,7 @@ def install(venv: Path) -> None:
         stop(f"DeepSpeed cannot be installed here: pip ended with code {error.returncode}")
     if not Path("/usr/include/libaio.h").exists():
         _fetch_headers(venv / "libaio")
-    with Peer(venv, 1 << 20) as peer:  # Compiles the extension, which takes minutes.
+    with start(venv, 1 << 20) as peer:  # Compiles the extension, which takes minutes.
         print(f"ready: {peer.hello}")
 
 
@@ -92,56 +90,9 @@ def _torch_home() -> Path:
     return Path(torch.__file__).parents[1]
 
 
-class Peer:
+def start(venv: Path, nbytes: int) -> Peer:
     """DeepSpeed in its own process. `nbytes` is the size of its locked buffer."""
-
-    name = "deepspeed"
-
-    def __init__(self, venv: Path, nbytes: int) -> None:
-        python = venv / "bin/python"
-        if not python.exists():
-            stop(f"{venv} is not there; run this script with --install first")
-        headers = venv / "libaio/usr"
-        libraries = headers / "lib" / sysconfig.get_config_var("MULTIARCH")
-        environment = {
-            **os.environ,
-            "PATH": f"{venv / 'bin'}:{os.environ['PATH']}",
-            "CPATH": str(headers / "include"),
-            "LIBRARY_PATH": str(libraries),
-            "DS_ACCELERATOR": "cpu",
-            "TORCH_EXTENSIONS_DIR": str(venv / "extensions"),
-        }
-        self._process = subprocess.Popen(
-            [str(python), str(Path(__file__).resolve()), "--worker", str(nbytes)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=environment,
-            text=True,
-        )
-        self.hello = self._answer()
-
-    def __enter__(self) -> Peer:
-        return self
-
-    def __exit__(self, *unused: object) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait()
-
-    def ask(self, question: dict[str, Any]) -> dict[str, Any]:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(question) + "\n")
-        self._process.stdin.flush()
-        return self._answer()
-
-    def _answer(self) -> dict[str, Any]:
-        """The next line that is ours: DeepSpeed logs to stdout, too."""
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if line.startswith('{"peer"'):
-                return json.loads(line)
-        code = self._process.wait()
-        return stop(f"the DeepSpeed process ended with code {code}; see above")
+    return Peer(__file__, ["--worker", str(nbytes)], venv=venv)
 
 
 def serve(nbytes: int) -> None:
@@ -155,7 +106,7 @@ def serve(nbytes: int) -> None:
     buffer = keeper.new_cpu_locked_tensor(nbytes, torch.empty(0, dtype=torch.uint8))
     buffer.random_(0, 255)
     handles: dict[tuple[int, ...], Any] = {}
-    print(json.dumps({"peer": "deepspeed", "version": deepspeed.__version__}), flush=True)
+    answer({"peer": "deepspeed", "version": deepspeed.__version__})
     for line in sys.stdin:
         question = json.loads(line)
         block, depth, threads = key = tuple(question["settings"])
@@ -165,10 +116,10 @@ def serve(nbytes: int) -> None:
         cpu_s, start_s = -_cpu_s(), time.perf_counter()
         work(buffer, question["path"], question["offset_nbytes"])
         seconds = time.perf_counter() - start_s
-        answer = {"peer": "deepspeed", "seconds": seconds, "cpu_s": cpu_s + _cpu_s()}
+        spent = {"seconds": seconds, "cpu_s": cpu_s + _cpu_s()}
         # What was read must be the pattern: the first word of each MiB is told apart by its place.
         heads = buffer.view(torch.int64)[:: (1 << 20) // 8].tolist() if question["is_read"] else []
-        print(json.dumps({**answer, "heads": heads}), flush=True)
+        answer({**spent, "heads": heads})
 
 
 def _cpu_s() -> float:
@@ -206,13 +157,13 @@ def compare(words: argparse.Namespace) -> None:
             }  # fmt: skip
 
         def run(self) -> Sample:
-            answer = self._peer.ask(self._question)
-            ok = answer["heads"] == wanted if answer["heads"] else None
-            return Sample(nbytes, answer["seconds"], answer["cpu_s"], ok=ok)
+            spent = self._peer.ask(self._question)
+            ok = spent["heads"] == wanted if spent["heads"] else None
+            return Sample(nbytes, spent["seconds"], spent["cpu_s"], ok=ok)
 
     effort = Effort(nbytes=nbytes, rounds=words.rounds)
     results = []
-    with Arena(nbytes) as arena, Peer(words.venv, nbytes) as peer:
+    with Arena(nbytes) as arena, start(words.venv, nbytes) as peer:
         lab = Lab(arena, (words.path.resolve(),), Io(), effort, with_fio=False)
         environment = {**machine.describe(lab.directories, arena), "deepspeed": peer.hello}
         with nvme.open_site(lab, lab.directories) as site, lab.engine() as engine:
@@ -241,11 +192,6 @@ def compare(words: argparse.Namespace) -> None:
     print_tables(rows_of(results))
     if words.save:
         words.save.write_text(json.dumps(to_json(results, environment), indent=1) + "\n")
-
-
-def stop(reason: str) -> NoReturn:
-    print(reason, file=sys.stderr)
-    raise SystemExit(2)
 
 
 if __name__ == "__main__":

@@ -20,15 +20,16 @@ import json
 import os
 import resource
 import statistics
-import subprocess
 import sys
-import sysconfig
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from deepspeed_aio import VENV, stop
+from peer import VENV, Peer, answer
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from common import environment, moved_since, process_io, say
 
 VOCABULARY = 50257
 # What `infinity train` sets for itself: large blocks stay in the process.
@@ -77,7 +78,7 @@ def plain_model(words: argparse.Namespace, **options: Any) -> Any:
 
 
 def batches_of(step: int, words: argparse.Namespace) -> list[Any]:
-    """Text of four tokens' length over and over, so that there is something to learn."""
+    """Four random batches in turn, which can be learnt by heart."""
     import torch
 
     source = torch.Generator().manual_seed(step % 4)
@@ -120,8 +121,8 @@ class DeepSpeed:
     def __init__(self, words: argparse.Namespace) -> None:
         import deepspeed
 
-        if not words.plain_allocator:
-            self._keep_freed_memory()
+        # What the environment says of the allocator is read when the process starts.
+        assert words.plain_allocator or "MALLOC_MMAP_THRESHOLD_" in os.environ
         os.environ.update(
             RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="29611"
         )
@@ -157,11 +158,6 @@ class DeepSpeed:
             model=model, model_parameters=model.parameters(), config=config
         )
 
-    @staticmethod
-    def _keep_freed_memory() -> None:
-        """What the environment says is read when the process starts; see `Side`."""
-        assert "MALLOC_MMAP_THRESHOLD_" in os.environ
-
     def step(self, number: int) -> float:
         total = 0.0
         for ids in batches_of(number, self._words):
@@ -173,124 +169,76 @@ class DeepSpeed:
 
 
 def serve(side: Any, words: argparse.Namespace) -> None:
-    """Answers each line, a step's number, with a JSON object."""
-    say({"num_parameters": side.num_parameters})
+    """Answers each line, a step's number, with what the step took."""
+    answer({"num_parameters": side.num_parameters})
     for line in sys.stdin:
         io, start_s = process_io(), time.perf_counter()
         loss = side.step(int(line))
         elapsed_s = time.perf_counter() - start_s
-        moved = {name: value - io[name] for name, value in process_io().items()}
         peak_nbytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        say({"seconds": elapsed_s, "loss": loss, "peak_rss_nbytes": peak_nbytes, **moved})
-
-
-def say(answer: dict[str, Any]) -> None:
-    print(json.dumps({"peer": answer}), flush=True)
-
-
-def process_io() -> dict[str, int]:
-    """Bytes that this process has caused to be fetched from and sent to drives (proc(5))."""
-    lines = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
-    return {"read_nbytes": int(lines["read_bytes"]), "written_nbytes": int(lines["write_bytes"])}
+        moved = moved_since(io)
+        answer({"seconds": elapsed_s, "loss": loss, "peak_rss_nbytes": peak_nbytes, **moved})
 
 
 # -- Turns -----------------------------------------------------------------------------------------
 
 
-class Side:
-    """One of the processes."""
-
-    def __init__(self, name: str, words: argparse.Namespace, scratch: Path) -> None:
-        environment = dict(os.environ)
-        python = sys.executable
-        if name == "deepspeed":
-            python = str(words.venv / "bin/python")
-            if not Path(python).exists():
-                stop(f"{words.venv} is not there; run deepspeed_aio.py with --install first")
-            headers = words.venv / "libaio/usr"
-            environment |= {
-                "PATH": f"{words.venv / 'bin'}:{os.environ['PATH']}",
-                "CPATH": str(headers / "include"),
-                "LIBRARY_PATH": str(headers / "lib" / sysconfig.get_config_var("MULTIARCH")),
-                "DS_ACCELERATOR": "cpu",
-                "TORCH_EXTENSIONS_DIR": str(words.venv / "extensions"),
-            }
-            if not words.plain_allocator:
-                environment |= ALLOCATOR
-        (scratch / name).mkdir()
-        options = [
-            text
-            for key in ("layers", "width", "sequence", "accumulation", "host")
-            for text in (f"--{key}", str(getattr(words, key)))
-        ]
-        if words.plain_allocator:
-            options.append("--plain-allocator")
-        self.name = name
-        self._process = subprocess.Popen(
-            [python, str(Path(__file__).resolve()), "--worker", name, "--scratch",
-             str(scratch / name), *options],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True,
-        )  # fmt: skip
-        self.num_parameters = self._answer()["num_parameters"]
-
-    def step(self, number: int) -> dict[str, Any]:
-        assert self._process.stdin is not None
-        self._process.stdin.write(f"{number}\n")
-        self._process.stdin.flush()
-        return self._answer()
-
-    def _answer(self) -> dict[str, Any]:
-        """The next line that is ours: DeepSpeed logs to stdout, too."""
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if line.startswith('{"peer"'):
-                answer: dict[str, Any] = json.loads(line)["peer"]
-                return answer
-        code = self._process.wait()
-        return stop(f"the {self.name} process ended with code {code}; see above")
-
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait()
+def start(name: str, words: argparse.Namespace, scratch: Path) -> Peer:
+    """One of the two, in a process of its own."""
+    is_peer = name == "deepspeed"
+    (scratch / name).mkdir()
+    options = [
+        text
+        for key in ("layers", "width", "sequence", "accumulation", "host")
+        for text in (f"--{key}", str(getattr(words, key)))
+    ]
+    if words.plain_allocator:
+        options.append("--plain-allocator")
+    return Peer(
+        __file__,
+        ["--worker", name, "--scratch", str(scratch / name), *options],
+        venv=words.venv if is_peer else None,
+        variables=ALLOCATOR if is_peer and not words.plain_allocator else None,
+    )
 
 
 def compare(words: argparse.Namespace, scratch: Path) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    sides = [Side(name, words, scratch) for name in ("infinity", "deepspeed")]
+    sides = {name: start(name, words, scratch) for name in ("infinity", "deepspeed")}
+    num_parameters = sides["infinity"].hello["num_parameters"]
     rounds = []
     for number in range(words.warm_up + words.steps):
-        rounds.append({side.name: side.step(number) for side in sides})
+        rounds.append({name: side.ask(number) for name, side in sides.items()})
         told = ", ".join(
             f"{name} {each['seconds']:.2f} s, loss {each['loss']:.3f}"
             for name, each in rounds[-1].items()
         )
-        print(f"step {number + 1}: {told}", file=sys.stderr, flush=True)
-    for side in sides:
+        say(f"step {number + 1}: {told}")
+    for side in sides.values():
         side.close()
     rounds = rounds[words.warm_up :]
     tokens = words.accumulation * words.sequence
     table = Table(
         "", "step s", "tokens/s", "read B/p", "written B/p", "peak RSS GB", "last loss",
-        title=f"{sides[0].num_parameters:,} parameters, {words.accumulation} x {words.sequence}",
+        title=f"{num_parameters:,} parameters, {words.accumulation} x {words.sequence}",
     )  # fmt: skip
     results: dict[str, Any] = {}
     for side in sides:
         each = {
-            name: statistics.median(float(turn[side.name][name]) for turn in rounds)
-            for name in rounds[0][side.name]
+            name: statistics.median(float(turn[side][name]) for turn in rounds)
+            for name in rounds[0][side]
         }
-        results[side.name] = {**each, "rounds": [turn[side.name] for turn in rounds]}
+        results[side] = {**each, "rounds": [turn[side] for turn in rounds]}
         table.add_row(
-            side.name,
+            side,
             f"{each['seconds']:.2f}",
             f"{tokens / each['seconds']:.0f}",
-            f"{each['read_nbytes'] / side.num_parameters:.1f}",
-            f"{each['written_nbytes'] / side.num_parameters:.1f}",
+            f"{each['read_nbytes'] / num_parameters:.1f}",
+            f"{each['written_nbytes'] / num_parameters:.1f}",
             f"{each['peak_rss_nbytes'] / 1e9:.1f}",
-            f"{rounds[-1][side.name]['loss']:.3f}",
+            f"{rounds[-1][side]['loss']:.3f}",
         )
     ratio = statistics.median(
         turn["deepspeed"]["seconds"] / turn["infinity"]["seconds"] for turn in rounds
@@ -300,7 +248,9 @@ def compare(words: argparse.Namespace, scratch: Path) -> None:
     console.print(f"infinity is {ratio:.2f} times as fast (median of {len(rounds)} pairs)")
     if words.save is not None:
         settings = {name: str(value) for name, value in vars(words).items() if name != "save"}
-        written = {"settings": settings, "ratio": ratio, "results": results}
+        written = {
+            "settings": settings, "environment": environment(), "ratio": ratio, "results": results,
+        }  # fmt: skip
         words.save.write_text(json.dumps(written, indent=1) + "\n")
 
 

@@ -358,15 +358,12 @@ def _assemble(
     activations = Activations(
         config.placement.activations, pool=pool, device=device, volume=volume, counters=counters
     )
-    # Cheapest first: what is idle, what is on its way out anyway, weights that would have to be
-    # read again, and state read ahead, which is needed soonest.
-    for reclaim in (
-        updater.reclaim_idle,
-        gradients.reclaim,
-        activations.reclaim,
-        executor.reclaim,
-        updater.reclaim,
-    ):
+    if config.schedule.updates == "at_step":
+        pool.add_reclaimer(updater.reclaim_idle)
+    # Cheapest first: what is on its way out anyway, weights that would have to be read again, and
+    # the optimizer's ring. Deferred updates need it in every forward, and to make room for it anew
+    # would cost more weights than fit in it: they do not lie side by side.
+    for reclaim in (gradients.reclaim, activations.reclaim, executor.reclaim, updater.reclaim):
         pool.add_reclaimer(reclaim)
     return Machinery(
         store,

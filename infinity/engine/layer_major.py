@@ -394,9 +394,9 @@ class Conductor:
                             self._activations.fetch(each.value)
                     self._repeat(strand, call)
                 for strand in waiting:  # What comes next, while the gradients leave.
-                    for each in strand.calls[-1].inputs() if strand.calls else ():
-                        self._activations.fetch(each.value)
-                        break
+                    first = next(strand.calls[-1].inputs(), None) if strand.calls else None
+                    if first is not None:
+                        self._activations.fetch(first.value)
             self._engine.end_of_block(block.site.units)
         for strand in strands:
             self._flush(strand, None)

@@ -32,13 +32,12 @@ from infinity.ops.optimizers import Settings, step_
 from infinity.ops.span import Span
 from infinity.schedule.executor import Executor
 from infinity.state.moments_8bit import states_within
+from infinity.state.placement import STATE_PIECES, berth_nbytes
 from infinity.state.store import StateStore, Transfer
 from infinity.state.units import Chunk, Piece, Slice, TensorSpec, Unit, chunk_unit
 from infinity.storage.engine import Priority
 from infinity.tiers.host import Block
 from infinity.tiers.pool import HostPool
-
-_STATE_PIECES = (Piece.GRADIENTS, Piece.EXP_AVG, Piece.EXP_AVG_SQ, Piece.MASTER)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +76,7 @@ class _Stage:
 class Updater:
     """Applies step records to units. Called under the engine's lock.
 
-    `num_berths` chunks of `chunk_nbytes` per piece are in memory at once; at least one. With
+    `num_berths` chunks of `chunk_nbytes` of fp32 are in memory at once; at least one. With
     `reads_ahead` chunks of units that are needed later are read into berths that are free.
     """
 
@@ -101,14 +100,16 @@ class Updater:
         self.chunk_nbytes = chunk_nbytes
         self._num_berths = num_berths
         self._reads_ahead = reads_ahead
-        self._travelling = [
+        travelling = [
             piece
-            for piece in _STATE_PIECES
+            for piece in STATE_PIECES
             if any(
                 store.home(unit, piece) is not None and store.resting(unit, piece) is None
                 for unit in store.units
             )
         ]
+        # What travels, and the room that a berth has for it.
+        self._travelling = berth_nbytes(store.units, travelling, chunk_nbytes)
         self._block: Block | None = None
         self._berths: deque[_Berth] = deque()  # Free or being written, oldest first.
         self._started: dict[tuple[int, int], _Stage] = {}  # By unit and start; oldest first.
@@ -256,17 +257,17 @@ class Updater:
         """Takes the ring's block if it is not there. With `or_none`, only if there is room."""
         if self._block is not None or not self._travelling:
             return True
-        stride = self.chunk_nbytes
-        per_berth = stride * len(self._travelling)
+        ring_nbytes = self._num_berths * sum(self._travelling.values())
         take = self._pool.try_allocate if or_none else self._pool.require
-        self._block = take(per_berth * self._num_berths, "chunks of the optimizer")
+        self._block = take(ring_nbytes, "chunks of the optimizer")
         if self._block is None:
             return False
-        for number in range(self._num_berths):
-            parts = {
-                piece: self._pool.carve(self._block, number * per_berth + place * stride, stride)
-                for place, piece in enumerate(self._travelling)
-            }
+        offset_nbytes = 0
+        for _ in range(self._num_berths):
+            parts = {}
+            for piece, nbytes in self._travelling.items():
+                parts[piece] = self._pool.carve(self._block, offset_nbytes, nbytes)
+                offset_nbytes += nbytes
             self._berths.append(_Berth(parts))
         return True
 
@@ -361,7 +362,7 @@ class Updater:
                 raise
         stage = _Stage(chunk, berth, {})
         try:
-            for piece in _STATE_PIECES:
+            for piece in STATE_PIECES:
                 dtype = chunk.unit.dtype(piece)
                 if dtype is not None:
                     stage.arrays[piece] = self._bring(stage, piece).view(dtype)

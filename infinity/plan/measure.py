@@ -1,19 +1,21 @@
 """This machine as a `Hardware`: a few seconds of moving bytes and computing a block.
 
 Bandwidth of the drives is taken from the swap-tier file where `infinity tune` wrote it. Everything
-else is measured in the shape in which training does it: a block of the model's width with the
-tokens of a micro-batch, the optimizer's own pass, sums of fp32 arrays.
+else is measured in the shape in which training does it: two of the model's own blocks with the
+tokens of a micro-batch (a plain block of their size where there is no model, but shapes), the
+optimizer's own pass, sums of fp32 arrays.
 """
 
 from __future__ import annotations
 
+import copy
 import shutil
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import torch
 
@@ -38,6 +40,8 @@ _LEAST_S = 0.3
 _MOST_TOKENS = 4096
 _MOST_FFN_RATIO = 16  # Stacked experts are far larger than what a token sees of them.
 _HEAD_DIM = 64
+_NUM_BLOCKS = 2
+_VOCABULARY = 256
 
 
 def measure(config: SwapConfig, model: Model, batch: Batch) -> Hardware:
@@ -132,8 +136,46 @@ def _sum_gbps() -> float:
 
 
 def _tflops(model: Model, batch: Batch, dtype: torch.dtype) -> float:
-    """Of forward and backward of a transformer block as wide and as large as the model's largest
-    one: matrix products, and what goes with them, counted as products alone."""
+    """Of forward and backward of the model's blocks: matrix products, and what goes with them,
+    counted as products alone."""
+    length = min(batch.sequence_length, _MOST_TOKENS)
+    count = max(1, min(batch.num_tokens, _MOST_TOKENS) // length)
+    own = _own_blocks(model, dtype)
+    if own is None:
+        return _tflops_of_a_block_alike(model, count, length, dtype)
+    blocks = [site for site in model.sites if site.attention_width][:_NUM_BLOCKS]
+    ids = torch.randint(_VOCABULARY, (count, length))
+
+    def both_ways() -> None:
+        own(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        own.zero_grad()
+
+    flops = 3 * sum(block.forward_flops(count * length, length) for block in blocks)
+    return flops / _median_s(both_ways) / 1e12
+
+
+def _own_blocks(model: Model, dtype: torch.dtype) -> Any:
+    """The model cut down to its first blocks, with a vocabulary that costs next to nothing; None
+    where there is no such model, or its configuration does not let itself be cut."""
+    if model.hf_config is None:
+        return None
+    from transformers import AutoModelForCausalLM
+
+    config = copy.deepcopy(model.hf_config)
+    text = config.get_text_config()
+    text.vocab_size = _VOCABULARY
+    text.pad_token_id = text.bos_token_id = text.eos_token_id = None
+    text.num_hidden_layers = min(_NUM_BLOCKS, text.num_hidden_layers)
+    if getattr(text, "layer_types", None):
+        text.layer_types = text.layer_types[: text.num_hidden_layers]
+    try:
+        return AutoModelForCausalLM.from_config(config, dtype=dtype).train()
+    except Exception:  # Whatever an architecture makes of it; a block like it is measured then.
+        return None
+
+
+def _tflops_of_a_block_alike(model: Model, count: int, length: int, dtype: torch.dtype) -> float:
+    """The same of a plain block as wide and as large as the model's largest one."""
     hidden = model.checkpoint_width
     blocks = {unit for site in model.sites if site.attention_width for unit in site.units}
     params = max((sum(t.numel for t in model.units[unit].tensors) for unit in blocks), default=0)
@@ -143,8 +185,6 @@ def _tflops(model: Model, batch: Batch, dtype: torch.dtype) -> float:
         hidden, heads, ffn, dropout=0.0, batch_first=True, norm_first=True, activation="gelu",
         dtype=dtype,
     )  # fmt: skip
-    length = min(batch.sequence_length, _MOST_TOKENS)
-    count = max(1, min(batch.num_tokens, _MOST_TOKENS) // length)
     inputs = torch.randn(count, length, hidden, dtype=dtype, requires_grad=True)
     mask = torch.nn.Transformer.generate_square_subsequent_mask(length, dtype=dtype)
 

@@ -81,6 +81,7 @@ class Model:
     held_nbytes: int  # The most weight bytes that nested sites hold at once.
     num_params: int
     checkpoint_width: int  # Values a token leaves behind per checkpointed block.
+    hf_config: Any = None  # Of transformers, where the model is one of theirs.
 
     @property
     def active_params(self) -> int:
@@ -250,6 +251,7 @@ def model_of_config(config: Any) -> Model:
         held_nbytes=anatomy.held_nbytes([rounded_nbytes(unit.weight_nbytes) for unit in units]),
         num_params=sum(tensor.numel for unit in units for tensor in unit.tensors),
         checkpoint_width=hidden,
+        hf_config=plan.hf_config,
     )
 
 

@@ -18,12 +18,11 @@ from infinity.plan.tiles import largest_nbytes, with_tiles
 from infinity.schedule.step import WRITE, Job, Prediction, UnitLoad, Use, predict
 from infinity.sizes import format_nbytes
 from infinity.state.budgets import Budgets
-from infinity.state.placement import Placement, resting_nbytes
+from infinity.state.placement import STATE_PIECES, Placement, resting_nbytes
 from infinity.state.store import rewritten_nbytes
 from infinity.state.tiles import fit
 from infinity.state.units import Piece, Unit
 
-_STATE = (Piece.GRADIENTS, Piece.EXP_AVG, Piece.EXP_AVG_SQ, Piece.MASTER)
 _CHECKPOINT_ITEM_NBYTES = 2
 # Of a device's memory, what the engine takes when the file leaves it to it.
 _DEVICE_PERCENT = 50.0
@@ -227,17 +226,11 @@ def _job(
     window_nbytes: int | None,
 ) -> Job:
     units = tuple(_load(unit, budgets.placement) for unit in model.units)
-    ring_nbytes = (
-        budgets.chunk_nbytes * budgets.num_berths * max(budgets.placement.num_travelling(), 1)
-    )
-    largest_gradients = max(
-        (unit.gradient_nbytes for unit in units if unit.gradients == "nvme"), default=0
-    )
-    # The ring stays in a backward, and gradients stay until somebody must have their room: reading
-    # ahead only ever takes that of other weights.
-    cache_nbytes = budgets.working_nbytes - ring_nbytes - 2 * largest_gradients
+    # With updates at the step the ring is there for it alone. A tight pool keeps nothing.
+    is_deferred = config.schedule.updates == "deferred"
+    cache_nbytes = budgets.working_nbytes - (budgets.ring_nbytes if is_deferred else 0)
     if budgets.is_tight:
-        cache_nbytes = 0  # The pool keeps nothing.
+        cache_nbytes = 0
     device_cache_nbytes = None
     if not hardware.shares_host_memory:
         assert window_nbytes is not None
@@ -250,18 +243,18 @@ def _job(
         ),
         num_micro_batches=batch.num_micro_batches,
         backward_ratio=3.0 if batch.recomputes else 2.0,
-        weights_cache_nbytes=max(cache_nbytes, 0),
+        weights_cache_nbytes=cache_nbytes,
         device_cache_nbytes=device_cache_nbytes,
-        ring_nbytes=ring_nbytes,
+        ring_nbytes=max(budgets.ring_nbytes, 1),
         reads_ahead=budgets.window_nbytes > 0,
-        is_deferred=config.schedule.updates == "deferred",
+        is_deferred=is_deferred,
     )
 
 
 def _load(unit: Unit, placement: Placement) -> UnitLoad:
     read: defaultdict[str, int] = defaultdict(int)
     written: defaultdict[str, int] = defaultdict(int)
-    for piece in _STATE:
+    for piece in STATE_PIECES:
         nbytes = unit.nbytes(piece)
         if nbytes:
             tier = placement.tier(unit, piece)

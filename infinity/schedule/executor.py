@@ -95,6 +95,7 @@ class Executor:
         self.traces = {"train": Trace(), "eval": Trace()}
         self._trace = self.traces["train"]
         self.weights = [self._weights_of(unit) for unit in store.units]
+        self._nbytes = [unit.weight_nbytes for unit in store.units]
 
     def _weights_of(self, unit: Unit) -> Weights:
         home = self._store.home(unit, Piece.PARAMETERS)
@@ -218,7 +219,12 @@ class Executor:
         if self._device_window_nbytes is None:
             return
         while self._attached_nbytes + unit.weight_nbytes > self._device_window_nbytes:
-            victim = choose_victim(self._trace, self._idle_on_device())
+            victim = choose_victim(
+                self._trace,
+                self._idle_on_device(),
+                nbytes=self._nbytes,
+                wanted_nbytes=unit.weight_nbytes,
+            )
             if victim is None:
                 raise CapacityError(
                     "device",
@@ -262,7 +268,13 @@ class Executor:
         unit = weights.unit
         label = f"parameters of {unit.name}"
         while (block := self._pool.try_allocate(unit.weight_nbytes, label)) is None:
-            victim = choose_victim(self._trace, self._evictable(), nearer_than=unit.index)
+            victim = choose_victim(
+                self._trace,
+                self._evictable(),
+                nearer_than=unit.index,
+                nbytes=self._nbytes,
+                wanted_nbytes=unit.weight_nbytes,
+            )
             if victim is None:
                 return False
             self._evict(self.weights[victim])

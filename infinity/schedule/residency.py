@@ -30,13 +30,15 @@ def visits(
     stale: Collection[int] = (),
     changing: Collection[int] = (),
     skipped: Collection[int] = (),
+    taken_nbytes: Sequence[int] | None = None,
 ) -> list[Visit]:
     """Uses of `num_passes` rounds of `order` with a cache that drops what is used last.
 
     `nbytes` is by unit; a unit of 0 bytes rests where it is used and always hits. In the passes of
     `stale` the first use of a unit of `changing` misses even if it is there. A unit larger than the
-    cache takes all of it. Visits of `skipped` (indexes) do without the cache. The order is known
-    from the first pass on, as in a run after its first step.
+    cache takes all of it. Visits of `skipped` (indexes) do without the cache. `taken_nbytes` of it,
+    by use of a round, are taken by others then. The order is known from the first pass on, as in a
+    run after its first step.
     """
     trace = Trace()
     for unit in order:
@@ -47,7 +49,7 @@ def visits(
     for number in range(num_passes):
         trace.begin()
         fresh: set[int] = set()
-        for unit in order:
+        for place, unit in enumerate(order):
             trace.visit(unit)
             if number in stale and unit in changing and unit not in fresh and unit in there:
                 del there[unit]
@@ -56,13 +58,17 @@ def visits(
             evicted = []
             is_skipped = len(found) in skipped and unit not in there
             is_hit = nbytes[unit] == 0 or unit in there or is_skipped
-            if not is_hit:
-                while there and used_nbytes + nbytes[unit] > capacity_nbytes:
-                    victim = choose_victim(trace, there)
-                    assert victim is not None
-                    evicted.append(there.pop(victim))
-                    used_nbytes -= nbytes[victim]
-                used_nbytes += nbytes[unit]
+            needed_nbytes = 0 if is_hit else nbytes[unit]
+            room_nbytes = capacity_nbytes - (taken_nbytes[place] if taken_nbytes else 0)
+            while used_nbytes + needed_nbytes > room_nbytes:
+                others = (each for each in there if each != unit)
+                sizes = nbytes if needed_nbytes else None
+                victim = choose_victim(trace, others, nbytes=sizes, wanted_nbytes=needed_nbytes)
+                if victim is None:
+                    break
+                evicted.append(there.pop(victim))
+                used_nbytes -= nbytes[victim]
+            used_nbytes += needed_nbytes
             if nbytes[unit] and not is_skipped:
                 there[unit] = len(found)
             found.append(Visit(unit, is_hit, tuple(evicted)))

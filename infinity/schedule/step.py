@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 
 from infinity.schedule.residency import Visit, visits
 from infinity.schedule.simulate import Operation, Timeline, simulate
+from infinity.tiers.ranges import rounded_nbytes
 
 COMPUTE, UPDATE, NVME, H2D, D2H, GATHER = "compute", "update", "nvme", "h2d", "d2h", "gather"
 READ, WRITE = "nvme_read", "nvme_write"
@@ -212,9 +213,17 @@ class _Draft:
         job = self.job
         forward = [unit for use in job.uses for unit in use.units]
         order = forward + forward[::-1]
+        # Gradients on their way to NVMe are summed in host memory, one unit's at a time.
+        summed = [
+            rounded_nbytes(u.gradient_nbytes) if u.gradients == "nvme" and u.gradient_nbytes else 0
+            for u in job.units
+        ]
+        taken_nbytes = [0] * len(forward) + [summed[unit] for unit in forward[::-1]]
         passes = _NUM_STEPS * job.num_micro_batches
         first_passes = range(0, passes, job.num_micro_batches)
-        travelling = [u.weight_nbytes if u.weights == "nvme" else 0 for u in job.units]
+        travelling = [
+            rounded_nbytes(u.weight_nbytes) if u.weights == "nvme" else 0 for u in job.units
+        ]
         if job.device_cache_nbytes is None:
             device = [Visit(unit, True) for unit in order] * passes
             skipped: frozenset[int] = frozenset()
@@ -227,8 +236,9 @@ class _Draft:
             )  # fmt: skip
             skipped = frozenset(i for i, visit in enumerate(device) if visit.is_hit)
         host = visits(
-            order, travelling, job.weights_cache_nbytes, num_passes=passes, skipped=skipped
-        )
+            order, travelling, job.weights_cache_nbytes,
+            num_passes=passes, skipped=skipped, taken_nbytes=taken_nbytes,
+        )  # fmt: skip
         return host, device
 
     def _add(

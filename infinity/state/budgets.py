@@ -12,6 +12,7 @@ from infinity.errors import CapacityError, ConfigError
 from infinity.sizes import MIB, align_up, format_nbytes
 from infinity.state.placement import (
     Placement,
+    berth_nbytes,
     least_chunk_nbytes,
     place,
     plan_berths,
@@ -88,12 +89,16 @@ class Budgets:
         self.is_tight = working_nbytes < 3 * smallest
         weights_nbytes = max(resting_nbytes(unit, Piece.PARAMETERS) for unit in units)
         weights_nbytes = max(weights_nbytes, gathered_nbytes)
+        granule_nbytes, travelling = least_chunk_nbytes(units), self.placement.travelling()
         self.chunk_nbytes, self.num_berths = plan_berths(
             working_nbytes - max(weights_nbytes, self.held_nbytes),
             config.schedule.update_chunk,
             unit_nbytes=max(unit.state_numel for unit in units) * STATE_ITEM_NBYTES,
-            num_pieces=self.placement.num_travelling(),
-            granule_nbytes=least_chunk_nbytes(units),
+            travelling_nbytes=sum(berth_nbytes(units, travelling, granule_nbytes).values()),
+            granule_nbytes=granule_nbytes,
+        )
+        self.ring_nbytes = self.num_berths * sum(
+            berth_nbytes(units, travelling, self.chunk_nbytes).values()
         )
         self.window_nbytes = 0 if self.is_tight else self._window_nbytes(config, working_nbytes)
 

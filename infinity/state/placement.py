@@ -39,10 +39,10 @@ class Placement:
     def tier(self, unit: Unit, piece: Piece) -> str:
         return self.tiers[unit.index, piece]
 
-    def num_travelling(self) -> int:
-        """How many pieces of state come to the optimizer through host memory, for some unit."""
+    def travelling(self) -> tuple[Piece, ...]:
+        """Pieces of state that come to the optimizer through host memory, for some unit."""
         away = {piece for (_, piece), tier in self.tiers.items() if tier != "host"}
-        return len(away & set(_STATE_PIECES))
+        return tuple(piece for piece in STATE_PIECES if piece in away)
 
 
 def place(
@@ -111,7 +111,7 @@ _GRANULE_NBYTES = STATE_GRANULE * STATE_ITEM_NBYTES
 _LEAST_BERTHS = 3  # One being read, one updated, one written, where there is room.
 _SMOOTH_BERTHS = 12
 _EFFICIENT_CHUNK_NBYTES = 2 << 20  # Smaller requests cost bandwidth and CPU.
-_STATE_PIECES = (Piece.GRADIENTS, Piece.EXP_AVG, Piece.EXP_AVG_SQ, Piece.MASTER)
+STATE_PIECES = (Piece.GRADIENTS, Piece.EXP_AVG, Piece.EXP_AVG_SQ, Piece.MASTER)
 
 
 def least_chunk_nbytes(units: Sequence[Unit]) -> int:
@@ -119,6 +119,18 @@ def least_chunk_nbytes(units: Sequence[Unit]) -> int:
     largest unit where that is smaller."""
     numel = max(min(unit.granule_numel, unit.state_numel) for unit in units)
     return max(STATE_ITEM_NBYTES * numel, _GRANULE_NBYTES)
+
+
+def berth_nbytes(
+    units: Sequence[Unit], pieces: Sequence[Piece], chunk_nbytes: int
+) -> dict[Piece, int]:
+    """Room that a berth has for each piece: what a chunk of `chunk_nbytes` of fp32 has of it at
+    most. Worked example: chunks of 16 MiB need 16 MiB of each moment, 8 MiB of a residual."""
+    numel = chunk_nbytes // STATE_ITEM_NBYTES
+    return {
+        piece: max(unit.nbytes(piece, min(numel, unit.state_numel)) for unit in units)
+        for piece in pieces
+    }
 
 
 def smallest_working_nbytes(
@@ -148,7 +160,7 @@ def smallest_working_nbytes(
     held_nbytes = max(held_nbytes, weights_nbytes) if are_weights_away else 0
     gradients_nbytes = 2 * _most(units, Piece.GRADIENTS) if "gradients" in streamed else 0
     master_nbytes = _most(units, Piece.MASTER) if "master" in streamed else 0
-    travelling = sum(piece.kind in streamed for piece in _STATE_PIECES)
+    travelling = sum(piece.kind in streamed for piece in STATE_PIECES)
     chunk_nbytes = max(min(chunk_nbytes, _SMALLEST_CHUNK_NBYTES), least_chunk_nbytes(units))
     working_nbytes = max(
         held_nbytes + gradients_nbytes + staged_nbytes,
@@ -168,36 +180,40 @@ def plan_berths(
     chunk_nbytes: int,
     *,
     unit_nbytes: int,
-    num_pieces: int,
+    travelling_nbytes: int,
     granule_nbytes: int = _GRANULE_NBYTES,
 ) -> tuple[int, int]:
-    """(bytes per piece and berth, berths) of the optimizer's pipeline in `free_nbytes`.
+    """(bytes of a chunk, berths) of the optimizer's pipeline in `free_nbytes`.
 
-    `unit_nbytes` is the largest piece of a unit, `num_pieces` how many of them travel; chunks are
-    whole granules. Wanted are
-    berths for two units, one being written back while the next is read, in at most half of what is
-    free. Chunks are at most `chunk_nbytes`, and smaller where that gives the ring enough berths to
-    turn smoothly. With little memory there are three small berths (one being read, one updated, one
-    written), and fewer when chunks would get too small. Worked example: four pieces, units of 48
-    MiB, chunks of 16 MiB: 2 GiB free give 6 berths of 4 x 16 MiB; 512 MiB free allow 256 MiB, which
-    are 12 berths of 4 x 5.3 MiB, in whole granules.
+    Chunks are measured by what fp32 would take, as is the largest unit (`unit_nbytes`), and are
+    whole granules; for each granule `travelling_nbytes` travel. Wanted are berths for two units,
+    one being written back while the next is read, in at most half of what is free. Chunks are at
+    most `chunk_nbytes`, and smaller where that gives the ring enough berths to turn smoothly. With
+    little memory there are three small berths (one being read, one updated, one written), and
+    fewer when chunks would get too small. Worked example: moments and gradients of fp32, units of
+    48 MiB, chunks of 16 MiB: 2 GiB free give 6 berths of 3 x 16 MiB; 512 MiB free allow 256 MiB,
+    which are 12 berths of 3 x 7.1 MiB, in whole granules.
     """
     if free_nbytes >= HUGE_PAGE_NBYTES:
         free_nbytes = align_down(free_nbytes, HUGE_PAGE_NBYTES)
-    num_pieces = max(num_pieces, 1)
+    travelling_nbytes = max(travelling_nbytes, PAGE_NBYTES)
     chunk_nbytes = min(chunk_nbytes, align_up(max(unit_nbytes, 1), granule_nbytes))
-    chunk_nbytes = max(chunk_nbytes, granule_nbytes)
+    chunk_nbytes = max(align_down(chunk_nbytes, granule_nbytes), granule_nbytes)
     smallest_nbytes = max(min(chunk_nbytes, _SMALLEST_CHUNK_NBYTES), granule_nbytes)
 
+    def berth(size_nbytes: int) -> int:
+        return -(-size_nbytes // granule_nbytes) * travelling_nbytes
+
     def share(ring_nbytes: int, berths: int) -> int:
-        return align_down(ring_nbytes // (berths * num_pieces), granule_nbytes)
+        return ring_nbytes // (berths * travelling_nbytes) * granule_nbytes
 
     if share(free_nbytes, _LEAST_BERTHS) < smallest_nbytes:
-        return smallest_nbytes, max(1, free_nbytes // (num_pieces * smallest_nbytes))
-    ring_nbytes = min(free_nbytes // 2, 2 * num_pieces * align_up(unit_nbytes, chunk_nbytes))
+        return smallest_nbytes, max(1, free_nbytes // berth(smallest_nbytes))
+    ring_nbytes = min(free_nbytes // 2, 2 * berth(align_up(unit_nbytes, chunk_nbytes)))
     efficient_nbytes = min(chunk_nbytes, _EFFICIENT_CHUNK_NBYTES)
     size_nbytes = min(chunk_nbytes, max(efficient_nbytes, share(ring_nbytes, _SMOOTH_BERTHS)))
-    berths = ring_nbytes // (num_pieces * size_nbytes)
+    size_nbytes = max(align_down(size_nbytes, granule_nbytes), granule_nbytes)
+    berths = ring_nbytes // berth(size_nbytes)
     if berths >= _LEAST_BERTHS:
         return size_nbytes, berths
     return min(chunk_nbytes, share(free_nbytes, _LEAST_BERTHS)), _LEAST_BERTHS

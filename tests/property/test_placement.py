@@ -11,13 +11,16 @@ from hypothesis import strategies as st
 from infinity.errors import CapacityError
 from infinity.sizes import HUGE_PAGE_NBYTES, PAGE_NBYTES
 from infinity.state.placement import (
+    STATE_PIECES,
     Placement,
+    berth_nbytes,
+    least_chunk_nbytes,
     place,
     plan_berths,
     resting_nbytes,
     smallest_working_nbytes,
 )
-from infinity.state.units import STATE_GRANULE, STATE_ITEM_NBYTES, Piece, Unit
+from infinity.state.units import STATE_GRANULE, STATE_ITEM_NBYTES, Piece, Unit, chunk_unit
 from infinity.tiers.ranges import rounded_nbytes
 
 from .strategies import units
@@ -159,37 +162,46 @@ def test_working_memory_holds_what_it_must(
         gradients = resting_nbytes(unit, Piece.GRADIENTS) if "gradients" in streamed else 0
         assert needed >= weights + 2 * gradients
         if unit.state_numel:
-            pieces = 2 * ("moments" in streamed) + len(streamed & {"gradients", "master"})
-            berth_nbytes, berths = plan_berths(
+            travelling = [piece for piece in STATE_PIECES if piece.kind in streamed]
+            granule_nbytes = least_chunk_nbytes(units)
+            chunk_nbytes, berths = plan_berths(
                 needed - weights,
                 chunk,
-                unit_nbytes=unit.state_numel * STATE_ITEM_NBYTES,
-                num_pieces=4,
+                unit_nbytes=max(unit.state_numel for unit in units) * STATE_ITEM_NBYTES,
+                travelling_nbytes=sum(berth_nbytes(units, travelling, granule_nbytes).values()),
+                granule_nbytes=granule_nbytes,
             )
             assert berths >= 1
-            assert weights + pieces * berths * berth_nbytes <= needed or pieces < 4
+            each = berth_nbytes(units, travelling, chunk_nbytes)
+            assert weights + berths * sum(each.values()) <= needed
+            assert all(
+                chunk.nbytes(piece) <= each[piece]
+                for chunk in chunk_unit(unit, chunk_nbytes)
+                for piece in travelling
+            )
 
 
 @given(
     free=st.integers(0, 1 << 34),
     configured=st.integers(1, 1 << 19).map(lambda n: n * GRANULE_NBYTES),
     unit=st.integers(0, 1 << 30).map(lambda n: n * STATE_ITEM_NBYTES),
-    pieces=st.integers(0, 4),
+    pieces=st.integers(1, 4),
 )
 @settings(max_examples=300, deadline=None)
 def test_berths_fit_what_is_free_and_are_whole_granules(
     free: int, configured: int, unit: int, pieces: int
 ) -> None:
-    berth_nbytes, berths = plan_berths(free, configured, unit_nbytes=unit, num_pieces=pieces)
-    pieces = max(pieces, 1)
-    assert berth_nbytes % GRANULE_NBYTES == 0
-    assert 0 < berth_nbytes <= configured and berths >= 1
-    assert berth_nbytes < max(unit, 1) + GRANULE_NBYTES, "a chunk is at most a unit"
+    chunk_nbytes, berths = plan_berths(
+        free, configured, unit_nbytes=unit, travelling_nbytes=pieces * GRANULE_NBYTES
+    )
+    assert chunk_nbytes % GRANULE_NBYTES == 0
+    assert 0 < chunk_nbytes <= configured and berths >= 1
+    assert chunk_nbytes < max(unit, 1) + GRANULE_NBYTES, "a chunk is at most a unit"
     if berths > 1:
-        assert pieces * berths * berth_nbytes <= free
+        assert pieces * berths * chunk_nbytes <= free
     if berths > 3:
-        assert pieces * berths * berth_nbytes <= free // 2, "the other half is for weights"
-        assert berths * berth_nbytes <= 2 * (unit + configured), "more than two units never help"
+        assert pieces * berths * chunk_nbytes <= free // 2, "the other half is for weights"
+        assert berths * chunk_nbytes <= 2 * (unit + configured), "more than two units never help"
     whole = min(configured, max(unit, 1))
     if free >= 4 * pieces * (unit + whole) + HUGE_PAGE_NBYTES:
-        assert berths * berth_nbytes >= unit, "there is room for two units"
+        assert berths * chunk_nbytes >= unit, "there is room for two units"

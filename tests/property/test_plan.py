@@ -105,3 +105,17 @@ def test_what_is_not_in_the_prediction_goes_first() -> None:
     assert trace.distance(9) == NEVER
     assert choose_victim(trace, [0, 1, 9, 2]) == 9
     assert choose_victim(trace, [0, 9], nearer_than=2) == 9
+
+
+def test_what_is_twice_as_large_as_is_wanted_goes_only_for_want_of_another() -> None:
+    trace = Trace()
+    trace.begin()
+    for unit in (0, 1, 2, 3):
+        trace.visit(unit)
+    trace.begin()
+    nbytes = [2, 2, 2, 9, 9]
+    assert choose_victim(trace, [0, 1, 2, 3], nbytes=nbytes, wanted_nbytes=2) == 2
+    assert choose_victim(trace, [0, 1, 3], nbytes=nbytes, wanted_nbytes=1) == 1
+    assert choose_victim(trace, [0, 1, 2, 3], nbytes=nbytes, wanted_nbytes=3) == 3
+    assert choose_victim(trace, [0, 4], nbytes=nbytes, wanted_nbytes=2) == 4, "never used again"
+    assert choose_victim(trace, [0, 1, 3], nearer_than=2, nbytes=nbytes, wanted_nbytes=2) == 3

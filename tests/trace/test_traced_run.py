@@ -6,7 +6,7 @@ import io
 import json
 import subprocess
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +72,7 @@ def traced(table, tmp_path_factory) -> tuple[Path, list[dict[str, Any]]]:
 def test_the_file_keeps_the_trace_event_format(traced):
     """Catapult's "Trace Event Format": the fields of each phase, and pairs that nest."""
     document = json.loads(traced[0].read_text())
-    threads, open_pairs, phases = set(), defaultdict(list), set()
+    threads, open_pairs, phases, named = set(), defaultdict(list), set(), Counter()
     last_us = 0.0
     for event in document["traceEvents"]:
         assert isinstance(event["name"], str) and event["name"]
@@ -81,6 +81,7 @@ def test_the_file_keeps_the_trace_event_format(traced):
         phases.add(event["ph"])
         if event["ph"] == "M":
             threads.add(event["tid"])
+            named[event["name"], event["tid"]] += 1
             continue
         assert event["ts"] >= last_us, "sorted"
         last_us = event["ts"]
@@ -90,11 +91,15 @@ def test_the_file_keeps_the_trace_event_format(traced):
             open_pairs[event["cat"], event["id"]].append(event["name"])
         elif event["ph"] == "e":
             assert open_pairs[event["cat"], event["id"]].pop() == event["name"]
+            assert event["tid"] in threads
         else:
             assert event["ph"] == "C"
             assert isinstance(event["args"]["value"], (int, float))
     assert phases == {"M", "X", "b", "e", "C"}
     assert not any(open_pairs.values())
+    assert set(named.values()) == {1}, "a thread has one name, and all come first"
+    assert {name for name, _ in named} == {"process_name", "thread_name", "thread_sort_index"}
+    assert {tid for name, tid in named if name == "thread_name"} == threads - {0}
 
 
 def test_spans_of_a_lane_nest_or_do_not_overlap(traced):

@@ -1,0 +1,75 @@
+"""What several benchmarks share: the kernel's own counts, where they ran, rows that are kept.
+
+Nothing but the standard library: it is also imported in the environments of other programs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+
+def process_io() -> dict[str, int]:
+    """Bytes that this process has caused to be fetched from and sent to drives (proc(5))."""
+    lines = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return {"read_nbytes": int(lines["read_bytes"]), "written_nbytes": int(lines["write_bytes"])}
+
+
+def moved_since(before: dict[str, int]) -> dict[str, int]:
+    """What `process_io` has counted since it gave `before`."""
+    return {name: count - before[name] for name, count in process_io().items()}
+
+
+def environment() -> dict[str, Any]:
+    """Where and how figures came about."""
+    return {
+        "command": " ".join(sys.argv),
+        "cores": os.cpu_count(),
+        "kernel": platform.release(),
+        "torch": version("torch"),
+        "load_average": os.getloadavg(),
+    }
+
+
+class Results:
+    """Rows by name, written after each, so that a run that is cut keeps what it has.
+
+    Rows that `path` has already stay if they were made with the same settings, so the rest can be
+    asked for by themselves. Without a path nothing is written.
+    """
+
+    def __init__(self, path: Path | None, settings: dict[str, Any]) -> None:
+        self._path = path
+        self._settings = json.loads(json.dumps(settings, default=str))
+        self._rows: dict[str, dict[str, Any]] = {}
+        if path is not None and path.exists():
+            there = json.loads(path.read_text())
+            if there.get("settings") == self._settings:
+                self._rows = {row["name"]: row for row in there["results"]}
+
+    def keep(self, row: dict[str, Any]) -> None:
+        """`row["name"]` takes the place of a row of that name."""
+        self._rows[row["name"]] = row
+        if self._path is not None:
+            written = {
+                "settings": self._settings,
+                "environment": environment(),
+                "results": self.rows,
+            }
+            part = self._path.with_suffix(".part")
+            part.write_text(json.dumps(written, indent=1) + "\n")
+            part.replace(self._path)
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        return list(self._rows.values())
+
+
+def say(text: str) -> None:
+    """A line of progress."""
+    print(text, file=sys.stderr, flush=True)
