@@ -4,11 +4,11 @@ What is linked to the swap files of this very run, or of one whose files it has 
 (`state_adopt`), is read and checked, and then restored where it is. All other is streamed: of a
 checkpoint that several ranks wrote, those ranges of their shards that this rank keeps.
 
-Nothing that is read depends on placement, budgets, chunk sizes, units, stage or the number of
-ranks, so all of these may be other ones than when it was written. Names, shapes, dtypes, lengths
-and the small state are checked before anything is changed. A tensor's SHA-256 is known when its
-last byte has passed, the CRC32C of linked state page by page; if one is wrong the model may be a
-mixture by then, and the error says so.
+Nothing that is read depends on placement, budgets, chunk sizes, units, stage, number of ranks or
+how large layers are cut (`state_recut`): all of these may be others than when it was written.
+Names, shapes, dtypes, lengths and the small state are checked before anything is changed. A
+tensor's SHA-256 is known when its last byte has passed, the CRC32C of linked state page by page; if
+one is wrong the model may be a mixture by then, and the error says so.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import hashlib
 import io
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -63,6 +63,7 @@ from infinity.checkpoint.state_linked import (
 )
 from infinity.checkpoint.state_manifest import Extent, FileEntry, Manifest, corrupt
 from infinity.checkpoint.state_random import restore_random_state
+from infinity.checkpoint.state_recut import Recut, Source, recut
 from infinity.checkpoint.state_save import Stateful
 from infinity.engine.engine import Engine, engine_of
 from infinity.engine.gradients import in_memory_order
@@ -166,6 +167,7 @@ class Checkpoint:
         self.manifest: Manifest = read_manifest(path)
         self._places: dict[str, tuple[FileEntry, TensorInfo, Extent]] = {}
         self._files = {file.name: file for file in self.manifest.files}
+        self._recut: dict[str, Recut] = {}  # What is put together from tiles of another cut.
         for file in self.manifest.files:
             if file.name.endswith(".safetensors") and PurePath(file.name).name != BUFFERS_NAME:
                 for name, place in _places(path, file).items():
@@ -194,25 +196,34 @@ class Checkpoint:
         return state
 
     def check_model(self, state: StateAccess, model: nn.Module, rank: int = 0) -> None:
-        """Raises ConfigError unless this is a checkpoint of the model, name by name."""
+        """Raises ConfigError unless this is a checkpoint of the model, name by name, however its
+        large layers were cut."""
         expected: dict[str, TensorInfo] = {}
         for tensor in _expected(state):
             if tensor.piece is not Piece.GRADIENTS:
                 expected[tensor.name] = tensor.info
         self._check_moments(expected)
-        gradients = {f"{s.name}.gradient" for unit in state.units for s in unit.trainable()}
+        gradients = {
+            name: TensorInfo(name=name, dtype=torch.float32, shape=spec.facts.shape)
+            for unit in state.units
+            for spec in unit.trainable()
+            for name in (f"{spec.name}.gradient",)
+        }
         names = {*self._places, *self._linked}
-        if state.partition is not None and names & gradients:
+        if state.partition is not None and names & set(gradients):
             raise ConfigError(
                 f"{self.path} has gradients that were summed so far, which cannot be divided over "
                 "ranks; load it on one rank, make the step, and save again"
             )
+        self._recut, used = recut(
+            expected | gradients, {name: self._info_of(name) for name in names}
+        )
         if self.manifest.ranks or state.partition is not None:
             # State without an element is not kept by any rank.
             names |= {name for name, info in expected.items() if not math.prod(info.shape)}
-        _compare_names(set(expected), names - gradients, self.path)
+        _compare_names(set(expected) - set(self._recut), names - set(gradients) - used, self.path)
         for name, info in expected.items():
-            if not self.has(name):
+            if name in self._recut or not self.has(name):
                 continue
             there = self._info_of(name)
             if (there.shape, there.dtype) != (info.shape, info.dtype):
@@ -261,7 +272,10 @@ class Checkpoint:
         return _info(linked) if linked is not None else self._places[name][1]
 
     def has(self, name: str) -> bool:
-        return name in self._places or name in self._linked
+        return name in self._places or name in self._linked or name in self._recut
+
+    def recut(self, name: str) -> Recut | None:
+        return self._recut.get(name)
 
     def linked(self, name: str) -> StoredTensor | None:
         return self._linked.get(name)
@@ -308,7 +322,7 @@ def _compare_names(expected: set[str], there: set[str], path: Path) -> None:
         what = [f"it lacks {missing[0]!r} and {len(missing) - 1} more"] if missing else []
         what += [f"it has {surplus[0]!r} and {len(surplus) - 1} more"] if surplus else []
         if any(".tiles." in name for name in missing + surplus):
-            what += ["large layers were cut otherwise: set schedule.tile as it was for that run"]
+            what += ["moments of eight bits need schedule.tile as it was for that run"]
         raise ConfigError(
             f"{path} is a checkpoint of another model, precision or set of trainable parameters: "
             + "; ".join(what)
@@ -342,12 +356,23 @@ class _CheckedReader:
 
     def is_in_memory_order(self, tensor: StateTensor) -> bool:
         """Whether the elements come in the order in which they lie in memory."""
+        if self._checkpoint.recut(tensor.name) is not None:  # As every tensor that is ever cut.
+            return row_major_stride(tensor.facts.shape) == tensor.facts.stride
         linked, facts = self._checkpoint.linked(tensor.name), tensor.facts
         stride = row_major_stride(facts.shape) if linked is None else linked.facts.stride
         return stride == facts.stride
 
     def read_into(self, name: str, start: int, target: torch.Tensor) -> None:
         """Fills `target` (CPU, contiguous) with elements from `start` on, as they come."""
+        parts: Iterable[Source] = (Source(name, start, target.numel()),)
+        cut_otherwise = self._checkpoint.recut(name)
+        if cut_otherwise is not None:
+            parts = cut_otherwise.within(start, target.numel())
+        for part in parts:
+            self._read_from(part.name, part.start, target[: part.count])
+            target = target[part.count :]
+
+    def _read_from(self, name: str, start: int, target: torch.Tensor) -> None:
         linked = self._checkpoint.linked(name)
         if linked is not None:
             self._read_linked(linked, start, target)
@@ -386,6 +411,12 @@ class _CheckedReader:
 
     def read(self, name: str) -> torch.Tensor:
         """A whole tensor in its shape."""
+        cut_otherwise = self._checkpoint.recut(name)
+        if cut_otherwise is not None:
+            info = cut_otherwise.info
+            flat = torch.empty(math.prod(info.shape), dtype=info.dtype)
+            self.read_into(name, 0, flat)
+            return flat.view(info.shape)
         linked = self._checkpoint.linked(name)
         if linked is not None:
             info = _info(linked)

@@ -57,6 +57,7 @@ ComputeDtype = Literal["float32", "bfloat16"]
 GradientDtype = Literal["float32"]
 MomentFormat = Literal["float32", "8bit"]
 UpdatesMode = Literal["deferred", "at_step"]
+UpdatePlace = Literal["host", "device"]
 RankBudgets = Literal["node", "rank"]
 ReduceDtype = Literal["auto", "bfloat16"]
 OptimizerName = Literal["adamw"]
@@ -278,6 +279,12 @@ class Schedule(Section):
         description='When `optimizer.step()` is carried out: "deferred" updates a unit right '
         'before it is used next, overlapped with the forward; "at_step" all of them at once. Never '
         "changes a result.",
+    )
+    update_on: Annotated[UpdatePlace, Choice(UpdatePlace)] = Field(
+        "host",
+        description='Who computes the update: the processor, or "device", to which state is '
+        "streamed, where the processor is slower than the link. Moments of eight bits stay with "
+        "the host. Never changes a result.",
     )
     micro_batch: Annotated[int, Integer(1)] | None = Field(
         None,

@@ -33,6 +33,8 @@ from infinity.tiers.host import Block
 from infinity.tiers.pool import HostPool
 
 _LABEL = "activations"
+# Tensors that computation may run ahead of while they leave the device, which has to keep them.
+_MOST_DEPARTING = 2
 
 
 @dataclass(eq=False, slots=True)
@@ -48,6 +50,7 @@ class Parked:
     block: Block | None = None
     scratch: Scratch | None = None
     copying: Copy = FINISHED
+    returning: Copy = FINISHED  # Into `kept`.
     is_bound_for_nvme: bool = False  # Once the copy into the block is over.
     moving: Ticket | None = None  # Between the block and the extents.
     is_reading: bool = False
@@ -80,6 +83,7 @@ class Activations:
         self._waiting: dict[Parked, None] = {}  # Insertion-ordered set of what is off the device.
         self._in_use: Parked | None = None
         self._leaving: deque[tuple[Copy, Block]] = deque()  # Being copied to the device.
+        self._departing: deque[Copy] = deque()  # Off the device, the last few.
 
     # -- In ----------------------------------------------------------------------------------------
 
@@ -130,6 +134,9 @@ class Activations:
         self._waiting[parked] = None
         parked.copying = self._device.copy(self._flat(parked, tensor), self._of_block(parked))
         self._counters.add("activation_out_nbytes", parked.nbytes)
+        self._departing.append(parked.copying)
+        if len(self._departing) > _MOST_DEPARTING:
+            self._departing.popleft().order()  # Its memory on the device is free from here on.
         return True
 
     def _flat(self, parked: Parked, tensor: torch.Tensor) -> torch.Tensor:
@@ -224,12 +231,21 @@ class Activations:
     # -- Out ---------------------------------------------------------------------------------------
 
     def fetch(self, parked: Parked) -> None:
-        """Starts bringing a tensor back, if there is room to spare."""
-        if parked.scratch is None or parked.block is not None or parked.kept is not None:
+        """Starts bringing a tensor back, a tier at a time: from NVMe if there is room to spare,
+        from the host when it has come there. Never waits."""
+        if parked.kept is not None or not parked.uses:
             return
-        block = self._pool.try_allocate(parked.span_nbytes, _LABEL)
-        if block is not None:
-            self._start_read(parked, block)
+        if parked.block is None:
+            block = self._pool.try_allocate(parked.span_nbytes, _LABEL)
+            if block is not None:
+                self._start_read(parked, block)
+        elif not self._device.shares_host_memory and self._is_on_host(parked):
+            self._start_return(parked)
+
+    def _is_on_host(self, parked: Parked) -> bool:
+        """Whether the bytes are in the block, and nobody else is at it."""
+        has_come = parked.moving is None or (parked.is_reading and parked.moving.done())
+        return parked.copying.done() and has_come
 
     def _start_read(self, parked: Parked, block: Block) -> None:
         assert self._volume is not None and parked.scratch is not None
@@ -256,16 +272,19 @@ class Activations:
         if parked.kept is None:
             self._in_use = parked
             try:
-                parked.kept = self._bring(parked)
+                self._start_return(parked)
             finally:
                 self._in_use = None
+        parked.returning.order()
         tensor = parked.kept
+        assert tensor is not None
         parked.uses -= 1
         if parked.uses == 0:
             self._forget(parked)
         return tensor
 
-    def _bring(self, parked: Parked) -> torch.Tensor:
+    def _start_return(self, parked: Parked) -> None:
+        """From the host to the device; waits for what is still under way between block and NVMe."""
         if parked.block is None:
             self._start_read(parked, self._pool.require(parked.span_nbytes, _LABEL))
         if parked.is_reading:
@@ -279,15 +298,15 @@ class Activations:
         tensor = torch.empty_strided(
             parked.shape, parked.stride, dtype=parked.dtype, device=self._device.torch_device
         )
-        copy = self._device.copy(self._of_block(parked), self._flat(parked, tensor))
-        copy.order()
+        parked.returning = self._device.copy(self._of_block(parked), self._flat(parked, tensor))
+        parked.kept = tensor
         self._counters.add("activation_in_nbytes", parked.nbytes)
         if parked.moving is None:
-            self._leaving.append((copy, parked.block))
+            assert parked.block is not None
+            self._leaving.append((parked.returning, parked.block))
             parked.block, parked.is_bound_for_nvme = None, False
         else:
-            copy.wait()  # It is still being written from the block.
-        return tensor
+            parked.returning.wait()  # It is still being written from the block.
 
     def _forget(self, parked: Parked) -> None:
         parked.kept = None
@@ -307,6 +326,7 @@ class Activations:
 
     def clear(self) -> None:
         """Forgets everything, whether it was taken or not."""
+        self._departing.clear()
         while self._leaving:
             self._free_leaving()
         for parked in list(self._waiting):

@@ -354,6 +354,11 @@ def _assemble(
         chunk_nbytes=budgets.chunk_nbytes,
         num_berths=budgets.num_berths,
         reads_ahead=config.schedule.prefetch and not budgets.is_tight,
+        on_device=(
+            device
+            if config.schedule.update_on == "device" and not device.shares_host_memory
+            else None
+        ),
     )
     activations = Activations(
         config.placement.activations, pool=pool, device=device, volume=volume, counters=counters

@@ -411,6 +411,11 @@ class Engine:
         self._tracer.end("forward")
         self._tracer.begin("backward", Lane.PHASES, "backward")
 
+    def begin_block_backward(self, units: list[int]) -> None:
+        """Several gradients will come to each parameter of these units."""
+        with self._lock:
+            self._gradients.sum_on_device(self.parts.store.units[unit] for unit in units)
+
     def end_of_block(self, units: list[int]) -> None:
         """The gradients of these units are complete: they go to where they rest."""
         with uninterrupted(), self._lock:

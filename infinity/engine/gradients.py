@@ -7,11 +7,20 @@ it.
 
 Where gradients rest on NVMe a unit's are summed in a host block that is written out when the unit's
 backward is over, and read back only if another backward adds to it.
+
+Note [Out of the device]
+  A gradient leaves a device with memory of its own in its own dtype, into the tail of its place on
+  the host, and is made fp32 in place once it has come (`widen`). The host does not wait for that
+  while the backward runs: what is due to be written waits for its copies, and the computation waits
+  for those of the unit before the last, whose memory is free then.
+  Where several micro-batches go through one block they are summed on the device first
+  (`sum_on_device`), in the same order and so to the same bits, and leave it once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -36,6 +45,20 @@ class _Buffer:
     writing: Transfer | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class _Leaving:
+    """A gradient on its way from the device into the tail of its place on the host."""
+
+    unit: Unit
+    copy: Copy
+    place: torch.Tensor  # fp32 (numel,)
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return self.place.numel() * self.dtype.itemsize
+
+
 class Gradients:
     """The gradients of every unit. Called under the engine's lock."""
 
@@ -57,7 +80,12 @@ class Gradients:
         self._norms: dict[TensorSpec, torch.Tensor] = {}
         self._buffers: dict[Unit, _Buffer] = {}
         self._in_use: Unit | None = None  # Its buffer must not be reclaimed now.
-        self._copies: list[Copy] = []
+        self._leaving: deque[_Leaving] = deque()  # Not on the host yet, or not known to be.
+        self._keeping: deque[_Leaving] = deque()  # Those whose device memory is still kept.
+        self._most_kept_nbytes = max(unit.weight_nbytes for unit in store.units)
+        self._due: dict[Unit, None] = {}  # To be written out when their copies are over.
+        self._summing: frozenset[Unit] = frozenset()  # Units whose sums are made on the device now.
+        self._sums: dict[Unit, dict[TensorSpec, torch.Tensor]] = {}  # On the device: flat.
         # Clip factors of a step whose gradients are still kept, not applied to them yet.
         self._scales: dict[TensorSpec, torch.Tensor] = {}
 
@@ -83,19 +111,79 @@ class Gradients:
                 _put(_slice(home.memory.view(torch.float32), spec), flat, first=first)
             else:
                 self._add_on_host(unit, spec, flat, first=first)
-        self._present[spec] = None
+        if spec not in self._sums.get(unit, ()):
+            self._present[spec] = None
 
     def _add_on_host(
         self, unit: Unit, spec: TensorSpec, flat: torch.Tensor, *, first: bool
     ) -> None:
-        target = _slice(self._array(unit), spec)
         if self._device.shares_host_memory:
-            _put(target, flat, first=first)
+            _put(_slice(self._array(unit), spec), flat, first=first)
+            return
+        self._due.pop(unit, None)
+        if flat.dtype.itemsize > STATE_ITEM_NBYTES:
+            flat = flat.float()
+        if unit in self._summing and first:
+            self._add_on_device(unit, spec, flat)
         elif first:
-            self._copies.append(self._device.copy(flat, target))
+            self._send(unit, flat, _slice(self._array(unit), spec))
         else:
             self.finish_copies()
-            self._add_staged(unit, spec, flat, target)
+            self._add_staged(unit, spec, flat, _slice(self._array(unit), spec))
+
+    def sum_on_device(self, units: Iterable[Unit]) -> None:
+        """Several gradients will come to each parameter of these units, until `write_out`."""
+        if not self._device.shares_host_memory:
+            fresh = (u for u in units if all(spec not in self._present for spec in u.trainable()))
+            self._summing = frozenset(fresh)
+
+    def _add_on_device(self, unit: Unit, spec: TensorSpec, flat: torch.Tensor) -> None:
+        sums = self._sums.setdefault(unit, {})
+        before = sums.get(spec)
+        if before is None:
+            sums[spec] = flat  # One alone leaves in its own dtype, from where autograd put it.
+        elif before.dtype is torch.float32:
+            sums[spec] = before + flat
+        else:
+            sums[spec] = before.float().add_(flat)
+
+    def _end_sums(self, units: Sequence[Unit]) -> None:
+        """No more gradients come to these units: what was summed on the device leaves it."""
+        self._summing = self._summing.difference(units)
+        for unit in units:
+            self._send_sums(unit)
+
+    def _send_sums(self, unit: Unit) -> None:
+        for spec, flat in self._sums.pop(unit, {}).items():
+            self._send(unit, flat, _slice(self._array(unit), spec))
+            self._present[spec] = None
+
+    def _send(self, unit: Unit, flat: torch.Tensor, place: torch.Tensor) -> None:
+        """Starts copying a gradient from the device to its place on the host."""
+        self._take_in_copies()
+        copy = self._device.copy(flat, _tail(place, flat.dtype))
+        leaving = _Leaving(unit, copy, place, flat.dtype)
+        self._leaving.append(leaving)
+        self._keeping.append(leaving)
+        kept_nbytes = sum(each.nbytes for each in self._keeping)
+        while kept_nbytes > self._most_kept_nbytes and len(self._keeping) > 1:
+            oldest = self._keeping.popleft()
+            kept_nbytes -= oldest.nbytes
+            oldest.copy.order()
+
+    def _take_in_copies(self) -> None:
+        """Widens what has come, and starts writing what was due and is complete. Never waits."""
+        while self._leaving and self._leaving[0].copy.done():
+            self._end_oldest()
+        for unit in [u for u in self._due if all(u is not each.unit for each in self._leaving)]:
+            self._start_write(unit)
+
+    def _end_oldest(self) -> None:
+        leaving = self._leaving.popleft()
+        if self._keeping and self._keeping[0] is leaving:
+            self._keeping.popleft()
+        leaving.copy.wait()
+        widen(leaving.place, leaving.dtype)
 
     def _add_staged(
         self, unit: Unit, spec: TensorSpec, flat: torch.Tensor, target: torch.Tensor
@@ -108,7 +196,7 @@ class Gradients:
         finally:
             self._in_use = None
         try:
-            staged = self._pool.tensor(block).view(torch.float32)
+            staged = self._pool.tensor(block)[: count * flat.dtype.itemsize].view(flat.dtype)
             for source, sink in zip(flat.split(count), target.split(count), strict=True):
                 self._device.copy(source, staged[: source.numel()]).wait()
                 sink.add_(staged[: source.numel()])
@@ -167,35 +255,51 @@ class Gradients:
 
     def finish_copies(self) -> None:
         """Waits for gradients that are on their way from the device."""
-        if self._copies:
+        for unit in list(self._sums):
+            self._send_sums(unit)
+        self._end_copies()
+
+    def _end_copies(self) -> None:
+        if self._leaving:
             what = "gradients leave the device"
-            with self._counters.timed("copy_wait_s", what, self._copies):
-                for copy in self._copies:
+            copies = [leaving.copy for leaving in self._leaving]
+            with self._counters.timed("copy_wait_s", what, copies):
+                for copy in copies:
                     copy.wait()
-            self._copies.clear()
+            while self._leaving:
+                self._end_oldest()
 
     def write_out(self, unit: Unit) -> None:
-        """Starts writing a unit's gradients to where they rest; its backward is over."""
+        """A unit's gradients go to where they rest; its backward is over. Does not wait."""
+        self._end_sums([unit])
         buffer = self._buffers.get(unit)
-        if buffer is None or buffer.writing is not None:
-            return
-        self.finish_copies()
-        for spec in unit.trainable():
-            if spec in self._present:
-                self._norms[spec] = self._norm(spec, buffer.array)
-        buffer.writing = self._store.write(unit, Piece.GRADIENTS, buffer.block)
+        if buffer is not None and buffer.writing is None:
+            self._due[unit] = None
+            self._take_in_copies()
+
+    def _start_write(self, unit: Unit) -> None:
+        """All its copies are over."""
+        self._due.pop(unit, None)
+        buffer = self._buffers[unit]
+        if buffer.writing is None:
+            for spec in unit.trainable():
+                if spec in self._present:
+                    self._norms[spec] = self._norm(spec, buffer.array)
+            buffer.writing = self._store.write(unit, Piece.GRADIENTS, buffer.block)
 
     def write_out_all(self) -> None:
         """End of a backward: every unit's gradients go to where they rest."""
+        self._end_sums(list(self._summing))
         self.finish_copies()
         for unit in list(self._buffers):
-            self.write_out(unit)
+            self._start_write(unit)
 
     def reclaim(self) -> bool:
         """Frees the oldest buffer, waiting for its write. False when there is none."""
         for unit, buffer in self._buffers.items():
             if unit is not self._in_use:
-                self.write_out(unit)
+                self._end_copies()
+                self._start_write(unit)
                 del self._buffers[unit]
                 self._wait_write(unit, buffer)
                 self._pool.free(buffer.block)
@@ -314,6 +418,30 @@ def in_memory_order(gradient: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
         )
         gradient = laid_out.copy_(gradient)
     return gradient.as_strided((spec.numel,), (1,))
+
+
+def _tail(place: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The last bytes of fp32 (numel,) that hold as many elements of a dtype that is no wider."""
+    return place.view(dtype)[-place.numel() :]
+
+
+_WIDENED_AT_ONCE = 1024
+
+
+def widen(place: torch.Tensor, dtype: torch.dtype) -> None:
+    """Elements of `dtype` in the tail of `place`, fp32 (numel,), become fp32 in place; exact.
+
+    From the front, half of what is left at a time: 4-byte elements [done, done + half) end where
+    the narrow ones from `done` on begin, or before.
+    """
+    if dtype is torch.float32:
+        return
+    narrow, done = _tail(place, dtype), 0
+    while (left := place.numel() - done) > _WIDENED_AT_ONCE:
+        half = left // 2
+        place[done : done + half].copy_(narrow[done : done + half])
+        done += half
+    place[done:].copy_(narrow[done:].clone())
 
 
 def _put(target: torch.Tensor, flat: torch.Tensor, *, first: bool) -> None:

@@ -65,6 +65,9 @@ class Blocks(Protocol):
 
     def enter(self, units: list[int]) -> None: ...
     def leave(self, units: list[int]) -> None: ...
+    def begin_block_backward(self, units: list[int]) -> None:
+        """Every micro-batch will give a gradient to these units."""
+
     def end_of_block(self, units: list[int]) -> None:
         """The gradients of these units are complete: they go to where they rest."""
 
@@ -388,6 +391,7 @@ class Conductor:
             if not calls:
                 continue
             with self._holding(block):
+                self._engine.begin_block_backward(block.site.units)
                 for index, (strand, call) in enumerate(calls):
                     for _, ahead in calls[index : index + 1 + _RESTORED_AHEAD]:
                         for each in ahead.inputs():

@@ -16,6 +16,7 @@ from infinity.engine.tiling import tiles_of
 from infinity.engine.update import StepRecord
 from infinity.errors import ConfigError, NonFiniteError, UnsupportedError
 from infinity.ops.adamw import AdamWSettings
+from infinity.state.tiles import name_of_whole
 
 
 class AdamW(torch.optim.Optimizer):
@@ -224,27 +225,35 @@ class AdamW(torch.optim.Optimizer):
         """Raises ConfigError where the groups of `state` are not this optimizer's."""
         saved = [group["params"] for group in state["groups"]]
         mine = [group["params"] for group in self.named_state()["groups"]]
-        if saved != mine:
-            names = {name for group in saved + mine for name in group}
-            has_tiles = any(".tiles." in name for name in names)
-            hint = "set schedule.tile as it was for that run; " if has_tiles else ""
+        if saved != mine and list(map(_wholes, saved)) != list(map(_wholes, mine)):
             raise ConfigError(
-                f"{hint}expected an optimizer with groups of {[len(names) for names in saved]} "
+                f"expected an optimizer with groups of {[len(names) for names in saved]} "
                 f"parameters, got {[len(names) for names in mine]}, or the same numbers of "
                 "other parameters: build it as it was built for the run that was saved"
             )
 
     def restore_named_state(self, state: dict[str, Any]) -> None:
-        """Takes what `named_state` gave; the moments on the tiers are those of the same step."""
+        """Takes what `named_state` gave; the moments on the tiers are those of the same step. Tiles
+        of one parameter step together, so one of another cut tells the count of all."""
         self.check_named_state(state)
         self._take_settings(state["groups"])
-        keys = {slot.name: key for key, slot in self._slots.items()}
-        self._steps = {keys[name]: step for name, step in state["steps"].items()}
+        steps = state["steps"]
+        names = {slot.name: key for key, slot in self._slots.items()}
+        if not set(steps) <= set(names):
+            of_wholes = {name_of_whole(name): step for name, step in steps.items()}
+            wholes = {name: name_of_whole(name) for name in names}
+            steps = {n: of_wholes[whole] for n, whole in wholes.items() if whole in of_wholes}
+        self._steps = {names[name]: step for name, step in steps.items()}
         self.grad_norm = None
 
     def _take_settings(self, groups: list[dict[str, Any]]) -> None:
         for group, saved in zip(self.param_groups, groups, strict=True):
             group.update({key: value for key, value in saved.items() if key != "params"})
+
+
+def _wholes(names: list[str]) -> list[str]:
+    """Parameters as the user's model names them, each once."""
+    return list(dict.fromkeys(map(name_of_whole, names)))
 
 
 def _settings(group: dict[str, Any], step: int) -> AdamWSettings:

@@ -434,6 +434,7 @@ class RankedGradients(Gradients):
         if self._partition.stage == 1:
             super().write_out(unit)
         elif self.is_layer_major:
+            self._end_sums([unit])
             self.finish_copies()
             self._give_away(unit)
         self.owned.write_out(self._partition.mine[unit.index].unit)
@@ -442,6 +443,7 @@ class RankedGradients(Gradients):
         if self._partition.stage == 1:
             super().write_out_all()
         else:
+            self._end_sums(list(self._summing))
             self.finish_copies()
             for unit in list(self._buffers):
                 self._give_away(unit)

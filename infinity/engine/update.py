@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 import torch
 
 from infinity.engine.gradients import Gradients
+from infinity.engine.update_on_device import can_update_on_device, update_on_device
 from infinity.errors import InfinityError, StorageError
 from infinity.observe import Counters
 from infinity.ops.dynamic_8bit import State8Bit
@@ -36,6 +37,7 @@ from infinity.state.placement import STATE_PIECES, berth_nbytes
 from infinity.state.store import StateStore, Transfer
 from infinity.state.units import Chunk, Piece, Slice, TensorSpec, Unit, chunk_unit
 from infinity.storage.engine import Priority
+from infinity.tiers.device import DeviceAdapter
 from infinity.tiers.host import Block
 from infinity.tiers.pool import HostPool
 
@@ -91,6 +93,7 @@ class Updater:
         chunk_nbytes: int,
         num_berths: int,
         reads_ahead: bool,
+        on_device: DeviceAdapter | None = None,
     ) -> None:
         self._store = store
         self._pool = pool
@@ -100,6 +103,7 @@ class Updater:
         self.chunk_nbytes = chunk_nbytes
         self._num_berths = num_berths
         self._reads_ahead = reads_ahead
+        self._on_device = on_device  # What computes, if it is not the host.
         travelling = [
             piece
             for piece in STATE_PIECES
@@ -410,11 +414,20 @@ class Updater:
                 if settings.step == 1:  # Whatever an optimizer before this one has left.
                     for span in spans:
                         _forget(span, settings)
-                step_(spans, settings, grad_scale=record.clip_factor)
+                self._step(spans, settings, record.clip_factor)
                 if stage.chunk.unit.master_dtype is torch.float32:
                     for part in slices:
                         master = stage.arrays[Piece.MASTER][_range(stage, part)]
                         _weight_slice(weights, part).copy_(master)
+
+    def _step(
+        self, spans: list[Span], settings: Settings, clip_factor: torch.Tensor | None
+    ) -> None:
+        if self._on_device is None or not can_update_on_device(spans, settings):
+            step_(spans, settings, grad_scale=clip_factor)
+        else:
+            grad_scale = 1.0 if clip_factor is None else float(clip_factor)
+            update_on_device(self._on_device, spans, settings, grad_scale)
 
     def _write_back(self, stage: _Stage) -> None:
         chunk = stage.chunk

@@ -109,10 +109,12 @@ def reference_update_(
 ) -> int:
     """`update_` in torch operations, readable and slow: what the native kernels must equal."""
     check_spans(spans, settings.state_names)
-    return sum(_reference_span_(span, settings, float(grad_scale)) for span in spans)
+    return int(sum(reference_span_(span, settings, float(grad_scale)) for span in spans))
 
 
-def _reference_span_(span: Span, settings: Settings, grad_scale: float) -> int:
+def reference_span_(span: Span, settings: Settings, grad_scale: float) -> torch.Tensor:
+    """`reference_update_` of one span, whose arrays may be on any device unless they have 8 bits.
+    The count is a tensor there: to read it would be to wait."""
     gradient = span.gradient.to(torch.float32) * grad_scale
     weight = span.weight if span.residual is None else join(span.weight, span.residual)
     body = weight.numel() - weight.numel() % REFERENCE_LANES
@@ -132,7 +134,7 @@ def _reference_span_(span: Span, settings: Settings, grad_scale: float) -> int:
     for state, wide, name in zip(span.states, wide_states, settings.state_names, strict=True):
         if isinstance(state, State8Bit):
             encode_(state, wide, name)
-    return int((~torch.isfinite(gradient)).sum())
+    return (~torch.isfinite(gradient)).sum()
 
 
 def _fp32_states(span: Span, settings: Settings) -> list[torch.Tensor]:

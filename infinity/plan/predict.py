@@ -59,6 +59,7 @@ class Forecast:
     job: Job
     step: Prediction
     warnings: tuple[str, ...]
+    parked: tuple[str, int] | None  # Tier and bytes of inputs of blocks that wait off the device.
 
     @property
     def tokens_per_s(self) -> float:
@@ -106,7 +107,19 @@ def forecast(config: SwapConfig, model: Model, hardware: Hardware, batch: Batch)
             *_said_of_tiles(whole, model),
             *_warnings(config, model, hardware, batch, window_nbytes),
         ),
+        parked=_parked(config, model, batch),
     )
+
+
+def _parked(config: SwapConfig, model: Model, batch: Batch) -> tuple[str, int] | None:
+    """The input of every block, for all tokens of a step, in the compute dtype: as the engine parks
+    them where micro-batches go layer by layer."""
+    tier = config.placement.activations[0]
+    if config.schedule.micro_batch is None or tier == "device":
+        return None
+    blocks = sum(site.attention_width > 0 for site in model.sites)
+    itemsize = 2 if config.precision.compute == "bfloat16" else 4
+    return tier, batch.tokens_per_step * model.checkpoint_width * blocks * itemsize
 
 
 def _fitted(
@@ -225,7 +238,10 @@ def _job(
     budgets: Budgets,
     window_nbytes: int | None,
 ) -> Job:
-    units = tuple(_load(unit, budgets.placement) for unit in model.units)
+    # Several micro-batches through one block are summed on the device, in float32.
+    micro_batch = config.schedule.micro_batch
+    is_summed = micro_batch is not None and batch.num_tokens > micro_batch * batch.sequence_length
+    units = tuple(_load(unit, budgets.placement, is_summed) for unit in model.units)
     # With updates at the step the ring is there for it alone. A tight pool keeps nothing.
     is_deferred = config.schedule.updates == "deferred"
     cache_nbytes = budgets.working_nbytes - (budgets.ring_nbytes if is_deferred else 0)
@@ -251,7 +267,7 @@ def _job(
     )
 
 
-def _load(unit: Unit, placement: Placement) -> UnitLoad:
+def _load(unit: Unit, placement: Placement, is_summed: bool) -> UnitLoad:
     read: defaultdict[str, int] = defaultdict(int)
     written: defaultdict[str, int] = defaultdict(int)
     for piece in STATE_PIECES:
@@ -274,4 +290,5 @@ def _load(unit: Unit, placement: Placement) -> UnitLoad:
         update_nbytes=2 * changed_nbytes + gradient_nbytes if unit.state_numel else 0,
         gradients=placement.tier(unit, Piece.GRADIENTS) if gradient_nbytes else "host",
         gradient_nbytes=gradient_nbytes,
+        leaving_nbytes=gradient_nbytes if is_summed else unit.trainable_nbytes,
     )

@@ -47,6 +47,7 @@ def to_dict(forecast: Forecast, advice: Sequence[Advice]) -> dict[str, Any]:
         "working_nbytes": forecast.working_nbytes,
         "num_spares": forecast.num_spares,
         "spare_nbytes": forecast.spare_nbytes,
+        "parked_nbytes": {} if forecast.parked is None else dict([forecast.parked]),
         "is_tight": forecast.is_tight,
         "moved_nbytes": step.moved_nbytes,
         "busy_s": step.busy_s,
@@ -97,6 +98,9 @@ def _places(forecast: Forecast) -> list[str]:
     for kind, tiers in forecast.placed_nbytes.items():
         parts = ", ".join(f"{tier} {format_nbytes(nbytes)}" for tier, nbytes in tiers.items())
         lines.append(f"  {kind:<12}{parts}")
+    if forecast.parked is not None:
+        tier, nbytes = forecast.parked
+        lines.append(f"  {'activations':<12}{tier} {format_nbytes(nbytes)} at the most")
     if forecast.num_spares:
         lines.append(
             f"  {'durability':<12}nvme {format_nbytes(forecast.spare_nbytes)} in "

@@ -28,6 +28,7 @@ import contextlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum, auto
+from typing import NoReturn
 
 import torch
 
@@ -126,6 +127,7 @@ class Executor:
             if not self._trace.visit(unit):
                 self._counters.add("fetches_unplanned", 1)
             self._bring_in(weights, priority)
+        weights.copying.order()  # Each use may be of another stream.
         weights.holds += 1
         if weights.holds == 1:
             self._prefetch(priority)
@@ -137,6 +139,7 @@ class Executor:
         weights = self.weights[unit]
         assert weights.holds > 0, f"{weights.unit.name} is not held"
         weights.holds -= 1
+        self._device.end_use(weights.region)
         return weights.holds == 0
 
     def expected(self) -> Iterator[int]:
@@ -155,7 +158,6 @@ class Executor:
             self._finish_read(weights)
         if weights.state is State.READY:
             self._attach(weights)
-        weights.copying.order()
 
     def _require(self, weights: Weights) -> Block:
         unit = weights.unit
@@ -192,7 +194,8 @@ class Executor:
 
     def _attach(self, weights: Weights) -> None:
         assert weights.block is not None and not weights.awaits_update
-        self._make_device_room(weights.unit)
+        if not self._make_device_room(weights.unit):
+            self._refuse_device(weights.unit)
         if weights.writing is not None and self._device.shares_host_memory:
             self._finish_write(weights)  # The pages leave the address the write reads from.
         weights.copying = self._device.attach(weights.region, weights.block)
@@ -201,39 +204,48 @@ class Executor:
 
     def _detach(self, weights: Weights) -> None:
         assert weights.state is State.ATTACHED and not weights.holds and not weights.rests_on_device
-        self._finish_copy(weights)
-        weights.copying = FINISHED
-        self._device.detach(weights.region)
+        self._device.detach(weights.region)  # A copy that is still under way reads the block.
         self._attached_nbytes -= weights.unit.weight_nbytes
         weights.state = State.ABSENT if weights.block is None else State.READY
 
     def _finish_copy(self, weights: Weights) -> None:
+        """The block may be changed or freed: no copy to the device reads it any more."""
         if not weights.copying.done():
             what = f"parameters of {weights.unit.name} are being copied to the device"
             with self._counters.timed("copy_wait_s", what, (weights.copying,)):
                 weights.copying.wait()
         weights.copying.wait()  # Over; lets go of what the copy keeps.
+        weights.copying = FINISHED
 
-    def _make_device_room(self, unit: Unit) -> None:
-        """Detaches what is used last until the unit fits the device window."""
-        if self._device_window_nbytes is None:
-            return
-        while self._attached_nbytes + unit.weight_nbytes > self._device_window_nbytes:
+    def _make_device_room(self, unit: Unit, *, is_ahead: bool = False) -> bool:
+        """Detaches what is used last until the unit fits the device window; ahead of its use, only
+        what is used later than it. Returns whether it fits."""
+        window_nbytes = self._device_window_nbytes
+        nearer_than = unit.index if is_ahead else None
+        while (
+            window_nbytes is not None and self._attached_nbytes + unit.weight_nbytes > window_nbytes
+        ):
             victim = choose_victim(
                 self._trace,
                 self._idle_on_device(),
+                nearer_than=nearer_than,
                 nbytes=self._nbytes,
                 wanted_nbytes=unit.weight_nbytes,
             )
             if victim is None:
-                raise CapacityError(
-                    "device",
-                    needed_nbytes=unit.weight_nbytes,
-                    available_nbytes=max(0, self._device_window_nbytes - self._attached_nbytes),
-                    key="tiers.device.capacity",
-                    detail=f"parameters of {unit.name!r} (in use: {', '.join(self.held())})",
-                )
+                return False
             self._detach(self.weights[victim])
+        return True
+
+    def _refuse_device(self, unit: Unit) -> NoReturn:
+        assert self._device_window_nbytes is not None
+        raise CapacityError(
+            "device",
+            needed_nbytes=unit.weight_nbytes,
+            available_nbytes=max(0, self._device_window_nbytes - self._attached_nbytes),
+            key="tiers.device.capacity",
+            detail=f"parameters of {unit.name!r} (in use: {', '.join(self.held())})",
+        )
 
     def _idle_on_device(self) -> Iterable[int]:
         for weights in self.weights:
@@ -251,6 +263,7 @@ class Executor:
         if not self._window_nbytes:
             return
         ahead_nbytes = 0
+        has_device_room = not self._device.shares_host_memory
         for index in self._trace.upcoming(this_pass=self._is_outdated_by_step):
             weights = self.weights[index]
             ahead_nbytes += weights.unit.weight_nbytes
@@ -260,8 +273,8 @@ class Executor:
                 return
             if weights.state is State.READING and weights.reading and weights.reading.done():
                 self._finish_read(weights)
-            if weights.state is State.READY and not self._device.shares_host_memory:
-                self._attach_ahead(weights)
+            if weights.state is State.READY and has_device_room:
+                has_device_room = self._attach_ahead(weights)
 
     def _read_ahead(self, weights: Weights, priority: Priority) -> bool:
         """Starts a read if room can be had without dropping anything needed sooner."""
@@ -281,12 +294,15 @@ class Executor:
         self._start_read(weights, block, priority)
         return True
 
-    def _attach_ahead(self, weights: Weights) -> None:
-        window = self._device_window_nbytes
+    def _attach_ahead(self, weights: Weights) -> bool:
+        """Starts the copy to the device, if room can be had without dropping what is needed
+        sooner. Returns whether there may be room for more."""
         if weights.is_checked_out or weights.awaits_update:
-            return
-        if window is None or self._attached_nbytes + weights.unit.weight_nbytes <= window:
+            return True
+        has_room = self._make_device_room(weights.unit, is_ahead=True)
+        if has_room:
             self._attach(weights)
+        return has_room
 
     def _evictable(self) -> Iterable[int]:
         """Units whose host block may be freed: not resting here, not in use by the device."""
@@ -325,11 +341,8 @@ class Executor:
     def _evict(self, weights: Weights) -> None:
         if weights.state is State.READING:
             self._finish_read(weights)  # A read in flight owns the block until it is over.
-        if weights.state is State.ATTACHED:
-            if self._device.shares_host_memory:
-                self._detach(weights)
-            else:
-                self._finish_copy(weights)
+        if weights.state is State.ATTACHED and self._device.shares_host_memory:
+            self._detach(weights)
         self._start_write(weights)
         self._finish_write(weights)
         self._drop_block(weights)
@@ -338,6 +351,7 @@ class Executor:
 
     def _drop_block(self, weights: Weights) -> None:
         assert weights.block is not None and not weights.rests_on_host
+        self._finish_copy(weights)
         self._pool.free(weights.block)
         weights.block = None
 
@@ -376,6 +390,7 @@ class Executor:
             else:
                 weights.block = block
             weights.state = State.ATTACHED if weights.rests_on_device else State.READY
+        self._finish_copy(weights)
         weights.is_checked_out = True
         assert weights.block is not None
         return self._pool.tensor(weights.block)
@@ -507,7 +522,9 @@ class Executor:
         """Waits for everything in flight and lets go of all regions. Errors of reads are
         dropped."""
         for weights in self.weights:
-            weights.holds = 0
+            if weights.holds:
+                weights.holds = 0
+                self._device.end_use(weights.region)
             for transfer in (weights.reading, weights.writing, weights.copying):
                 if transfer is not None:
                     with contextlib.suppress(Exception):

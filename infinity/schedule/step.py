@@ -67,6 +67,7 @@ class UnitLoad:
     update_nbytes: int  # That the optimizer's pass touches in memory; 0 for a frozen unit.
     gradients: str
     gradient_nbytes: int
+    leaving_nbytes: int  # Of a gradient on its way from a device: in its own dtype.
 
 
 @dataclass(frozen=True, slots=True)
@@ -372,7 +373,7 @@ class _Draft:
         if load.gradients == "nvme" and len(self._gradients_out) >= self.job.num_gradient_buffers:
             room = [self._gradients_out[-self.job.num_gradient_buffers]]
         if not self.job.shares_host_memory:
-            out = self._move(D2H, name, load.gradient_nbytes, [out, *room])
+            out = self._move(D2H, name, load.leaving_nbytes, [out, *room])
         before: list[int | None] = [out, *room]
         if load.gradients == "nvme" and not is_first:
             last = self._written.gradients.get(unit)
@@ -380,7 +381,9 @@ class _Draft:
         # Copied or added (autograd's is read, the sum read and written), then read for the norm.
         touched_nbytes = (2 if is_first else 3) * load.gradient_nbytes + load.gradient_nbytes
         if not self.job.shares_host_memory and is_first:
-            touched_nbytes = load.gradient_nbytes  # The copy engine put them there.
+            touched_nbytes = load.gradient_nbytes  # The copy engine put them there,
+            if load.leaving_nbytes < load.gradient_nbytes:  # and they are made wider.
+                touched_nbytes += load.leaving_nbytes + load.gradient_nbytes
         summed = self._add(self._update_lane, name, touched_nbytes / self.rates.host, after=before)
         if load.gradients == "nvme":
             summed = self._nvme(WRITE, name, load.gradient_nbytes, [summed])

@@ -5,6 +5,7 @@ Pure. The engine cuts modules by it, the planner shapes.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from typing import Literal, TypeVar
 
@@ -18,6 +19,21 @@ T = TypeVar("T")
 ROW_ALIGNMENT = 64
 # Below this, reads are dear and modules are many.
 SMALLEST_TILE_NBYTES = 64 * KIB
+
+
+_TILE = re.compile(r"(?:^|(?<=\.))tiles\.(\d+)\.(?=(?:weight|bias)(?:\.|$))")
+
+
+def name_of_whole(name: str) -> str:
+    """The name of a parameter, or of state of it, without the tile: "head.tiles.3.weight" is part
+    of "head.weight". A name without tiles is its own."""
+    return _TILE.sub("", name)
+
+
+def number_of_tile(name: str) -> int:
+    """The number of the tile in a name; 0 where there is none."""
+    found = _TILE.search(name)
+    return 0 if found is None else int(found[1])
 
 
 def cut_rows(num_rows: int, row_nbytes: int, limit_nbytes: int) -> tuple[int, ...]:

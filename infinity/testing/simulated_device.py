@@ -1,129 +1,328 @@
-"""A device without a GPU: its own memory, late copies, poisoned releases.
+"""A device without a GPU: its own memory, late copies, poisoned releases, order that is checked.
 
-Copies run on a worker thread after a random delay, so reading before `Copy.order()` sees NaN;
-released memory is filled with NaN, so reading after `detach` does too. A wait that the engine
-forgot therefore changes a result here, on a machine without a GPU.
+It is the real stream device (`tiers/streams.py`) over a runtime whose streams are worker threads.
+What is computed is computed at once, by the caller; copies run after a random delay. Two things
+make a wait that was forgotten fail here, on a machine without a GPU:
+
+* Bytes. Reading before `Copy.order()` sees NaN, and so does reading after `detach`, whose memory is
+  filled with NaN; memory that nobody keeps while it is copied is gone when its copy comes to run.
+* Order. Every stream knows up to which moment it comes after every other stream and after the host,
+  as events tell it (vector clocks: Mattern, "Virtual time and global states of distributed
+  systems", 1989). A copy that does not come after what computed its source, room that is given to
+  others before the last use is over, and a block that is freed while a copy may still read it raise
+  `UnorderedAccess`, however the threads happen to run.
 """
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import random
+import threading
 import time
-from collections.abc import Sequence
+import weakref
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import torch
 
-from infinity.observe import Counters, Lane
-from infinity.tiers.device import Copy, Region, ResidentRegion, all_of
+from infinity.observe import Counters
+from infinity.tiers.device import Copy, Region, ResizedRegion, all_of, tensor_over
 from infinity.tiers.host import Block, HostTier
+from infinity.tiers.streams import StreamDevice
 
 _POISON_BYTE = 0xFF  # All ones is a NaN in every IEEE format.
 
 
-class SimulatedCopy:
-    """A copy on the worker thread. `order` has no stream to wait on, so it blocks."""
-
-    def __init__(self, future: Future[tuple[int, int]], nbytes: int) -> None:
-        self._future = future  # Gives when the copy began and was over, in nanoseconds.
-        self._nbytes = nbytes
-
-    def done(self) -> bool:
-        return self._future.done()
-
-    def order(self) -> None:
-        self._future.result()
-
-    def wait(self) -> None:
-        self._future.result()
-
-    def passages(self) -> Sequence[tuple[int, int, int, int]]:
-        return [(0, self._nbytes, *self._future.result())] if self._future.done() else []
+class UnorderedAccess(AssertionError):
+    """Two uses of one piece of memory that nothing puts in an order."""
 
 
-class SimulatedRegion(ResidentRegion):
+class _Order:
+    """How far somebody (a stream, the host) comes after everybody else."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.seen: dict[str, int] = {}
+
+    def come_after(self, seen: dict[str, int]) -> None:
+        for name, moment in seen.items():
+            self.seen[name] = max(self.seen.get(name, 0), moment)
+
+    def require(self, other: str, moment: int, what: str) -> None:
+        if self.name != other and self.seen.get(other, 0) < moment:
+            raise UnorderedAccess(f"{self.name} does not wait for {other}: {what}")
+
+
+class SimulatedStream(_Order):
+    """One of the transfer streams, or (without a worker) what computes: at once."""
+
+    def __init__(self, streams: SimulatedStreams, name: str, *, has_worker: bool) -> None:
+        super().__init__(name)
+        self.brought: SimulatedMemory | None = None  # What the last copy was about.
+        self._streams = streams
+        self._worker = (
+            ThreadPoolExecutor(1, thread_name_prefix=f"simulated-{name}") if has_worker else None
+        )
+        if self._worker is not None:  # Now: a thread cannot be started by a finalizer.
+            self._worker.submit(int).result()
+
+    def submit(self, work: Any) -> Future[int]:
+        """Runs `work` behind what was submitted so far. Gives when it was over, in nanoseconds."""
+        with self._streams.noting:
+            self.come_after(self._streams.host.seen)
+            self.seen[self.name] = self._streams.tick()
+
+        def run() -> int:
+            work()
+            return time.monotonic_ns()
+
+        if self._worker is not None:
+            with contextlib.suppress(RuntimeError):
+                return self._worker.submit(run)
+            # The interpreter ends and has waited for its threads: all that was submitted is over.
+        done: Future[int] = Future()
+        done.set_result(run())
+        return done
+
+    def wait_event(self, event: SimulatedEvent) -> None:
+        self.submit(event.result)
+        with self._streams.noting:
+            self.come_after(event.seen)
+            if self._worker is None:
+                self._streams.raise_failure()
+                if event.brought is not None and event.brought.is_attached:
+                    event.brought.last_uses[self.name] = self.seen[self.name]  # A use begins.
+
+    def close(self) -> None:
+        if self._worker is not None:
+            self._worker.shutdown(wait=True)
+
+
+class SimulatedEvent:
+    """See `torch.Event`."""
+
+    def __init__(self, streams: SimulatedStreams) -> None:
+        self._streams = streams
+        self._over: Future[int] | None = None
+        self.seen: dict[str, int] = {}
+        self.brought: SimulatedMemory | None = None
+
+    def record(self, stream: SimulatedStream) -> None:
+        with self._streams.noting:
+            self._over = stream.submit(lambda: None)
+            self.seen = dict(stream.seen)
+            self.brought = stream.brought
+
+    def result(self) -> int:
+        assert self._over is not None, "an event that was not recorded is waited for"
+        return self._over.result()
+
+    def query(self) -> bool:
+        assert self._over is not None
+        if self._over.done():
+            self.synchronize()
+        return self._over.done()
+
+    def synchronize(self) -> None:
+        self.result()
+        with self._streams.noting:
+            self._streams.host.come_after(self.seen)
+        self._streams.raise_failure()
+
+    def elapsed_time(self, later: SimulatedEvent) -> float:
+        return (later.result() - self.result()) / 1e6
+
+
+class SimulatedMemory(ResizedRegion):
     """Memory that is always there, so that a wrong read yields poison and not a crash."""
 
-    is_attached = False
+    def __init__(self, stream: SimulatedStream, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.is_attached = False
+        self._stream = stream
+        poisoned = torch.full((nbytes,), _POISON_BYTE, dtype=torch.uint8)
+        self.storage = poisoned.untyped_storage()
+        self.last_uses: dict[str, int] = {}  # By stream: the moment of its last use.
+
+    def tensor(
+        self, offset_nbytes: int, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype
+    ) -> torch.Tensor:
+        return tensor_over(self.storage, offset_nbytes, shape, stride, dtype)
+
+    def take_memory(self) -> None:
+        self.is_attached = True
+
+    def drop_memory(self) -> None:
+        for name, moment in self.last_uses.items():
+            self._stream.require(name, moment, "the room of a region is given to others")
+        self.last_uses.clear()
+        all_of(self).fill_(_POISON_BYTE)
+        self._stream.submit(lambda: all_of(self).fill_(_POISON_BYTE))  # Over late copies, too.
+        self.is_attached = False
 
 
-class SimulatedDevice:
+class SimulatedStreams:
+    """The runtime: worker threads, and who comes after whom. Any thread: all are the host."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, seed: int, delay_s: float) -> None:
+        self._random = random.Random(seed)
+        self._delay_s = delay_s
+        self._moments = itertools.count(1)
+        self._names = iter(("in", "out"))
+        self._failure: BaseException | None = None
+        self.noting = threading.RLock()  # Guards what is known of the order.
+        self.host = _Order("the host")
+        self.computing = SimulatedStream(self, "compute", has_worker=False)  # The current stream.
+        self.transfer: list[SimulatedStream] = []
+        self.asked = 0  # The moment up to which what computes has to do with the next copy.
+        self._regions: dict[int, SimulatedMemory] = {}  # By address.
+        # Copies that the host does not know to be over: (first address, end, stream, moment).
+        self.copies: list[tuple[int, int, str, int]] = []
+
+    def tick(self) -> int:
+        return next(self._moments)
+
+    def new_stream(self) -> SimulatedStream:
+        stream = SimulatedStream(self, next(self._names), has_worker=True)
+        self.transfer.append(stream)
+        return stream
+
+    def new_event(self, *, is_timed: bool = False) -> SimulatedEvent:
+        return SimulatedEvent(self)
+
+    def current(self) -> SimulatedStream:
+        return self.computing
+
+    def empty_region(self, stream: SimulatedStream, nbytes: int) -> ResizedRegion:
+        memory = SimulatedMemory(stream, nbytes)
+        if nbytes:
+            self._regions[memory.storage.data_ptr()] = memory
+        return memory
+
+    def copy(self, stream: SimulatedStream, source: torch.Tensor, target: torch.Tensor) -> None:
+        with self.noting:
+            self._copy(stream, source, target)
+
+    def _copy(self, stream: SimulatedStream, source: torch.Tensor, target: torch.Tensor) -> None:
+        inward = stream is self.transfer[0]
+        on_host, on_device = (source, target) if inward else (target, source)
+        region = self._regions.get(on_device.data_ptr())
+        uses = {self.computing.name: self.asked} if region is None else region.last_uses
+        for name, moment in uses.items():
+            stream.require(name, moment, "memory is copied that is still in use")
+        start = on_host.data_ptr()
+        end = start + on_host.numel() * on_host.element_size()
+        stream.come_after(self.host.seen)
+        for name, moment in self._copies_of(start, end):
+            if not inward or name != stream.name:
+                stream.require(name, moment, "the host's side of a copy is that of another")
+        # A region's memory is there. Else it is kept by whoever asked, as it would have to be.
+        keep = on_device if region is not None else None
+        seen = weakref.ref(on_device)
+        delay_s = self._random.random() * self._delay_s
+
+        def run(keep: torch.Tensor | None = keep) -> None:
+            time.sleep(delay_s)
+            memory = seen()
+            try:
+                if memory is None:
+                    raise UnorderedAccess(f"memory is gone before it is copied {stream.name}")
+                with torch.no_grad():
+                    _ = memory.copy_(on_host) if inward else on_host.copy_(memory)
+            except BaseException as error:
+                self._failure = self._failure or error
+
+        stream.submit(run)
+        stream.brought = region
+        if region is not None:
+            region.last_uses[stream.name] = stream.seen[stream.name]
+        self.copies = [each for each in self.copies if self.host.seen.get(each[2], 0) < each[3]]
+        self.copies.append((start, end, stream.name, stream.seen[stream.name]))
+
+    def refuse_free(self, start: int, end: int) -> None:
+        """Before the host gives [start, end) to others."""
+        with self.noting:
+            for name, moment in self._copies_of(start, end):
+                self.host.require(name, moment, "a block that is being copied is freed")
+
+    def _copies_of(self, start: int, end: int) -> Iterator[tuple[str, int]]:
+        for first, after, name, moment in self.copies:
+            if first < end and start < after:
+                yield name, moment
+
+    def synchronize(self) -> None:
+        for stream in self.transfer:
+            event = self.new_event()
+            event.record(stream)
+            event.synchronize()
+
+    def raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+
+class SimulatedDevice(StreamDevice):
     """Drop-in for the CUDA adapter: `infinity.offload(model, config,
     device=SimulatedDevice(seed))`.
 
     `delay_s` bounds the random delay of a copy. The engine calls `open` with its host tier.
     """
 
-    name = "simulated"
-    shares_host_memory = False
     torch_device = torch.device("cpu")
 
     def __init__(self, seed: int = 0, *, delay_s: float = 0.002) -> None:
-        self._random = random.Random(seed)
-        self._delay_s = delay_s
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="simulated-device")
+        self.streams = SimulatedStreams(seed, delay_s)
+        self.is_closed = False
         self.attached = 0
         self.attached_high_water = 0
         self.attached_nbytes = 0
         self.attached_high_water_nbytes = 0
 
     def open(self, host: HostTier, counters: Counters) -> None:
-        self.host = host
-        self.counters = counters
+        super().__init__("simulated", host, counters, self.streams)
+        free = host.free
 
-    def reserve(self, nbytes: int) -> Region:
-        return SimulatedRegion(torch.full((nbytes,), _POISON_BYTE, dtype=torch.uint8))
+        def checked(block: Block) -> None:
+            self.streams.refuse_free(block.address, block.address + block.range.nbytes)
+            free(block)
 
-    def reserve_resident(self, memory: torch.Tensor) -> Region:
-        return ResidentRegion(memory)
+        host.free = checked  # type: ignore[method-assign]
+
+    def _is_on_host(self, tensor: torch.Tensor) -> bool:
+        return self.host.owns(tensor)
 
     def attach(self, region: Region, block: Block) -> Copy:
-        assert isinstance(region, SimulatedRegion) and not region.is_attached
-        region.is_attached = True
         self.attached += 1
         self.attached_high_water = max(self.attached_high_water, self.attached)
         self.attached_nbytes += region.nbytes
         self.attached_high_water_nbytes = max(self.attached_high_water_nbytes, self.attached_nbytes)
-        source = self.host.tensor(block, nbytes=region.nbytes)
-        return self.copy(source, all_of(region))
+        return super().attach(region, block)
 
-    def bring_back(self, region: Region, block: Block) -> Copy:
-        assert isinstance(region, SimulatedRegion)
-        return self.copy(all_of(region), self.host.tensor(block, nbytes=region.nbytes))
+    def end_use(self, region: Region) -> None:
+        memory = getattr(region, "memory", None)
+        if isinstance(memory, SimulatedMemory):
+            memory.last_uses[self.streams.computing.name] = self.streams.tick()
+        super().end_use(region)
 
     def detach(self, region: Region) -> None:
-        assert isinstance(region, SimulatedRegion) and region.is_attached
-        region.is_attached = False
+        super().detach(region)
         self.attached -= 1
         self.attached_nbytes -= region.nbytes
-        # Ordered behind the copies that are still under way, like a free on a stream.
-        self._worker.submit(all_of(region).fill_, _POISON_BYTE).result()
-
-    def allocate(self, nbytes: int) -> torch.Tensor:
-        return torch.zeros(nbytes, dtype=torch.uint8)
 
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> Copy:
-        delay_s = self._random.random() * self._delay_s
-        nbytes = target.numel() * target.element_size()
-        source, target = source.detach(), target.detach()
-
-        def run() -> tuple[int, int]:
-            time.sleep(delay_s)
-            begun_ns = time.monotonic_ns()
-            with torch.no_grad():
-                target.copy_(source)
-            return begun_ns, time.monotonic_ns()
-
-        outward = self.host.owns(target)
-        self.counters.add("device_out_nbytes" if outward else "device_in_nbytes", nbytes)
-        asked_ns = time.monotonic_ns()
-        copy = SimulatedCopy(self._worker.submit(run), nbytes)
-        lane = Lane.COPIES_OUT if outward else Lane.COPIES_IN
-        self.counters.tracer.watch(copy, lambda _: lane, "copy", asked_ns)
-        return copy
-
-    def synchronize(self) -> None:
-        self._worker.submit(lambda: None).result()
+        with self._copying:
+            self.streams.asked = self.streams.tick()
+            return super().copy(source, target)
 
     def close(self) -> None:
-        self._worker.shutdown(wait=True)
+        if not self.is_closed:
+            self.is_closed = True
+            try:
+                super().close()
+            finally:
+                for stream in self.streams.transfer:
+                    stream.close()

@@ -81,10 +81,12 @@ class CpuDevice:
             block.is_mapped_away = True
         else:
             assert isinstance(region, ResizedRegion)
-            region.storage.resize_(region.nbytes)
+            region.take_memory()
             all_of(region).copy_(self.host.tensor(block, nbytes=region.nbytes))
-            region.is_attached = True
         return FINISHED
+
+    def end_use(self, region: Region) -> None:
+        return None
 
     def bring_back(self, region: Region, block: Block) -> Copy:
         if isinstance(region, ResizedRegion):
@@ -103,8 +105,7 @@ class CpuDevice:
             block.is_mapped_away = False
         else:
             assert isinstance(region, ResizedRegion)
-            region.storage.resize_(0)
-            region.is_attached = False
+            region.drop_memory()
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         return torch.zeros(nbytes, dtype=torch.uint8)

@@ -1,87 +1,75 @@
-"""Compute on a CUDA device: a bounded window of weights, copies on their own streams.
+"""CUDA as the runtime of a stream device, and the arena pinned for it.
 
-Note [Streams]
-  Three streams: the user's compute stream, `in` for host -> device, `out` for device -> host.
-  Memory of a region is allocated and freed on the compute stream, so the caching allocator hands
-  freed memory only to work that comes later on that stream; the `in` stream waits for the compute
-  stream before it writes into it. A copy out waits for the compute stream that made its source,
-  and the source is recorded on `out` so that the allocator keeps it until the copy is over.
-  The training thread never synchronizes with the device here, except in `Copy.wait`.
+Everything but the pinning goes by the names that PyTorch gives to any accelerator's module
+(`torch.get_device_module`), so another accelerator needs its own way to pin and no more. What is
+in order before what is said in tiers/streams.py.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+import contextlib
+import logging
+from typing import Any
 
 import torch
 
 from infinity.errors import UnsupportedError
-from infinity.observe import Counters, Lane
-from infinity.tiers.device import Copy, Region, ResidentRegion, ResizedRegion, all_of
-from infinity.tiers.host import Block, HostTier
+from infinity.observe import Counters
+from infinity.storage.arena import Arena
+from infinity.tiers.device import ResizedRegion
+from infinity.tiers.host import HostTier
+from infinity.tiers.streams import StreamDevice
+
+_log = logging.getLogger("infinity")
 
 # cudaHostRegisterPortable: pinned for every context of the process.
 _HOST_REGISTER_PORTABLE = 1
 
 
-class CudaCopy:
-    """A copy on one of the transfer streams, known by the event behind it."""
+class StreamMemoryRegion(ResizedRegion):
+    """A region whose memory comes from the allocator's pool of one stream."""
 
-    def __init__(
-        self, event: torch.cuda.Event, keep: object, traced: _TracedCopy | None = None
-    ) -> None:
-        self._event = event
-        self._keep = keep  # Source and target live at least as long as the copy.
-        self._traced = traced
+    def __init__(self, module: Any, stream: Any, nbytes: int) -> None:
+        self._module = module
+        self._stream = stream
+        with module.stream(stream):
+            super().__init__(nbytes, stream.device)
 
-    def done(self) -> bool:
-        return self._event.query()
-
-    def order(self) -> None:
-        torch.cuda.current_stream().wait_event(self._event)
-
-    def wait(self) -> None:
-        self._event.synchronize()
-        self._keep = None
-
-    def passages(self) -> Sequence[tuple[int, int, int, int]]:
-        if self._traced is None or not self.done():
-            return []
-        traced = self._traced
-        times_ns = (traced.clock.ns_of(event) for event in (traced.begun, self._event))
-        return [(0, traced.nbytes, *times_ns)]
+    def _resize(self, nbytes: int) -> None:
+        with self._module.stream(self._stream):
+            self.storage.resize_(nbytes)
 
 
-class _DeviceClock:
-    """Times of events on the host's clock. Resolution about 0.5 us, and the delay of one launch."""
+class AcceleratorStreams:
+    """Streams of one accelerator, by its module in torch (`torch.cuda`, `torch.xpu`)."""
 
     def __init__(self, device: torch.device) -> None:
-        self._origin = torch.cuda.Event(enable_timing=True)
-        self._origin.record(torch.cuda.current_stream(device))
-        self._origin.synchronize()
-        self._origin_ns = time.monotonic_ns()
+        self.device = device
+        self._module: Any = torch.get_device_module(device)
 
-    def ns_of(self, event: torch.cuda.Event) -> int:
-        return self._origin_ns + round(self._origin.elapsed_time(event) * 1e6)
+    def new_stream(self) -> Any:
+        return self._module.Stream(self.device)
+
+    def new_event(self, *, is_timed: bool = False) -> Any:
+        # A thread that waits gives up its core: the update of the optimizer wants it.
+        return self._module.Event(enable_timing=is_timed, blocking=True)
+
+    def current(self) -> Any:
+        return self._module.current_stream(self.device)
+
+    def copy(self, stream: Any, source: torch.Tensor, target: torch.Tensor) -> None:
+        with self._module.stream(stream):
+            target.copy_(source, non_blocking=True)
+
+    def empty_region(self, stream: Any, nbytes: int) -> ResizedRegion:
+        return StreamMemoryRegion(self._module, stream, nbytes)
+
+    def synchronize(self) -> None:
+        self._module.synchronize(self.device)
 
 
-@dataclass(frozen=True, slots=True)
-class _TracedCopy:
-    """What a trace wants to know of a copy."""
-
-    clock: _DeviceClock
-    begun: torch.cuda.Event
-    nbytes: int
-
-
-class CudaDevice:
-    """The device tier on one CUDA device. Autograd threads may call it; the engine's lock orders
-    them."""
-
-    name = "cuda"
-    shares_host_memory = False
+class CudaDevice(StreamDevice):
+    """The device tier on one CUDA device, the current one unless `index` says which."""
 
     def __init__(self, host: HostTier, counters: Counters, index: int | None = None) -> None:
         if not torch.cuda.is_available():
@@ -89,84 +77,50 @@ class CudaDevice:
                 "tiers.device.kind is 'cuda' but PyTorch sees no CUDA device; "
                 "install a CUDA build of torch, or set kind = 'cpu'"
             )
-        self.host = host
-        self.counters = counters
-        self.torch_device = torch.device(
-            "cuda", torch.cuda.current_device() if index is None else index
-        )
-        self._in = torch.cuda.Stream(self.torch_device)
-        self._out = torch.cuda.Stream(self.torch_device)
-        self._clock: _DeviceClock | None = None  # Made when a trace needs it: it waits once.
-        self._register_arena()
-
-    def _register_arena(self) -> None:
-        """Pins the arena for CUDA, without which copies are neither asynchronous nor fast."""
-        arena = self.host.arena
-        code = torch.cuda.cudart().cudaHostRegister(
-            arena.address, arena.capacity_nbytes, _HOST_REGISTER_PORTABLE
-        )
-        if int(code) != 0:
-            raise UnsupportedError(
-                f"cudaHostRegister of {arena.capacity_nbytes} bytes failed with code {int(code)}; "
-                "lower tiers.host.capacity or raise the locked-memory limit (ulimit -l)"
-            )
-
-    def reserve(self, nbytes: int) -> Region:
-        return ResizedRegion(nbytes, self.torch_device)
-
-    def reserve_resident(self, memory: torch.Tensor) -> Region:
-        return ResidentRegion(memory)
-
-    def attach(self, region: Region, block: Block) -> Copy:
-        assert isinstance(region, ResizedRegion) and not region.is_attached
-        region.storage.resize_(region.nbytes)
-        region.is_attached = True
-        return self.copy(self.host.tensor(block, nbytes=region.nbytes), all_of(region))
-
-    def bring_back(self, region: Region, block: Block) -> Copy:
-        assert isinstance(region, ResizedRegion)
-        return self.copy(all_of(region), self.host.tensor(block, nbytes=region.nbytes))
-
-    def detach(self, region: Region) -> None:
-        assert isinstance(region, ResizedRegion) and region.is_attached
-        region.storage.resize_(0)
-        region.is_attached = False
-
-    def allocate(self, nbytes: int) -> torch.Tensor:
-        return torch.zeros(nbytes, dtype=torch.uint8, device=self.torch_device)
-
-    def copy(self, source: torch.Tensor, target: torch.Tensor) -> Copy:
-        inward = source.device.type == "cpu"
-        stream = self._in if inward else self._out
-        if source.dtype != target.dtype and not inward:
-            source = source.to(target.dtype)  # Convert where it is fast, on the compute stream.
-        nbytes = target.numel() * target.element_size()
-        asked_ns = time.monotonic_ns()
-        traced = self._trace(nbytes)
-        stream.wait_stream(torch.cuda.current_stream(self.torch_device))
-        with torch.cuda.stream(stream):
-            if traced is not None:
-                traced.begun.record(stream)
-            target.copy_(source, non_blocking=True)
-            event = torch.cuda.Event(enable_timing=traced is not None)
-            event.record(stream)
-        (target if inward else source).record_stream(stream)
-        self.counters.add("device_in_nbytes" if inward else "device_out_nbytes", nbytes)
-        copy = CudaCopy(event, (source, target), traced)
-        lane = Lane.COPIES_IN if inward else Lane.COPIES_OUT
-        self.counters.tracer.watch(copy, lambda _: lane, "copy", asked_ns)
-        return copy
-
-    def _trace(self, nbytes: int) -> _TracedCopy | None:
-        """Events with times for a copy, while somebody traces."""
-        if not self.counters.tracer.is_on:
-            return None
-        self._clock = self._clock or _DeviceClock(self.torch_device)
-        return _TracedCopy(self._clock, torch.cuda.Event(enable_timing=True), nbytes)
-
-    def synchronize(self) -> None:
-        torch.cuda.synchronize(self.torch_device)
+        number = torch.cuda.current_device() if index is None else index
+        device = torch.device("cuda", number)
+        super().__init__("cuda", host, counters, AcceleratorStreams(device))
+        pin(host.arena, torch.cuda.cudart(), device)
 
     def close(self) -> None:
-        self.synchronize()
-        torch.cuda.cudart().cudaHostUnregister(self.host.arena.address)
+        super().close()
+        unpin(self.host.arena, torch.cuda.cudart())
+
+
+def pin(arena: Arena, runtime: Any, device: torch.device) -> None:
+    """Page-locks the arena for the device: without it copies are neither asynchronous nor fast.
+
+    `runtime`: `torch.cuda.cudart()`, whose functions return the error and raise nothing.
+    Source: CUDA Runtime API, cudaHostRegister.
+    """
+    code = _code(
+        runtime.cudaHostRegister(arena.address, arena.capacity_nbytes, _HOST_REGISTER_PORTABLE)
+    )
+    if code == 0:
+        return
+    # The error stays behind as CUDA's "last error", and the next launch, which is not to blame,
+    # would raise it.
+    with contextlib.suppress(RuntimeError):
+        torch.zeros(1, device=device)
+    raise UnsupportedError(
+        f"cudaHostRegister of {arena.capacity_nbytes} bytes failed: {_words(runtime, code)}; "
+        "lower tiers.host.capacity or raise the locked-memory limit (ulimit -l)"
+    )
+
+
+def unpin(arena: Arena, runtime: Any) -> None:
+    """Before the arena is unmapped. A failure is told and no more: the pages are going anyway."""
+    code = _code(runtime.cudaHostUnregister(arena.address))
+    if code != 0:
+        _log.warning("cudaHostUnregister of the arena failed: %s", _words(runtime, code))
+
+
+def _code(answer: Any) -> int:
+    return int(getattr(answer, "value", answer))  # An enum, of one kind or another.
+
+
+def _words(runtime: Any, code: int) -> str:
+    try:
+        return f"{runtime.cudaGetErrorString(runtime.cudaError(code))} (code {code})"
+    except (AttributeError, TypeError, ValueError):
+        return f"code {code}"

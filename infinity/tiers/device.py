@@ -7,8 +7,9 @@ which autograd saved in the forward valid in the backward (`F.linear` saves `wei
 Note [Ordering]
   `attach` only starts bringing bytes in. Compute may use the region after `Copy.order()`, which on
   a stream device makes the compute stream wait and returns at once, and elsewhere blocks.
-  `Copy.wait()` blocks the calling thread until the source may be reused. `detach` may be called
-  as soon as the last use has been *issued*; the adapter orders the release after it.
+  `Copy.wait()` blocks the calling thread until the source may be reused. A use ends with
+  `end_use`, as soon as its last operation has been *issued*; the adapter orders after it what a
+  later `detach` gives up.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ class Copy(Protocol):
 
     def done(self) -> bool: ...
     def order(self) -> None:
-        """Everything computed from now on sees the copied bytes."""
+        """Everything computed from now on, in the stream that is current, comes after the copy:
+        it sees the copied bytes, and may reuse the device memory they were copied from. Nothing is
+        said of the host's side."""
 
     def wait(self) -> None:
         """Blocks until the transfer is over: the source may be overwritten, the target read."""
@@ -65,19 +68,25 @@ class DeviceAdapter(Protocol):
         """Starts bringing the block's bytes in. The block stays lent until `Copy.wait` or,
         where memory is shared, until `detach`."""
 
+    def end_use(self, region: Region) -> None:
+        """What was issued so far in this thread's stream is all that it does with the region for
+        now."""
+
     def bring_back(self, region: Region, block: Block) -> Copy:
         """Starts making the block, from which the region was attached or any other, hold the
         region's bytes. Valid for the host after `Copy.wait` and, where memory is shared,
         `detach`."""
 
     def detach(self, region: Region) -> None:
-        """Takes the memory away, ordered after the compute issued so far."""
+        """Takes the memory away, ordered after the uses that have ended. A copy into the region may
+        be under way: it still reads the block."""
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """Zeroed device memory that stays: uint8, shape (nbytes,)."""
 
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> Copy:
-        """Starts copying between a host and a device tensor of one shape, converting the dtype."""
+        """Starts copying between a host and a device tensor of one shape and dtype. The device
+        tensor may be dropped at once; the host's lives until `Copy.wait`."""
 
     def synchronize(self) -> None:
         """Blocks until the device has nothing left to do."""
@@ -125,7 +134,18 @@ class ResizedRegion:
         self.is_attached = False
         # Sized once at birth so that tensors of full shape may be made over it, then emptied.
         self.storage = torch.empty(nbytes, dtype=torch.uint8, device=device).untyped_storage()
-        self.storage.resize_(0)
+        self._resize(0)
+
+    def _resize(self, nbytes: int) -> None:
+        self.storage.resize_(nbytes)
+
+    def take_memory(self) -> None:
+        self._resize(self.nbytes)
+        self.is_attached = True
+
+    def drop_memory(self) -> None:
+        self._resize(0)
+        self.is_attached = False
 
     def tensor(
         self, offset_nbytes: int, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype
@@ -133,10 +153,10 @@ class ResizedRegion:
         size_nbytes = self.storage.nbytes()
         if size_nbytes == 0:
             # `set_` grows a storage that is too small, so lend it its size while we look.
-            self.storage.resize_(self.nbytes)
+            self._resize(self.nbytes)
         view = tensor_over(self.storage, offset_nbytes, shape, stride, dtype)
         if size_nbytes == 0:
-            self.storage.resize_(0)
+            self._resize(0)
         return view
 
 

@@ -1035,26 +1035,6 @@ def test_a_model_that_is_dropped_is_collected(swap_directory: Path) -> None:
         loss_of(model, 1).backward()
 
 
-def test_the_simulated_device_catches_a_missing_wait() -> None:
-    """The double is only worth something if it can fail: unfinished copies read as NaN."""
-    from infinity.observe import Counters
-
-    device = SimulatedDevice(seed=0, delay_s=0.2)
-
-    class Host:
-        @staticmethod
-        def owns(_: Tensor) -> bool:
-            return False
-
-    device.open(Host(), Counters())  # type: ignore[arg-type]
-    target = torch.full((8,), float("nan"))
-    copied = device.copy(torch.ones(8), target)
-    assert target.isnan().any()
-    copied.wait()
-    assert torch.equal(target, torch.ones(8))
-    device.close()
-
-
 def test_fp32_tensors_beside_fp16_ones_in_one_unit(swap_directory: Path) -> None:
     """The unit keeps whole masters, and the update of its fp32 tensors starts from theirs."""
 
@@ -1173,3 +1153,29 @@ def test_a_gradient_from_before_offload_is_refused(swap_directory: Path) -> None
     loss_of(model, 1).backward()
     with pytest.raises(InfinityError, match="zero_grad"):
         infinity.offload(model, swap_config(swap_directory))
+
+
+@pytest.mark.parametrize("is_simulated", [False, True], ids=["cpu", "simulated"])
+def test_blocks_may_be_compiled(is_simulated: bool, swap_directory: Path) -> None:
+    """`block.compile()`, before offload: hooks stay outside of the graphs, which see parameters as
+    plain ones. The backend that generates no code says all there is to say of the engine."""
+
+    def losses(*, is_compiled: bool) -> list[float]:
+        model = decoder()
+        if is_compiled:
+            for block in model.blocks:  # type: ignore[union-attr]
+                block.compile(backend="aot_eager")
+        device = SimulatedDevice(2, delay_s=1e-4) if is_simulated else None
+        with offloaded(model, swap_config(swap_directory), device=device) as model:
+            optimizer = infinity.AdamW(model, lr=1e-2)
+            found = []
+            for seed in range(3):
+                loss = loss_of(model, seed)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                found.append(loss.item())
+            return found
+
+    torch._dynamo.reset()
+    assert losses(is_compiled=True) == pytest.approx(losses(is_compiled=False), rel=1e-5)

@@ -25,7 +25,7 @@ def unit(index: int, params: int = GB // 10, tier: str = "nvme") -> UnitLoad:
     return UnitLoad(
         f"u{index}", tier, 2 * params, 2 * params,
         {tier: 14 * params} if away else {}, {tier: 10 * params} if away else {},
-        28 * params, tier, 4 * params,
+        28 * params, tier, 4 * params, 2 * params,
     )  # fmt: skip
 
 
@@ -61,7 +61,7 @@ def test_bytes_of_a_step_with_room_for_nothing() -> None:
     # Weights twice, gradient, moments and residual once; all but the first written once. The last
     # unit's backward follows its forward, and the first's forward its backward, but nothing stays.
     assert moved["nvme_write"] == (2 + 4 + 8 + 2) * params
-    assert moved["d2h"] == 4 * params
+    assert moved["d2h"] == 2 * params  # In their own dtype.
     stays = 2 * (2 * GB // 10)  # The unit at either turn is still there, cache or not.
     assert moved["nvme_read"] in (18 * params - stays, 18 * params - stays // 2)
 

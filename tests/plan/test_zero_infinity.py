@@ -25,7 +25,7 @@ def paper_unit(index: int, params: int, *, weights: str, state: str) -> UnitLoad
     return UnitLoad(
         name=f"block {index}", weights=weights, weight_nbytes=2 * params, written_nbytes=2 * params,
         state_read_nbytes=away, state_write_nbytes=away, update_nbytes=28 * params,
-        gradients="device", gradient_nbytes=2 * params,
+        gradients="device", gradient_nbytes=2 * params, leaving_nbytes=2 * params,
     )  # fmt: skip
 
 

@@ -1,0 +1,343 @@
+"""What does a GPU lose when its model's state lives elsewhere?
+
+    python bench/gpu.py --path /mnt/nvme0 --save bench/results/gpu.json
+
+Four questions, each beside a ceiling of the same run:
+
+* *copies*: host to device, device to host and both at once, arena against PyTorch's pinned memory.
+* *steps*: forward and backward, and whole steps with the update, of a model whose weights live on
+  the host in a window of a few blocks, against the same model in the device's memory, by the
+  number of tokens; and the number from which the computation should be what binds: where it takes
+  as long as the bytes at the bandwidth that was just measured.
+* *memory*: the device's peak in such a step, against the window and what the model in memory takes.
+* *large*: tokens per second, and share of the peak of large matrix products, of a model that is
+  larger than the device would hold with its state.
+
+Twenty minutes on an H200 with 128 GiB of host memory. Everything is smaller with `--small`, which
+also runs without a GPU, to try the program and not to measure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import infinity
+from infinity.bench import device as device_bench
+from infinity.bench.lab import Effort, Lab
+from infinity.bench.measure import GB
+from infinity.bench.report import rows_of, to_json
+from infinity.cli.bench import print_tables
+from infinity.config import SwapConfig
+from infinity.observe import Counters
+from infinity.sizes import GIB, MIB
+from infinity.storage.arena import Arena
+from infinity.testing.simulated_device import SimulatedDevice
+from infinity.tiers.host import HostTier
+
+KINDS = ("parameters", "master", "moments", "gradients")
+SEQUENCE = 2048
+WINDOW_BLOCKS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What is measured with. `tokens` per step, of the growing steps."""
+
+    layers: int
+    hidden: int
+    large_layers: int
+    large_tokens: int
+    micro_batch_tokens: int
+    tokens: tuple[int, ...]
+    copied_nbytes: int
+    rounds: int
+    sequence: int = SEQUENCE
+
+
+FULL = Sizes(12, 4096, 32, 64 << 10, 8 << 10, (2048, 4096, 8192, 16384, 32768), 4 * GIB, 5)
+SMALL = Sizes(3, 64, 4, 256, 128, (64, 128), 16 * MIB, 2, 32)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--path", type=Path, default=Path.cwd(), help="a directory on the drive")
+    parser.add_argument("--host", default="85%", help="host budget of the large model")
+    parser.add_argument("--only", nargs="+", default=["copies", "steps", "large"])
+    parser.add_argument("--small", action="store_true", help="small shapes, on any machine")
+    parser.add_argument("--save", type=Path)
+    words = parser.parse_args()
+    if not torch.cuda.is_available() and not words.small:
+        raise SystemExit("needs a CUDA device; `--small` tries the program without")
+    sizes = SMALL if words.small else FULL
+    there = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    console = Console()
+    document: dict[str, Any] = {"settings": {k: str(v) for k, v in vars(words).items()}}
+    document["environment"] = {
+        "torch": torch.__version__, "kernel": platform.release(), "cuda": torch.version.cuda,
+        "device": torch.cuda.get_device_name() if there.type == "cuda" else "simulated",
+    }  # fmt: skip
+    with tempfile.TemporaryDirectory(dir=words.path, prefix="infinity-gpu-") as scratch:
+        for part in words.only:
+            begun_s = time.monotonic()
+            run: Callable[..., Any] = {"copies": copies, "steps": steps, "large": large}[part]
+            document[part] = run(sizes, words, Path(scratch), there, document, console)
+            console.print(f"{part}: {time.monotonic() - begun_s:.0f} s")
+            if words.save is not None:  # Each part as it comes: minutes are not lost.
+                words.save.write_text(json.dumps(document, indent=1) + "\n")
+
+
+def device_for(there: torch.device) -> Any:
+    """The engine's own for CUDA, else the simulated one."""
+    return None if there.type == "cuda" else SimulatedDevice(1, delay_s=1e-5)
+
+
+# -- Copies ----------------------------------------------------------------------------------------
+
+
+def copies(
+    sizes: Sizes, words: Any, scratch: Path, there: torch.device, document: Any, console: Console
+) -> Any:
+    effort = Effort(nbytes=sizes.copied_nbytes, rounds=sizes.rounds)
+    counters = Counters()
+    with Arena(effort.nbytes) as arena:
+        lab = Lab(arena, (), SwapConfig.load({}).io, effort, with_fio=False)
+        host = HostTier(arena, counters)
+        device = device_for(there)
+        if device is None:
+            from infinity.tiers.cuda import CudaDevice
+
+            device = CudaDevice(host, counters)
+        else:
+            device.open(host, counters)
+        try:
+            results = list(device_bench.copies(lab, device))
+        finally:
+            device.close()
+    print_tables(rows_of(results))
+    return to_json(results, {})
+
+
+# -- Steps -----------------------------------------------------------------------------------------
+
+
+def llama(layers: int, hidden: int, sequence: int) -> LlamaForCausalLM:
+    """The shapes of Llama 2 7B at 4096, with a small vocabulary: blocks are what moves."""
+    return LlamaForCausalLM(
+        LlamaConfig(
+            hidden_size=hidden, intermediate_size=hidden * 43 // 16, num_hidden_layers=layers,
+            num_attention_heads=max(hidden // 128, 1), vocab_size=2048, use_cache=False,
+            max_position_embeddings=sequence, tie_word_embeddings=False,
+        )
+    )  # fmt: skip
+
+
+def offloaded(sizes: Sizes, layers: int, window: bool, config: Any, there: torch.device) -> Any:
+    table = {"precision": {"compute": "bfloat16"}, **config}
+    shape = sizes.hidden, sizes.sequence
+    with infinity.init(table):
+        model = llama(layers, *shape)
+    if window:
+        block_nbytes = 2 * sum(p.numel() for p in model.model.layers[0].parameters())
+        table["tiers"]["device"] = {"capacity": WINDOW_BLOCKS * block_nbytes + 64 * MIB}
+    own = device_for(there)
+    return infinity.offload(model, table, seed=0, **({} if own is None else {"device": own}))
+
+
+def batch_of(tokens: int, sequence: int, there: torch.device) -> torch.Tensor:
+    source = torch.Generator().manual_seed(tokens)
+    return torch.randint(2048, (tokens // sequence, sequence), generator=source).to(there)
+
+
+def synchronize(there: torch.device) -> None:
+    if there.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def timed_s(run: Callable[[], object], rounds: int, there: torch.device) -> float:
+    """The median of some rounds, after one that is not counted."""
+    times_s = []
+    for _ in range(rounds + 1):
+        synchronize(there)
+        begun_s = time.perf_counter()
+        run()
+        synchronize(there)
+        times_s.append(time.perf_counter() - begun_s)
+    return statistics.median(times_s[1:])
+
+
+def peak_nbytes(run: Callable[[], object], there: torch.device) -> int | None:
+    if there.type != "cuda":
+        return None
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    run()
+    torch.cuda.synchronize()
+    return int(torch.cuda.max_memory_reserved())
+
+
+def steps(
+    sizes: Sizes, words: Any, scratch: Path, there: torch.device, document: Any, console: Console
+) -> Any:
+    """Our side and the one in memory one after the other: both do not fit beside each other."""
+    found: dict[str, dict[int, Any]] = {"offloaded": {}, "in memory": {}}
+    config = {
+        "tiers": {"host": {"capacity": words.host if not words.small else "64MiB"}},
+        "placement": dict.fromkeys(KINDS, "host"),
+    }
+    model = offloaded(sizes, sizes.layers, True, config, there).train()
+    engine = infinity.engine_of(model)
+    optimizer: Any = infinity.AdamW(model, lr=1e-5)
+    num_params = sum(p.numel() for p in model.parameters())
+    for tokens in sizes.tokens:
+        found["offloaded"][tokens] = _sides(model, optimizer, tokens, sizes, there)
+        found["offloaded"][tokens]["waits_s"] = {
+            name: value for name, value in engine.counters.snapshot().items() if "wait" in name
+        }
+    engine.close()
+    del model, optimizer, engine
+    gc.collect()
+    torch.manual_seed(0)
+    plain = llama(sizes.layers, sizes.hidden, sizes.sequence).to(there, torch.bfloat16).train()
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-5, fused=there.type == "cuda")
+    for tokens in sizes.tokens:
+        found["in memory"][tokens] = _sides(plain, optimizer, tokens, sizes, there)
+    del plain, optimizer
+    gc.collect()
+    if there.type == "cuda":
+        torch.cuda.empty_cache()
+    return _report_steps(found, num_params, sizes, document, console)
+
+
+def _sides(model: Any, optimizer: Any, tokens: int, sizes: Sizes, there: torch.device) -> Any:
+    ids = batch_of(tokens, sizes.sequence, there)
+
+    def passes() -> None:
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.zero_grad()
+
+    def step() -> None:
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return {
+        "passes_s": timed_s(passes, sizes.rounds, there),
+        "step_s": timed_s(step, max(sizes.rounds // 2, 1), there),
+        "peak_nbytes": peak_nbytes(step, there),
+    }
+
+
+def _report_steps(
+    found: Any, num_params: int, sizes: Sizes, document: Any, console: Console
+) -> Any:
+    most = max(sizes.tokens)
+    flops = 6 * num_params * most / found["in memory"][most]["passes_s"]
+    bandwidth = _inward_bandwidth(document)
+    # A block's weights, 2 bytes each, come twice; forward and backward take 6 operations a token.
+    binds_at = None if bandwidth is None else round(4 / bandwidth * flops / 6)
+    table = Table(
+        "tokens", "in memory s", "offloaded s", "share", "step in memory s", "step s", "share",
+        "peak GiB (in memory)",
+        title=f"{num_params:,} parameters, window of {WINDOW_BLOCKS} of {sizes.layers} blocks; the "
+        f"computation should bind from {binds_at} tokens on",
+    )  # fmt: skip
+    for tokens in sizes.tokens:
+        ours, theirs = found["offloaded"][tokens], found["in memory"][tokens]
+        peaks = [(side["peak_nbytes"] or 0) / GIB for side in (ours, theirs)]
+        table.add_row(
+            f"{tokens:,}",
+            f"{theirs['passes_s']:.3f}",
+            f"{ours['passes_s']:.3f}",
+            f"{theirs['passes_s'] / ours['passes_s']:.2f}",
+            f"{theirs['step_s']:.3f}",
+            f"{ours['step_s']:.3f}",
+            f"{theirs['step_s'] / ours['step_s']:.2f}",
+            f"{peaks[0]:.1f} ({peaks[1]:.1f})",
+        )
+    console.print(table)
+    return {"num_params": num_params, "flops": flops, "binds_at_tokens": binds_at, "sides": found}
+
+
+def _inward_bandwidth(document: Any) -> float | None:
+    """Bytes per second into the device, of the part that was measured before."""
+    for row in document.get("copies", {}).get("rows", ()):
+        if row["labels"].get("operation") == "in":
+            return float(row["gbps"]["median"]) * GB
+    return None
+
+
+# -- Large -----------------------------------------------------------------------------------------
+
+
+def large(
+    sizes: Sizes, words: Any, scratch: Path, there: torch.device, document: Any, console: Console
+) -> Any:
+    """Steps of many micro-batches, layer by layer, with moments where there is room."""
+    config = {
+        "tiers": {
+            "host": {"capacity": words.host if not words.small else "64MiB"},
+            "nvme": [{"path": str(scratch / "large")}],
+        },
+        "placement": {
+            "parameters": "host", "master": "host", "gradients": "host",
+            "moments": ["host", "nvme"], "activations": "host",
+        },
+    }  # fmt: skip
+    model = offloaded(sizes, sizes.large_layers, True, config, there).train()
+    engine = infinity.engine_of(model)
+    num_params = sum(p.numel() for p in model.parameters())
+    optimizer = infinity.AdamW(model, lr=1e-5, max_grad_norm=1.0)
+    ids = batch_of(sizes.large_tokens, sizes.sequence, there)
+    micro_batches = list(ids.split(max(sizes.micro_batch_tokens // sizes.sequence, 1)))
+
+    def step() -> None:
+        infinity.accumulate(
+            model,
+            lambda each: model(input_ids=each, labels=each).loss / len(micro_batches),
+            micro_batches,
+        )
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step_s = timed_s(step, 2, there)
+    peak = peak_nbytes(step, there)
+    counters = engine.counters.snapshot()
+    engine.close()
+    tokens_per_s = sizes.large_tokens / step_s
+    share = 6 * num_params * tokens_per_s / _peak_flops(there, sizes)
+    console.print(
+        f"{num_params:,} parameters: {step_s:.2f} s a step of {sizes.large_tokens:,} tokens, "
+        f"{tokens_per_s:,.0f} tokens/s, {share:.0%} of the peak without the repeated forward "
+        f"({share * 4 / 3:.0%} with), device peak {(peak or 0) / GIB:.1f} GiB"
+    )
+    return {
+        "num_params": num_params, "step_s": step_s, "tokens_per_s": tokens_per_s, "share": share,
+        "peak_nbytes": peak, "counters": counters,
+    }  # fmt: skip
+
+
+def _peak_flops(there: torch.device, sizes: Sizes) -> float:
+    """Of a large product in bfloat16, here and now."""
+    width = 8192 if sizes is FULL else 256
+    one, other = (torch.randn(width, width, device=there, dtype=torch.bfloat16) for _ in range(2))
+    seconds = timed_s(lambda: [one @ other for _ in range(10)], 3, there) / 10
+    return 2 * width**3 / seconds
+
+
+if __name__ == "__main__":
+    main()

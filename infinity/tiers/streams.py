@@ -1,0 +1,289 @@
+"""Compute on a device with streams: a bounded window of weights, copies beside the computation.
+
+What is done here is order, and nothing else: `Streams` is the little that is asked of a runtime.
+CUDA is one (`tiers/cuda.py`); the simulated one, which finds out what is not ordered, another.
+
+Note [Streams]
+  Three streams: the one that computes, whichever is current, `in` for host -> device and `out` for
+  device -> host. A stream waits for another by an event, and the host for none of them, but in
+  `Copy.wait`.
+
+  * Memory of regions is taken and given back on `in`, so it goes from region to region, and never
+    to activations or from them: what is reserved for weights does not grow with time. The
+    allocator hands on freed memory to later work of the stream it came from; `detach` therefore
+    makes `in` wait for the last uses of the region. They are noted when they end (`end_use`) and
+    not when the region is given up: a copy into the room of the unit before the last does not
+    wait for the last, and runs beside it.
+  * A region is used after `Copy.order`, by which the stream that is current waits for the copy.
+  * Other device memory (gradients, activations, what rests there) belongs to the stream that was
+    current when its copy was asked for. The copy waits for what that stream has to do until then,
+    and keeps the tensor until that stream waits for the copy (`order`), or the host knows that it
+    is over. So memory goes back without `record_stream`, which would hold it until the host
+    happens to look.
+
+Note [Backward]
+  Autograd runs a node, its hooks included, in a thread of its own with the stream of the node's
+  forward as the current one, and makes the caller's stream wait for all of them at the end
+  (torch/csrc/autograd/engine.cpp, "Streaming backwards"). So the current stream is right there.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from infinity.observe import Counters, Lane
+from infinity.tiers.device import Copy, Region, ResidentRegion, ResizedRegion, all_of
+from infinity.tiers.host import Block, HostTier
+
+
+class Event(Protocol):
+    """As `torch.Event`."""
+
+    def record(self, stream: Any) -> None: ...
+    def query(self) -> bool: ...
+    def synchronize(self) -> None: ...
+    def elapsed_time(self, later: Any) -> float: ...
+
+
+class Stream(Protocol):
+    """As `torch.Stream`: hashable, equal to itself however it was come by."""
+
+    def wait_event(self, event: Any) -> None: ...
+
+
+class Streams(Protocol):
+    """The runtime of one device."""
+
+    device: torch.device
+
+    def new_stream(self) -> Stream: ...
+    def new_event(self, *, is_timed: bool = False) -> Event: ...
+    def current(self) -> Stream:
+        """The calling thread's."""
+
+    def copy(self, stream: Stream, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Issues a copy between host and device on the stream; returns at once."""
+
+    def empty_region(self, stream: Stream, nbytes: int) -> ResizedRegion:
+        """A region that takes its memory on the stream."""
+
+    def synchronize(self) -> None:
+        """Blocks until nothing is left to do, on any stream."""
+
+
+@dataclass(eq=False)
+class StreamRegion:
+    """A region, and the last use that each stream made of it since it was attached."""
+
+    memory: ResizedRegion
+    uses: dict[Stream, Event] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        return self.memory.nbytes
+
+    @property
+    def is_attached(self) -> bool:
+        return self.memory.is_attached
+
+    def tensor(
+        self, offset_nbytes: int, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype
+    ) -> torch.Tensor:
+        return self.memory.tensor(offset_nbytes, shape, stride, dtype)
+
+
+class StreamCopy:
+    """A copy on one of the transfer streams, known by the event behind it."""
+
+    def __init__(
+        self,
+        streams: Streams,
+        event: Event,
+        *,
+        owner: Stream | None,
+        keep: torch.Tensor,
+        traced: _TracedCopy | None,
+    ) -> None:
+        self._streams = streams
+        self._event = event
+        self._owner = owner  # The stream that the kept tensor's memory goes back to.
+        self._keep: torch.Tensor | None = keep  # On the device.
+        self._traced = traced
+
+    def done(self) -> bool:
+        return self._event.query()
+
+    def order(self) -> None:
+        current = self._streams.current()
+        current.wait_event(self._event)
+        if self._owner is not None and self._owner != current:
+            self._owner.wait_event(self._event)
+        self._keep = None
+
+    def wait(self) -> None:
+        self._event.synchronize()
+        self._keep = None
+
+    def let_go(self) -> None:
+        """Of what is kept; the copy is over."""
+        self._keep = None
+
+    def passages(self) -> Sequence[tuple[int, int, int, int]]:
+        if self._traced is None or not self.done():
+            return []
+        traced = self._traced
+        times_ns = (traced.clock.ns_of(event) for event in (traced.begun, self._event))
+        return [(0, traced.nbytes, *times_ns)]
+
+
+class _DeviceClock:
+    """Times of events on the host's clock. Resolution about 0.5 us, and the delay of one launch."""
+
+    def __init__(self, streams: Streams) -> None:
+        self._origin = streams.new_event(is_timed=True)
+        self._origin.record(streams.current())
+        self._origin.synchronize()
+        self._origin_ns = time.monotonic_ns()
+
+    def ns_of(self, event: Event) -> int:
+        return self._origin_ns + round(self._origin.elapsed_time(event) * 1e6)
+
+
+@dataclass(frozen=True, slots=True)
+class _TracedCopy:
+    """What a trace wants to know of a copy."""
+
+    clock: _DeviceClock
+    begun: Event
+    nbytes: int
+
+
+class StreamDevice:
+    """The device tier on a device with streams. Autograd threads may call it; the engine's lock
+    orders them. `copy` is also called without it, by threads that serve other ranks."""
+
+    shares_host_memory = False
+
+    def __init__(self, name: str, host: HostTier, counters: Counters, streams: Streams) -> None:
+        self.name = name
+        self.host = host
+        self.counters = counters
+        self.torch_device = streams.device
+        self._streams = streams
+        self._in = streams.new_stream()
+        self._out = streams.new_stream()
+        self._clock: _DeviceClock | None = None  # Made when a trace needs it: it waits once.
+        self._copying = threading.RLock()
+        # Copies that nobody need remember: what they keep is safe until they are over.
+        self._under_way: deque[StreamCopy] = deque()
+
+    # -- Regions -----------------------------------------------------------------------------------
+
+    def reserve(self, nbytes: int) -> Region:
+        return StreamRegion(self._streams.empty_region(self._in, nbytes))
+
+    def reserve_resident(self, memory: torch.Tensor) -> Region:
+        return ResidentRegion(memory)
+
+    def attach(self, region: Region, block: Block) -> Copy:
+        assert isinstance(region, StreamRegion) and not region.is_attached and not region.uses
+        region.memory.take_memory()
+        on_host = self.host.tensor(block, nbytes=region.nbytes)
+        return self._issue(self._in, on_host, all_of(region.memory))
+
+    def end_use(self, region: Region) -> None:
+        if isinstance(region, StreamRegion):
+            self._note_use(region, self._streams.current())
+
+    def _note_use(self, region: StreamRegion, stream: Stream) -> None:
+        event = self._streams.new_event()
+        event.record(stream)
+        region.uses[stream] = event
+
+    def bring_back(self, region: Region, block: Block) -> Copy:
+        assert isinstance(region, StreamRegion) and region.is_attached
+        self.end_use(region)
+        for event in region.uses.values():
+            self._out.wait_event(event)
+        on_host = self.host.tensor(block, nbytes=region.nbytes)
+        copy = self._issue(self._out, on_host, all_of(region.memory))
+        self._note_use(region, self._out)
+        return copy
+
+    def detach(self, region: Region) -> None:
+        assert isinstance(region, StreamRegion) and region.is_attached
+        for event in region.uses.values():
+            self._in.wait_event(event)
+        region.uses.clear()
+        region.memory.drop_memory()
+
+    # -- Other memory ------------------------------------------------------------------------------
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        return torch.zeros(nbytes, dtype=torch.uint8, device=self.torch_device)
+
+    def copy(self, source: torch.Tensor, target: torch.Tensor) -> Copy:
+        inward = self._is_on_host(source)
+        stream, on_host, on_device = (
+            (self._in, source, target) if inward else (self._out, target, source)
+        )
+        owner = self._streams.current()
+        with self._copying:
+            event = self._streams.new_event()
+            event.record(owner)
+            stream.wait_event(event)
+            copy = self._issue(stream, on_host.detach(), on_device.detach(), owner)
+            while self._under_way and self._under_way[0].done():
+                self._under_way.popleft().let_go()
+            self._under_way.append(copy)
+        return copy
+
+    def _is_on_host(self, tensor: torch.Tensor) -> bool:
+        return tensor.device != self.torch_device
+
+    def _issue(
+        self,
+        stream: Stream,
+        on_host: torch.Tensor,
+        on_device: torch.Tensor,
+        owner: Stream | None = None,
+    ) -> StreamCopy:
+        assert on_host.dtype == on_device.dtype  # A conversion would need memory of its own.
+        inward = stream is self._in
+        nbytes = on_host.numel() * on_host.element_size()
+        asked_ns = time.monotonic_ns()
+        traced = self._trace(nbytes)
+        if traced is not None:
+            traced.begun.record(stream)
+        source, target = (on_host, on_device) if inward else (on_device, on_host)
+        self._streams.copy(stream, source, target)
+        event = self._streams.new_event(is_timed=traced is not None)
+        event.record(stream)
+        copy = StreamCopy(self._streams, event, owner=owner, keep=on_device, traced=traced)
+        self.counters.add("device_in_nbytes" if inward else "device_out_nbytes", nbytes)
+        lane = Lane.COPIES_IN if inward else Lane.COPIES_OUT
+        self.counters.tracer.watch(copy, lambda _: lane, "copy", asked_ns)
+        return copy
+
+    def _trace(self, nbytes: int) -> _TracedCopy | None:
+        """Events with times for a copy, while somebody traces."""
+        if not self.counters.tracer.is_on:
+            return None
+        self._clock = self._clock or _DeviceClock(self._streams)
+        return _TracedCopy(self._clock, self._streams.new_event(is_timed=True), nbytes)
+
+    # -- The end -----------------------------------------------------------------------------------
+
+    def synchronize(self) -> None:
+        self._streams.synchronize()
+
+    def close(self) -> None:
+        self.synchronize()
+        self._under_way.clear()
