@@ -1,6 +1,9 @@
 """What does durability cost: seconds and bytes of a step, and of a checkpoint?
 
     python bench/durability.py --path /mnt/nvme0 --save bench/results/durability.json
+    python bench/durability.py --path /mnt/nvme0 --modes checkpoint --shapes 27x1024 26x2048 \
+        --gradients nvme --sequence 32 --every 1 --rounds 2 \
+        --save bench/results/checkpoint_sizes.json
 
 GPT-2-like models in bfloat16 with parameters, masters and moments on NVMe train by turns in one
 process, the same batches each:
@@ -13,7 +16,8 @@ process, the same batches each:
 A round is the steps from one checkpoint to the next, up to when all state is where it rests, so
 that no mode leaves work to the next. Seconds of a checkpoint are its own, after that. Bytes are
 those the kernel counted for the process (/proc/self/io). Losses must be equal to the last bit. With
-several `--layers` the checkpoint's cost is seen beside the size of the state.
+several `--shapes` the checkpoint's cost is seen beside the size of the state: the second command is
+for 348 million and 1.3 billion parameters, one after the other.
 """
 
 from __future__ import annotations
@@ -44,8 +48,9 @@ VOCABULARY = 8192
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--path", type=Path, default=Path.cwd(), help="a directory on the drive")
-    parser.add_argument("--layers", type=int, nargs="+", default=[6, 24])
-    parser.add_argument("--width", type=int, default=768)
+    parser.add_argument("--shapes", nargs="+", default=["12x768"], help="layers x width")
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
+    parser.add_argument("--gradients", default="host", help="the tier they are on")
     parser.add_argument("--sequence", type=int, default=256)
     parser.add_argument("--host", default="1GiB")
     parser.add_argument("--every", type=int, default=4, help="steps from checkpoint to checkpoint")
@@ -55,19 +60,34 @@ def main() -> None:
     keep_freed_memory()
     console = Console()
     found = []
-    for layers in words.layers:
+    for shape in words.shapes:
         with tempfile.TemporaryDirectory(dir=words.path, prefix="infinity-durability-") as scratch:
-            sides = [Side(mode, layers, words, Path(scratch) / mode) for mode in MODES]
+            sides = [Side(mode, shape, words, Path(scratch) / mode) for mode in words.modes]
             found.append(measure(sides, words, console))
             for side in sides:
                 side.engine.close()
     report(found, words, console)
 
 
+def gpt2(config: dict[str, Any], shape: str, sequence: int) -> Any:
+    """A model of "layers x width", made on meta and offloaded: it is never whole in memory."""
+    layers, width = map(int, shape.split("x"))
+    architecture = GPT2Config(
+        n_layer=layers, n_embd=width, n_head=width // 64, vocab_size=VOCABULARY,
+        n_positions=sequence, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+        bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    with infinity.init(config):
+        model = GPT2LMHeadModel(architecture)
+    model = infinity.offload(model, config, seed=0).train()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model
+
+
 class Side:
     """One mode: a model, its optimizer, and a round of them."""
 
-    def __init__(self, mode: str, layers: int, words: argparse.Namespace, directory: Path) -> None:
+    def __init__(self, mode: str, shape: str, words: argparse.Namespace, directory: Path) -> None:
         directory.mkdir()
         self.mode = mode
         self.every = words.every
@@ -78,21 +98,13 @@ class Side:
                 "host": {"capacity": words.host},
                 "nvme": [{"path": str(directory / "swap")}],
             },
-            "placement": dict.fromkeys(KINDS, "nvme") | {"gradients": "host"},
+            "placement": dict.fromkeys(KINDS, "nvme") | {"gradients": words.gradients},
             "precision": {"compute": "bfloat16"},
             "checkpoint": {
                 "directory": str(self.checkpoints), "keep": 1, "durability": durability,
             },
         }  # fmt: skip
-        shape = GPT2Config(
-            n_layer=layers, n_embd=words.width, n_head=words.width // 64, vocab_size=VOCABULARY,
-            n_positions=words.sequence, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-            bos_token_id=0, eos_token_id=0,
-        )  # fmt: skip
-        with infinity.init(config):
-            model = GPT2LMHeadModel(shape)
-        self.model = infinity.offload(model, config, seed=0).train()
-        self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        self.model = gpt2(config, shape, words.sequence)
         self.optimizer = infinity.AdamW(self.model, lr=1e-4, max_grad_norm=1.0)
         self.engine = infinity.engine_of(self.model)
         self.num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
@@ -146,13 +158,15 @@ def measure(sides: list[Side], words: argparse.Namespace, console: Console) -> d
             ]
             rounds.append({side.mode: side.round(batches) for side in sides})
     for each in rounds:
-        losses = [each[mode].pop("losses") for mode in MODES]
+        losses = [each[mode].pop("losses") for mode in words.modes]
         assert all(one == losses[0] for one in losses), "durability changed a loss"
     rounds = rounds[1:]
     results: dict[str, Any] = {}
     for side in sides:
         mine = [each[side.mode] for each in rounds]
-        ratios = sorted(each[side.mode]["step_s"] / each["none"]["step_s"] for each in rounds)
+        ratios = sorted(
+            each[side.mode]["step_s"] / each[words.modes[0]]["step_s"] for each in rounds
+        )
         results[side.mode] = {
             **{name: statistics.median(each[name] for each in mine) for name in mine[0]},
             "step_ratio": statistics.median(ratios),
@@ -164,9 +178,10 @@ def measure(sides: list[Side], words: argparse.Namespace, console: Console) -> d
 
 
 def report(found: list[dict[str, Any]], words: argparse.Namespace, console: Console) -> None:
+    beside = f"beside {words.modes[0]}"
     for each in found:
         table = Table(
-            "mode", "step s", "beside none", "low - high", "written B/p", "checkpoint s",
+            "mode", "step s", beside, "low - high", "written B/p", "checkpoint s",
             "checkpoint B/p", "space B/p",
             title=f"{each['num_parameters']:,} parameters, a checkpoint every {words.every} steps",
         )  # fmt: skip

@@ -18,6 +18,7 @@ tree; a broken invariant of the package itself asserts.
 from __future__ import annotations
 
 import os
+from errno import EILSEQ
 
 from infinity.sizes import format_nbytes
 
@@ -78,6 +79,18 @@ class StorageError(InfinityError, OSError):
 
 class CorruptionError(StorageError):
     """The bytes are not what their header or checksum says."""
+
+
+def corrupt(path: str, detail: str, offset_nbytes: int = 0, nbytes: int = 0) -> CorruptionError:
+    """A file that is not what it says it is, found in reading it."""
+    return CorruptionError(
+        EILSEQ,
+        operation="read",
+        path=path,
+        offset_nbytes=offset_nbytes,
+        nbytes=nbytes,
+        detail=detail,
+    )
 
 
 class SwapLockedError(StorageError):

@@ -38,7 +38,6 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import WriteResult
 
 from infinity.checkpoint.safetensors_export import check_space, make_directory
-from infinity.checkpoint.safetensors_format import sync_directory
 from infinity.checkpoint.source import (
     CheckpointSource,
     StateInfo,
@@ -46,6 +45,7 @@ from infinity.checkpoint.source import (
     StateSource,
     engine_source,
 )
+from infinity.checkpoint.state_directory import sync_directory
 from infinity.engine.optimizer import AdamW
 from infinity.errors import ConfigError, StorageError
 from infinity.sizes import GIB, MIB

@@ -28,8 +28,8 @@ from infinity.checkpoint.hf_names import Group, export_groups, planned_targets
 from infinity.checkpoint.safetensors_format import (
     SafetensorsWriter,
     TensorInfo,
-    sync_directory,
 )
+from infinity.checkpoint.state_directory import sync_directory
 from infinity.engine.tiling import Tiled, modules_of, parameters_of
 from infinity.errors import ConfigError, InfinityError, StorageError
 from infinity.sizes import GIB, format_nbytes

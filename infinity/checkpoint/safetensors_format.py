@@ -26,8 +26,9 @@ from typing import Any, Self
 
 import torch
 
-from infinity.errors import CorruptionError, StorageError, UnsupportedError
+from infinity.errors import StorageError, UnsupportedError, corrupt
 from infinity.sizes import MIB
+from infinity.storage.page_reader import read_into
 
 _LENGTH_NBYTES = 8
 _MAX_HEADER_NBYTES = 100 * MIB  # The library's own bound.
@@ -129,28 +130,14 @@ class SafetensorsReader:
         begin_nbytes = info.offset_nbytes + start * info.dtype.itemsize
         view = tensor_bytes(target)
         assert begin_nbytes + len(view) <= info.offset_nbytes + info.nbytes, (name, start)
-        done = 0
-        while done < len(view):
-            try:
-                count = os.preadv(
-                    self._fd, [view[done : done + _TRANSFER_NBYTES]], begin_nbytes + done
-                )
-            except OSError as error:
-                raise StorageError(
-                    error.errno or 0,
-                    operation="read",
-                    path=self.path,
-                    offset_nbytes=begin_nbytes + done,
-                    nbytes=len(view) - done,
-                ) from None
-            if count == 0:
-                raise _corrupt(
-                    self.path,
-                    f"the file ends inside tensor {name!r}",
-                    begin_nbytes + done,
-                    len(view) - done,
-                )
-            done += count
+        done = read_into(self._fd, view, begin_nbytes, path=self.path)
+        if done < len(view):
+            raise corrupt(
+                self.path,
+                f"the file ends inside tensor {name!r}",
+                begin_nbytes + done,
+                len(view) - done,
+            )
 
 
 class SafetensorsWriter:
@@ -292,15 +279,6 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     return memoryview(array)
 
 
-def sync_directory(path: str | os.PathLike[str]) -> None:
-    """Makes the names in a directory durable."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
 def _plan_header(
     tensors: Iterable[TensorInfo], metadata: Mapping[str, str]
 ) -> tuple[bytes, dict[str, TensorInfo], int]:
@@ -337,11 +315,11 @@ def _read_header(fd: int, path: str) -> tuple[dict[str, TensorInfo], dict[str, s
     file_nbytes = os.fstat(fd).st_size
     prefix = os.pread(fd, _LENGTH_NBYTES, 0)
     if len(prefix) < _LENGTH_NBYTES:
-        raise _corrupt(path, f"{file_nbytes} bytes are too few for a safetensors file", 0, 8)
+        raise corrupt(path, f"{file_nbytes} bytes are too few for a safetensors file", 0, 8)
     header_nbytes: int = struct.unpack("<Q", prefix)[0]
     data_start = _LENGTH_NBYTES + header_nbytes
     if header_nbytes > min(_MAX_HEADER_NBYTES, file_nbytes - _LENGTH_NBYTES):
-        raise _corrupt(
+        raise corrupt(
             path,
             f"the header should have {header_nbytes} bytes, the file has {file_nbytes}; it is "
             "truncated or no safetensors file (a Git LFS pointer?)",
@@ -352,15 +330,15 @@ def _read_header(fd: int, path: str) -> tuple[dict[str, TensorInfo], dict[str, s
         entries = json.loads(os.pread(fd, header_nbytes, _LENGTH_NBYTES))
     except ValueError as error:
         detail = f"the header is not JSON: {error}"
-        raise _corrupt(path, detail, _LENGTH_NBYTES, header_nbytes) from None
+        raise corrupt(path, detail, _LENGTH_NBYTES, header_nbytes) from None
     if not isinstance(entries, dict):
-        raise _corrupt(path, "the header is no JSON object", _LENGTH_NBYTES, header_nbytes)
+        raise corrupt(path, "the header is no JSON object", _LENGTH_NBYTES, header_nbytes)
     metadata = entries.pop("__metadata__", None) or {}
     tensors = {name: _parse_entry(path, name, entry) for name, entry in entries.items()}
     end = 0
     for info in sorted(tensors.values(), key=lambda info: (info.offset_nbytes, info.nbytes)):
         if info.offset_nbytes != end:
-            raise _corrupt(
+            raise corrupt(
                 path,
                 f"tensor {info.name!r} starts at byte {info.offset_nbytes} of the data, "
                 f"expected {end}: tensors overlap or leave a hole",
@@ -369,7 +347,7 @@ def _read_header(fd: int, path: str) -> tuple[dict[str, TensorInfo], dict[str, s
             )
         end += info.nbytes
         if data_start + end > file_nbytes:
-            raise _corrupt(
+            raise corrupt(
                 path,
                 f"tensor {info.name!r} ends at byte {data_start + end}, the file has only "
                 f"{file_nbytes}: it is truncated, copy it again",
@@ -377,7 +355,7 @@ def _read_header(fd: int, path: str) -> tuple[dict[str, TensorInfo], dict[str, s
                 info.nbytes,
             )
     if data_start + end != file_nbytes:
-        raise _corrupt(
+        raise corrupt(
             path,
             f"the header accounts for {data_start + end} bytes, the file has {file_nbytes}",
         )
@@ -400,9 +378,9 @@ def _parse_entry(path: str, name: str, entry: Any) -> TensorInfo:
         begin, end = entry["data_offsets"]
     except (TypeError, KeyError, ValueError):
         detail = f"the header's entry of tensor {name!r} is malformed: {entry!r}"
-        raise _corrupt(path, detail) from None
+        raise corrupt(path, detail) from None
     if any(type(number) is not int or number < 0 for number in (*shape, begin, end)):
-        raise _corrupt(path, f"tensor {name!r} has shape {shape}, offsets {[begin, end]}")
+        raise corrupt(path, f"tensor {name!r} has shape {shape}, offsets {[begin, end]}")
     if dtype_name not in _TORCH_DTYPES:
         raise UnsupportedError(
             f"{path}: tensor {name!r} has dtype {dtype_name}; readable are "
@@ -410,20 +388,9 @@ def _parse_entry(path: str, name: str, entry: Any) -> TensorInfo:
         )
     info = TensorInfo(name=name, dtype=_TORCH_DTYPES[dtype_name], shape=shape, offset_nbytes=begin)
     if end - begin != info.nbytes:
-        raise _corrupt(
+        raise corrupt(
             path,
             f"tensor {name!r} of shape {shape} and dtype {dtype_name} needs {info.nbytes} bytes, "
             f"the header gives it {end - begin}",
         )
     return info
-
-
-def _corrupt(path: str, detail: str, offset_nbytes: int = 0, nbytes: int = 0) -> CorruptionError:
-    return CorruptionError(
-        errno.EILSEQ,
-        operation="read",
-        path=path,
-        offset_nbytes=offset_nbytes,
-        nbytes=nbytes,
-        detail=detail,
-    )

@@ -50,7 +50,8 @@ def plan_adoption(
     checkpoint = find_checkpoint(Path(path))
     ranks = find_group(group)
     own = config if ranks is None else config_of_rank(config, ranks)
-    found = _stale_files(own)
+    num_spares = count_spares(own, num_ranks=1 if ranks is None else ranks.count)
+    found = _stale_files(own, num_spares)
     if found is not None and (ranks is None or ranks.rank == 0):
         _tidy(config, checkpoint)
     if ranks is not None:
@@ -76,14 +77,15 @@ def plan_adoption(
                 if run.file != COPIES_NAME
             ]
     is_known = all(os.stat(swap_files[inode]).st_nlink == n for inode, n in num_links.items())
-    if label_of(checkpoint) not in contents or len(contents) > count_spares(own) or not is_known:
+    if label_of(checkpoint) not in contents or len(contents) > num_spares or not is_known:
         return None
     return Adopted(jobs, contents)
 
 
-def _stale_files(config: SwapConfig) -> tuple[dict[str, str], dict[Inode, str]] | None:
+def _stale_files(
+    config: SwapConfig, num_spares: int
+) -> tuple[dict[str, str], dict[Inode, str]] | None:
     """Jobs that are gone by swap directory, and the files that they have left there."""
-    num_spares = count_spares(config)
     is_measured = len(config.tiers.nvme) > 1 and any(t.weight == "auto" for t in config.tiers.nvme)
     if not num_spares or is_measured:  # To measure a path is to write to its file.
         return None
@@ -116,8 +118,9 @@ def _tidy(config: SwapConfig, checkpoint: Path) -> None:
     """Only what is ours to remove: checkpoints are the user's."""
     if config.checkpoint_directory.is_dir():
         sweep(config.checkpoint_directory)
-    commits = config.commit_directory
-    if commits is not None and commits.is_dir():
+    for commits in config.commit_directories:
+        if not commits.is_dir():
+            continue
         sweep(commits)
         if checkpoint.resolve() not in [path.resolve() for path in list_checkpoints(commits)[:-1]]:
             prune(commits, 1)
@@ -125,9 +128,7 @@ def _tidy(config: SwapConfig, checkpoint: Path) -> None:
 
 def _neighbours(config: SwapConfig, checkpoint: Path) -> Iterator[Path]:
     """Every checkpoint that may link to the same files, once."""
-    places = [checkpoint.parent, config.checkpoint_directory]
-    if config.commit_directory is not None:
-        places.append(config.commit_directory)
+    places = [checkpoint.parent, config.checkpoint_directory, *config.commit_directories]
     for place in {place.resolve(): None for place in places}:
         yield from list_checkpoints(place)
 

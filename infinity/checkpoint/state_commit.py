@@ -88,7 +88,8 @@ def has_room(volume: Volume, target: Path, *, keep: int | None, leaving: Collect
     remaining = [
         each.label
         for each in volume.frozen
-        if each.label not in leaving and (each.label in staying or each.label not in in_directory)
+        if each.label not in (*leaving, label_of(target))
+        and (each.label in staying or each.label not in in_directory)
     ]
     return len(remaining) + 1 <= volume.num_spares
 

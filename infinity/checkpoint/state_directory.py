@@ -28,12 +28,11 @@ from infinity.checkpoint.state_manifest import (
     MANIFEST_NAME,
     Extent,
     Manifest,
-    corrupt,
     digest_line,
     parse,
     to_bytes,
 )
-from infinity.errors import ConfigError, CorruptionError, StorageError
+from infinity.errors import ConfigError, CorruptionError, StorageError, corrupt
 from infinity.sizes import MIB
 
 _TRANSFER_NBYTES = 16 * MIB
@@ -248,6 +247,17 @@ class SequentialFile:
             if kind is None:
                 os.fsync(self._file.fileno())
                 os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def new_file(path: Path, nbytes: int) -> None:
+    """A new file of so many bytes, whose space is taken. Raises StorageError."""
+    with _reporting("allocate", path), path.open("xb", buffering=0) as file:
+        try:
+            os.posix_fallocate(file.fileno(), 0, nbytes)
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+                raise
+            os.ftruncate(file.fileno(), nbytes)
 
 
 def _make_durably(directory: Path) -> None:

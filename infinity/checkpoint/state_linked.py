@@ -20,14 +20,13 @@ from itertools import accumulate
 from pathlib import Path, PurePath
 from typing import Any
 
-from infinity.checkpoint.state_manifest import corrupt
-from infinity.errors import InfinityError
+from infinity.errors import InfinityError, corrupt
 from infinity.sizes import PAGE_NBYTES, align_down, align_up
 from infinity.storage.page_reader import BUFFER_NBYTES, PageReader
 
 TABLE_NAME = "linked.json"
 CHECKSUMS_NAME = "linked.crc32c"
-# Of a rank: pieces that cannot be linked, one after the other.
+# Pieces that are not linked, one after the other: of a rank, or copied from another file system.
 COPIES_NAME = "copied.pages"
 CHECKSUM_NBYTES = 4
 

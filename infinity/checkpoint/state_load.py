@@ -61,7 +61,7 @@ from infinity.checkpoint.state_linked import (
     StoredTensor,
     stored_tensors,
 )
-from infinity.checkpoint.state_manifest import Extent, FileEntry, Manifest, corrupt
+from infinity.checkpoint.state_manifest import Extent, FileEntry, Manifest
 from infinity.checkpoint.state_random import restore_random_state
 from infinity.checkpoint.state_recut import Recut, Source, recut
 from infinity.checkpoint.state_save import Stateful
@@ -69,7 +69,7 @@ from infinity.engine.engine import Engine, engine_of
 from infinity.engine.gradients import in_memory_order
 from infinity.engine.optimizer import AdamW
 from infinity.engine.state_access import StateAccess
-from infinity.errors import ConfigError, CorruptionError
+from infinity.errors import ConfigError, CorruptionError, corrupt
 from infinity.ops.dynamic_8bit import BLOCK_NUMEL
 from infinity.state.store import NvmeHome
 from infinity.state.units import Piece, TensorSpec, Unit

@@ -6,7 +6,6 @@ by `manifest.sha256`, which `sha256sum -c` reads too. Imports no torch.
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 from collections.abc import Collection, Sequence
@@ -14,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import PurePath
 from typing import Any
 
-from infinity.errors import CorruptionError, UnsupportedError
+from infinity.errors import UnsupportedError, corrupt
 
 # 3 with several ranks, 2 where state is linked, which older versions cannot read; else 1.
 SCHEMA = 3
@@ -158,14 +157,3 @@ def _rank_of(file: FileEntry, ranks: Collection[str]) -> str:
     """The directory that the name begins with, if it is one of these."""
     directory, slash, _ = file.name.partition("/")
     return directory + slash if slash and directory in ranks else ""
-
-
-def corrupt(path: str, detail: str, *, offset_nbytes: int = 0, nbytes: int = 0) -> CorruptionError:
-    return CorruptionError(
-        errno.EILSEQ,
-        operation="read",
-        path=path,
-        offset_nbytes=offset_nbytes,
-        nbytes=nbytes,
-        detail=detail,
-    )

@@ -32,6 +32,7 @@ from infinity.checkpoint.state_commit import (
     thaw,
     thaw_removed,
 )
+from infinity.checkpoint.state_copy import Orders, Saving, copy_checkpoint
 from infinity.checkpoint.state_files import Contents, contents_of, write_contents
 from infinity.checkpoint.state_linked import TABLE_NAME
 from infinity.checkpoint.state_manifest import (
@@ -44,6 +45,7 @@ from infinity.checkpoint.state_manifest import (
     rank_directories,
 )
 from infinity.checkpoint.state_random import random_state
+from infinity.engine.durability import is_elsewhere
 from infinity.engine.engine import Engine, engine_of
 from infinity.engine.optimizer import AdamW
 from infinity.engine.ranked import Together
@@ -90,22 +92,100 @@ def save(
     checkpoints that were there. Raises ConfigError when one of this or a later step is there,
     StorageError naming the operation and the file, InfinityError while parameters are in use.
     """
+    saving = async_save(
+        directory, model, optimizer,
+        scheduler=scheduler, step=step, extra=extra, keep=keep, linked=linked,
+    )  # fmt: skip
+    return saving.wait()
+
+
+def async_save(
+    directory: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: AdamW | None = None,
+    *,
+    scheduler: Stateful | None = None,
+    step: int | None = None,
+    extra: Mapping[str, Any] | None = None,
+    keep: int | None = None,
+    linked: bool = True,
+) -> Saving:
+    """The same without waiting for a copy: training may go on at once.
+
+    Where `directory` is on another file system than the swap paths, the step is committed in the
+    first of these, and copied behind training, by what it leaves of the drive. A spare generation
+    is taken until then. `Saving.wait()` gives the path once the copy is durable, or raises what
+    went wrong; the checkpoints that were there stay then, and so does the commit.
+
+    One copy at a time: waits for the one before, and raises what went wrong with it. In every other
+    case, several ranks among them, the checkpoint is there when this returns.
+    """
     if keep is not None and keep < 1:
         raise ConfigError(f"keep={keep}: expected at least 1, the checkpoint that is written")
     engine = engine_of(model)
-    commits = engine.commit_directory
+    target, commits = Path(directory), engine.commit_directory
     with engine.together("infinity.checkpoint.save") as asked:
         program = _Program.of(optimizer, scheduler, step, extra)
+        last = _await_last(engine)
+        copying = _copying_directory(engine, target, program.step) if linked else None
         own = _own_commits(engine, commits)
         _check_ranks(engine)
         asked.mine = repr((program.step, keep, linked)).encode()
     _refuse_different("save", asked)
-    path = _write_checkpoint(
-        Path(directory), engine, model, program, keep=keep, linked=linked, leaving=own
-    )
-    if commits is not None and commits != Path(directory):
+    place = copying or target
+    path = place / state_directory.checkpoint_name(program.step)
+    if last is None or last.source != path:  # Else it is there: its copy has failed.
+        _write_checkpoint(
+            place, engine, model, program,
+            keep=1 if copying else keep, linked=linked, leaving=own,
+        )  # fmt: skip
+    if commits is not None and label_of(commits) != label_of(place):
         _remove_commits(engine, commits, own)  # They are of earlier steps, or of this one.
-    return path
+    return copy_behind(engine, path, target, keep=keep) if copying else Saving(path)
+
+
+def copy_behind(engine: Engine, commit: Path, directory: Path, *, keep: int | None) -> Saving:
+    """Begins to copy a commit of the swap directory to where checkpoints are; then the commit goes.
+
+    With one rank; `_await_last` comes before.
+    """
+    volume = engine.parts.store.volume
+    assert volume is not None and engine.background is None and engine.num_ranks == 1
+
+    def copy(orders: Orders) -> None:
+        copy_checkpoint(commit, directory, volume.engine, orders=orders)
+        if keep is not None:
+            _remove(engine, directory, keep=keep)
+        _remove_all(engine, commit.parent)
+
+    engine.background = saving = Saving(directory / commit.name, commit, copy)
+    return saving
+
+
+def _await_last(engine: Engine) -> Saving | None:
+    """The copy before, which has ended. Its failure is raised, unless somebody knows of it."""
+    last, engine.background = engine.background, None
+    if not isinstance(last, Saving):
+        return None
+    last.close()
+    if not last.is_told and not last.is_abandoned:
+        last.wait()
+    return last
+
+
+def _copying_directory(engine: Engine, directory: Path, step: int) -> Path | None:
+    """Where a checkpoint waits until it is copied to `directory`; None where it is not first
+    committed: links to it are possible, there is no spare generation for it, or several ranks."""
+    volume, copying = engine.parts.store.volume, engine.config.copying_directory
+    if volume is None or copying is None or not volume.num_spares or engine.num_ranks > 1:
+        return None
+    if not is_elsewhere(engine.config, directory):
+        return None
+    state_directory.refuse_later(directory, step)
+    thaw_removed(volume)
+    own = _own_commits(engine, engine.commit_directory)
+    target = copying / state_directory.checkpoint_name(step)
+    return copying if has_room(volume, target, keep=1, leaving=own) else None
 
 
 def commit(
@@ -337,10 +417,15 @@ def _remove_commits(engine: Engine, commits: Path, own: Collection[str]) -> None
     with engine.together("infinity.checkpoint: commits of this run") as asked:
         asked.mine = b"mine" if own else b""
     if any(asked.of_all):
-        _remove(engine, commits, keep=0)
-        if engine.rank == 0:
-            with contextlib.suppress(OSError):
-                commits.rmdir()
+        _remove_all(engine, commits)
+
+
+def _remove_all(engine: Engine, directory: Path) -> None:
+    """Removes a directory of commits, with these."""
+    _remove(engine, directory, keep=0)
+    if engine.rank == 0:
+        with contextlib.suppress(OSError):
+            directory.rmdir()
 
 
 def pack_program(state: dict[str, Any]) -> bytes:

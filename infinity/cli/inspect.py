@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from infinity.checkpoint.state_inspect import Inspection
     from infinity.storage.swap_inspect import SwapContents
 
-COMMITS_NAME = "commits"
-
 
 def inspect(
     directory: Annotated[
@@ -56,19 +54,19 @@ def inspect(
         places = [directory, *sorted(directory.glob("rank-*"))]  # Ranks have one of their own each.
         examined = [examine_swap(str(place)) for place in places if place.is_dir()]
         swaps = [each for each in examined if each is not None]
-    commits = directory / COMMITS_NAME
-    has_commits = bool(list_checkpoints(commits))
+    commits = [each for each in _commit_places(directory) if list_checkpoints(each)]
+    has_commits = bool(commits)
     if remove:
         if not swaps and not has_commits:
             raise ConfigError(f"{directory} is no swap directory, so nothing in it is removed")
         _remove(directory, swaps)
         return
     is_swap = bool(swaps) or has_commits
-    found = (
-        []
-        if is_swap and not has_commits
-        else examine(commits if is_swap else directory, verify=verify)
-    )
+    found = [
+        each
+        for place in (commits if is_swap else [directory])
+        for each in examine(place, verify=verify)
+    ]
     if as_json:
         rows = [each.to_dict() for each in found]
         own = [swap.to_dict() for swap in swaps if swap.path == str(directory)]
@@ -87,6 +85,13 @@ def inspect(
         raise typer.Exit(1)
 
 
+def _commit_places(directory: Path) -> list[Path]:
+    """Where a swap directory may have committed steps."""
+    from infinity.config.swap import COMMITS_NAME, COPYING_NAME
+
+    return [directory / COMMITS_NAME, directory / COPYING_NAME]
+
+
 def _remove(directory: Path, swaps: list[SwapContents]) -> None:
     from infinity.storage.swap_inspect import remove_stale
 
@@ -99,10 +104,9 @@ def _remove(directory: Path, swaps: list[SwapContents]) -> None:
     for path in (Path(swap.path) for swap in swaps):
         if path != directory and not any(path.iterdir()):
             path.rmdir()
-    commits = directory / COMMITS_NAME
-    if commits.is_dir():
+    for commits in filter(Path.is_dir, _commit_places(directory)):
         shutil.rmtree(commits)
-        removed.append(COMMITS_NAME)
+        removed.append(commits.name)
     typer.echo(f"removed from {directory}: {', '.join(removed) or 'nothing but the lock'}")
 
 

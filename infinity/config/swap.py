@@ -46,6 +46,7 @@ from infinity.config.values import (
 from infinity.errors import ConfigError
 
 IO_ENGINE_VARIABLE = "INFINITY_IO_ENGINE"
+COMMITS_NAME, COPYING_NAME = "commits", "copying"  # In the first swap directory.
 # Chunks that one move of the optimizer holds of each kind of state.
 _NUM_CHUNKS = {"master": 1, "moments": 2, "gradients": 1}
 
@@ -263,7 +264,17 @@ class SwapConfig(Section):
     def commit_directory(self) -> Path | None:
         """Where steps are committed, by `checkpoint.durability = "step"`: in the first swap
         directory. None without one."""
-        return self.tiers.nvme[0].path / "commits" if self.tiers.nvme else None
+        return self.tiers.nvme[0].path / COMMITS_NAME if self.tiers.nvme else None
+
+    @property
+    def copying_directory(self) -> Path | None:
+        """Where a checkpoint is that is being copied to another file system: beside the commits."""
+        return self.tiers.nvme[0].path / COPYING_NAME if self.tiers.nvme else None
+
+    @property
+    def commit_directories(self) -> list[Path]:
+        """Every place in the first swap directory where steps may have been committed."""
+        return [each for each in (self.commit_directory, self.copying_directory) if each]
 
     @property
     def source(self) -> Source:

@@ -311,7 +311,8 @@ def _assemble(
         resources.callback(remove_directories, config)
     arena = Arena(budgets.host_nbytes, huge_pages=config.tiers.host.huge_pages)
     resources.callback(arena.close)
-    volume = _open_volume(config, arena, budgets, wrap_storage, adopted, resources)
+    num_spares = count_spares(config, num_ranks=1 if division is None else division.partition.count)
+    volume = _open_volume(config, arena, budgets, wrap_storage, num_spares, adopted, resources)
     host = HostTier(arena, counters)
     device = _open_device(config, host, counters, own_device)
     resources.callback(device.close)
@@ -390,6 +391,7 @@ def _open_volume(
     arena: Arena,
     budgets: Budgets,
     wrap_storage: Callable[[StorageEngine], StorageEngine] | None,
+    num_spares: int,
     adopted: Adopted | None,
     resources: ExitStack,
 ) -> Volume | None:
@@ -414,7 +416,7 @@ def _open_volume(
         paths,
         stripe_nbytes=config.io.stripe,
         verify=config.io.verify,
-        num_spares=count_spares(config),
+        num_spares=num_spares,
         adopted=adopted,
     )
     resources.callback(volume.close)

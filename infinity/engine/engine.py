@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -149,6 +149,13 @@ class Machinery:
     ranks: RankGroup | None = None
 
 
+class Background(Protocol):
+    """Work beside training that uses the tiers."""
+
+    def close(self) -> None:
+        """Waits for its end, well or badly; an interrupt of the wait ends it at once."""
+
+
 @dataclass(eq=False, repr=False)
 class Engine:
     """What stands behind an offloaded model. Made by `infinity.offload`, found by `engine_of`."""
@@ -160,6 +167,7 @@ class Engine:
     sites: list[Site]
     wholes: Mapping[str, Whole] = field(default_factory=dict)  # Parameters that stand as tiles.
     is_closed: bool = field(default=False, init=False)
+    background: Background | None = field(default=None, init=False)  # Ends before the tiers go.
 
     def __repr__(self) -> str:
         units = len(self.parts.store.units)
@@ -979,6 +987,13 @@ class Engine:
 
         The model's parameters are gone afterwards: export first what is to be kept.
         """
+        try:
+            if self.background is not None:
+                self.background.close()
+        finally:
+            self._close()
+
+    def _close(self) -> None:
         with uninterrupted(), self._lock:
             if self.is_closed:
                 return

@@ -47,12 +47,14 @@ _warned_fallbacks: set[str] = set()
 
 
 class Priority(IntEnum):
-    """Who goes first on a device. Smaller is more urgent; write-backs are slowed, never starved."""
+    """Who goes first on a device. Smaller is more urgent; write-backs are slowed, never starved. A
+    copy has what is left over, or one block of 17 where nothing is."""
 
     FORWARD = 0
     BACKWARD = 1
     STATE = 2
     WRITE_BACK = 3
+    COPY = 4
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,28 @@ from infinity.sizes import MIB, PAGE_NBYTES
 from infinity.storage.checksums import ExpectedRange
 
 BUFFER_NBYTES = 4 * MIB
+_TRANSFER_NBYTES = 16 * MIB
+
+
+def read_into(fd: int, view: memoryview, offset_nbytes: int, *, path: str) -> int:
+    """Fills `view` from an offset of a file on; how many bytes there were before its end.
+
+    `path` names it in the StorageError that is raised where it cannot be read.
+    """
+    done = 0
+    while done < len(view):
+        try:
+            part = view[done : done + _TRANSFER_NBYTES]
+            count = os.preadv(fd, [part], offset_nbytes + done)
+        except OSError as error:
+            raise StorageError(
+                error.errno or errno.EIO, operation="read", path=path,
+                offset_nbytes=offset_nbytes + done, nbytes=len(view) - done,
+            ) from None  # fmt: skip
+        if count == 0:
+            break
+        done += count
+    return done
 
 
 class PageReader:
@@ -54,19 +76,7 @@ class PageReader:
         """
         assert nbytes <= BUFFER_NBYTES and not (offset_nbytes | nbytes) % PAGE_NBYTES
         view = memoryview(self._memory)[:nbytes]
-        done = 0
-        try:
-            fd = self._open(path)
-            while done < nbytes:
-                count = os.preadv(fd, [view[done:]], offset_nbytes + done)
-                if count == 0:
-                    break
-                done += count
-        except OSError as error:
-            raise StorageError(
-                error.errno or errno.EIO, operation="read", path=str(path),
-                offset_nbytes=offset_nbytes + done, nbytes=nbytes - done,
-            ) from None  # fmt: skip
+        done = read_into(self._open(path), view, offset_nbytes, path=str(path))
         if done < nbytes:
             raise CorruptionError(
                 errno.EBADMSG, operation="read", path=str(path),
@@ -86,7 +96,11 @@ class PageReader:
             fd = -1
             with contextlib.suppress(OSError):
                 fd = os.open(path, flags | os.O_DIRECT)
-            if fd < 0:
-                fd = os.open(path, flags)
+            try:
+                fd = fd if fd >= 0 else os.open(path, flags)
+            except OSError as error:
+                raise StorageError(
+                    error.errno or errno.EIO, operation="open", path=str(path)
+                ) from None
             self._fds[path] = fd
         return fd

@@ -114,7 +114,7 @@ class DeviceStats:
 class EngineStats:
     """Sums over all files, the files, and the devices. `busy_s` adds up over files.
 
-    `by_file` has one row per open file, and one per path of those that were closed.
+    `by_file` has one row per open file, and one per path of the first 64 that were closed.
     """
 
     by_file: tuple[FileStats, ...] = ()

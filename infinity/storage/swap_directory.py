@@ -12,6 +12,7 @@ import contextlib
 import errno
 import fcntl
 import json
+import logging
 import mmap
 import os
 import re
@@ -25,6 +26,8 @@ from pathlib import Path
 from infinity import _core
 from infinity.errors import StorageError, SwapLockedError, UnsupportedError
 from infinity.sizes import GIB, PAGE_NBYTES, align_up
+
+_log = logging.getLogger(__name__)
 
 SCHEMA = 1
 LOCK_NAME = "infinity.lock"
@@ -158,8 +161,7 @@ class SwapDirectory:
         for path, fd in zip(self.swap_paths, self._fds, strict=False):
             os.close(fd)
             if remove:
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(path)
+                _unlink(path)
         self._fds.clear()
 
     def _remove_stale_files(self, *, keep: Collection[str] = ()) -> None:
@@ -204,8 +206,7 @@ class DirectoryLock:
         if kept:
             self._write(pid=None, kept=kept)
         else:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(self._path)
+            _unlink(self._path)
         self.abandon()
         _held_locks.discard(self)
 
@@ -358,6 +359,16 @@ def _allocate(fd: int, offset_nbytes: int, nbytes: int, *, adopted_nbytes: int) 
         end_nbytes = offset_nbytes + nbytes
         for at in range(max(offset_nbytes, adopted_nbytes), end_nbytes, len(zeros)):
             os.pwrite(fd, zeros[: end_nbytes - at], at)
+
+
+def _unlink(path: str) -> None:
+    """On closing: where the drive has failed, whoever used it knows, and the rest is closed too."""
+    try:
+        os.unlink(path)
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        _log.warning("%s stays: %s", path, error.strerror)
 
 
 def _failure(

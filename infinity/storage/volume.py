@@ -158,6 +158,11 @@ class Volume:
         self.close()
 
     @property
+    def engine(self) -> StorageEngine:
+        """For files beside the volume's, whose requests are to wait their turn with them."""
+        return self._engine
+
+    @property
     def weights(self) -> tuple[float, ...]:
         """The share of the stripes that each path gets: as configured, or its measured GB/s."""
         return self._weights

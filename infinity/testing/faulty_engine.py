@@ -16,13 +16,13 @@ from typing import Literal
 
 from infinity.errors import StorageError
 from infinity.storage.engine import (
-    EngineStats,
     Operation,
     Priority,
     Segment,
     StorageEngine,
     Ticket,
 )
+from infinity.testing.wrapped_engine import WrappedEngine
 
 FaultyOperation = Literal["read", "write", "open", "sync", "any"]
 
@@ -49,7 +49,7 @@ class Fault:
         return self.operation == operation and self.nth == nth_of_kind
 
 
-class FaultyEngine:
+class FaultyEngine(WrappedEngine):
     """Wraps `engine` and is its only user. Closing it closes the engine inside.
 
     `num_operations` counts opens, reads, writes and syncs so far; a fault ladder ends when it is
@@ -57,13 +57,11 @@ class FaultyEngine:
     """
 
     def __init__(self, engine: StorageEngine, faults: Sequence[Fault] = ()) -> None:
-        self._engine = engine
+        super().__init__(engine, "faulty")
         self._faults = tuple(faults)
-        self._paths: dict[int, str] = {}
         self._counts: dict[str, int] = {}
         self._lock = threading.Lock()
         self._unsettled: list[_FaultyTicket] = []
-        self.name = f"faulty({engine.name})"
 
     def __enter__(self) -> FaultyEngine:
         return self
@@ -80,12 +78,7 @@ class FaultyEngine:
         fault = self._next_fault("open")
         if fault is not None and fault.errno:
             raise StorageError(fault.errno, operation="open", path=path)
-        file = self._engine.open(path, direct=direct)
-        self._paths[file] = path
-        return file
-
-    def close_file(self, file: int) -> None:
-        self._engine.close_file(file)
+        return super().open(path, direct=direct)
 
     def submit(
         self, operation: Operation, segments: Sequence[Segment], priority: Priority
@@ -113,9 +106,6 @@ class FaultyEngine:
             unsettled, self._unsettled = self._unsettled, []
         for ticket in unsettled:
             ticket.settle()
-
-    def stats(self) -> EngineStats:
-        return self._engine.stats()
 
     def close(self) -> None:
         self.drain()

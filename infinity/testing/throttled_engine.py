@@ -11,16 +11,16 @@ import time
 from collections.abc import Mapping, Sequence
 
 from infinity.storage.engine import (
-    EngineStats,
     Operation,
     Priority,
     Segment,
     StorageEngine,
     Ticket,
 )
+from infinity.testing.wrapped_engine import WrappedEngine
 
 
-class ThrottledEngine:
+class ThrottledEngine(WrappedEngine):
     """Wraps `engine`. `bytes_per_s` maps the start of a path to what files below it may move.
 
     Each limit is one drive that serves its requests one after the other, in the order of
@@ -29,22 +29,18 @@ class ThrottledEngine:
     """
 
     def __init__(self, engine: StorageEngine, bytes_per_s: Mapping[str, float]) -> None:
-        self._engine = engine
+        super().__init__(engine, "throttled")
         self._limits = dict(bytes_per_s)
         self._limit_of: dict[int, str] = {}  # by file
         self._free_at_s: dict[str, float] = {}  # when each drive has served what it was given
         self._lock = threading.Lock()
-        self.name = f"throttled({engine.name})"
 
     def open(self, path: str, *, direct: bool) -> int:
-        file = self._engine.open(path, direct=direct)
+        file = super().open(path, direct=direct)
         for start in self._limits:
             if path.startswith(start):
                 self._limit_of[file] = start
         return file
-
-    def close_file(self, file: int) -> None:
-        self._engine.close_file(file)
 
     def submit(
         self, operation: Operation, segments: Sequence[Segment], priority: Priority
@@ -52,20 +48,11 @@ class ThrottledEngine:
         inner = self._engine.submit(operation, segments, priority)
         return _ThrottledTicket(inner, self._serve(segments))
 
-    def sync(self, file: int) -> None:
-        self._engine.sync(file)
-
     def drain(self) -> None:
         self._engine.drain()
         with self._lock:
             last_s = max(self._free_at_s.values(), default=0.0)
         time.sleep(max(0.0, last_s - time.monotonic()))
-
-    def stats(self) -> EngineStats:
-        return self._engine.stats()
-
-    def close(self) -> None:
-        self._engine.close()
 
     def _serve(self, segments: Sequence[Segment]) -> float:
         """When the drives will have served these segments."""

@@ -7,7 +7,8 @@ after that, the engine is closed, which releases the swap directory.
 How a run ends:
   all steps done       export, sample, summary; exit code 0
   SIGINT, SIGTERM      the step is finished, then export and summary, or where the file has
-                       [checkpoint] a checkpoint and no export; exit code 130 or 143
+                       [checkpoint] a checkpoint and no export; its copy to another file system
+                       has `checkpoint.grace` seconds; exit code 130 or 143
   a second SIGINT      KeyboardInterrupt at once; no export; exit code 130
   NonFiniteError       the weights of the last good step are exported, then the error; exit code 2
   any other error      nothing is exported; exit code 2
@@ -15,6 +16,7 @@ How a run ends:
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import time
@@ -30,9 +32,10 @@ from rich.console import Console
 import infinity
 from infinity.checkpoint import export_safetensors
 from infinity.checkpoint.safetensors_export import check_space, plan_export
+from infinity.checkpoint.state_copy import Saving
 from infinity.checkpoint.state_directory import prune
 from infinity.checkpoint.state_load import Loaded, load
-from infinity.checkpoint.state_save import commit, save
+from infinity.checkpoint.state_save import async_save, commit, copy_behind
 from infinity.config import SwapConfig
 from infinity.errors import ConfigError, NonFiniteError
 from infinity.training.allocator import give_back, keep_freed_memory
@@ -171,6 +174,7 @@ class _Run:
         self._trace_plan = trace
         self._tracing: Tracing | None = None
         self._saved_step = 0  # The newest step that a checkpoint holds.
+        self._saving: Saving | None = None  # The checkpoint that is being copied.
 
     def set_up(self) -> None:
         """Makes the tiers, streams the weights into them and builds the optimizer."""
@@ -226,14 +230,26 @@ class _Run:
 
     def _resume(self, path: Path) -> None:
         loaded = load(path, self._model, self._optimizer, scheduler=self._loop.scheduler)
-        self._loop.num_steps = self._saved_step = self.summary.resumed_at = loaded.step
+        self._loop.num_steps = self.summary.resumed_at = loaded.step
+        if loaded.path.parent not in self._config.commit_directories:
+            self._saved_step = loaded.step
+        elif loaded.path.parent == self._config.copying_directory and self._job.rank.count == 1:
+            self._go_on_copying(loaded)
         self._reporter.note(f"going on from {loaded.path}, after step {loaded.step}")
+
+    def _go_on_copying(self, loaded: Loaded) -> None:
+        """The copy of this step was cut off."""
+        checkpoint, volume = self._config.checkpoint, self._engine.parts.store.volume
+        if checkpoint is not None and volume is not None:
+            directory = self._config.checkpoint_directory
+            self._saving = copy_behind(self._engine, loaded.path, directory, keep=checkpoint.keep)
+            self._saved_step = loaded.step
 
     def train(self, interrupt: Interrupt) -> None:
         """Steps until the last, or until `interrupt` asks for an end; then a checkpoint."""
         try:
             while self._loop.num_steps < self._train.steps and not self._is_stopped(interrupt):
-                self._step()
+                self._step(interrupt)
         except NonFiniteError:
             self._reporter.end_of_steps()
             if self._loop.num_steps and self._config.output.export:
@@ -246,7 +262,8 @@ class _Run:
             self._reporter.end_of_steps()
         if interrupt.received is not None:
             self.summary.interrupted_by = interrupt.received.name
-        self._save_checkpoint()
+        self._save_checkpoint(interrupt)
+        self._end_copy(interrupt)
 
     def _is_stopped(self, interrupt: Interrupt) -> bool:
         """Whether any rank was asked to end: a signal reaches them at different moments."""
@@ -289,13 +306,15 @@ class _Run:
     def close(self) -> None:
         """Releases the tiers and the swap directory, closes the metrics. Idempotent."""
         self._reporter.close()
+        if self._saving is not None:
+            self._saving.abandon()
         if self._engine is not None:
             self._engine.close()
             self._engine = None
         if self._tracing is not None:
             self._tracing.finish()
 
-    def _step(self) -> None:
+    def _step(self, interrupt: Interrupt) -> None:
         before = self._engine.counters.snapshot()
         start_s = time.perf_counter()
         with self._tracing.step(self._loop.num_steps + 1) if self._tracing else nullcontext():
@@ -320,9 +339,11 @@ class _Run:
             self.summary.held_out_losses.append((outcome.step, held_out_loss))
         self.summary.records.append(record)
         self._reporter.step(record, held_out_loss)
+        if self._saving is not None and self._saving.done():
+            self._note_saved(self._saving)
         checkpoint = self._config.checkpoint
         if checkpoint and checkpoint.every and outcome.step % checkpoint.every == 0:
-            self._save_checkpoint()
+            self._save_checkpoint(interrupt)
         elif self._commits_steps():
             with self._phase("commit_s"):
                 commit(self._model, self._optimizer, **self._position())
@@ -331,13 +352,14 @@ class _Run:
         checkpoint = self._config.checkpoint
         return checkpoint is not None and checkpoint.durability == "step"
 
-    def _save_checkpoint(self) -> None:
+    def _save_checkpoint(self, interrupt: Interrupt) -> None:
         """A checkpoint of this step, where the file has `[checkpoint]` and there is none yet."""
         step, checkpoint = self._loop.num_steps, self._config.checkpoint
         if checkpoint is None or step == self._saved_step:
             return
         with self._phase("checkpoint_s"):
-            path = save(
+            self._await_copy(interrupt, grace_s=0)  # One at a time, and this one is newer.
+            self._saving = async_save(
                 self._config.checkpoint_directory,
                 self._model,
                 self._optimizer,
@@ -345,7 +367,42 @@ class _Run:
                 **self._position(),
             )
         self._saved_step = step
-        self.summary.checkpoint = str(path)
+
+    def _note_saved(self, saving: Saving) -> None:
+        """Waits until it is durable; raises what went wrong."""
+        self.summary.checkpoint = str(saving.wait())
+        self._saving = None
+
+    def _end_copy(self, interrupt: Interrupt) -> None:
+        """The last checkpoint is there, or an interrupted run has waited as long as it may."""
+        saving, checkpoint = self._saving, self._config.checkpoint
+        if saving is None or checkpoint is None:
+            return
+        with self._phase("copy_s"):
+            self._await_copy(interrupt, grace_s=checkpoint.grace or math.inf)
+        if saving.is_abandoned:
+            self.summary.checkpoint = str(saving.source)
+            self._reporter.note(
+                f"gave up copying {saving.path} after {checkpoint.grace} s; --resume goes on from "
+                f"{saving.source}"
+            )
+
+    def _await_copy(self, interrupt: Interrupt, *, grace_s: float) -> None:
+        """The copy in progress has ended; once the run is interrupted it has so many seconds."""
+        saving, give_up_s = self._saving, math.inf
+        if saving is None:
+            return
+        saving.hurry()
+        while not saving.done():
+            now_s = time.monotonic()
+            if interrupt.received is not None:
+                give_up_s = min(give_up_s, now_s + grace_s)
+            if now_s >= give_up_s:
+                saving.abandon()
+            else:
+                time.sleep(0.01)
+        if not saving.is_abandoned:
+            self._note_saved(saving)
 
     def _position(self) -> dict[str, Any]:
         """What a checkpoint keeps beside model and optimizer."""

@@ -33,7 +33,7 @@ def plan_resume(
     """
     if config.checkpoint is None and resume and resume_from is None:
         raise ConfigError("--resume needs a section [checkpoint], or --resume-from DIRECTORY")
-    places = [config.commit_directory] if config.commit_directory is not None else []
+    places = config.commit_directories
     if config.checkpoint is not None:
         places.append(config.checkpoint_directory)  # Last: of two of one step, the checkpoint.
     if resume_from is not None:
@@ -46,7 +46,7 @@ def plan_resume(
         return None
     newest = there[-1]
     if not resume:
-        if newest.parent == config.commit_directory:
+        if newest.parent in config.commit_directories:
             raise ConfigError(
                 f"{newest.parent}: the swap directory has committed step {step_of(newest)} of a "
                 "run; go on from it with --resume, give this run a swap directory of its own, or "

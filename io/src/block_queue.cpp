@@ -2,12 +2,6 @@
 
 namespace infinity::io {
 
-namespace {
-
-constexpr std::size_t kWriteBack = static_cast<std::size_t>(Priority::kWriteBack);
-
-}  // namespace
-
 void BlockQueue::push(Part* part) noexcept {
   Fifo& fifo = fifos_[static_cast<std::size_t>(part->priority)];
   part->next = nullptr;
@@ -15,23 +9,22 @@ void BlockQueue::push(Part* part) noexcept {
   fifo.tail = part;
 }
 
-Part* BlockQueue::most_urgent() const noexcept {
-  for (const Fifo& fifo : fifos_) {
-    if (fifo.head != nullptr) return fifo.head;
-  }
-  return nullptr;
-}
-
 Part* BlockQueue::choose() const noexcept {
-  Part* write_back = fifos_[kWriteBack].head;
-  if (write_back != nullptr && num_overtakes_ >= kMaxOvertakes) return write_back;
-  return most_urgent();
+  Part* most_urgent = nullptr;
+  for (std::size_t at = 0; at < kNumPriorities; ++at) {
+    Part* head = fifos_[at].head;
+    if (head != nullptr && num_overtakes_[at] >= kPatience[at]) return head;
+    if (most_urgent == nullptr) most_urgent = head;
+  }
+  return most_urgent;
 }
 
 void BlockQueue::charge(const Part* part) noexcept {
-  const bool overtakes =
-      part->priority != Priority::kWriteBack && fifos_[kWriteBack].head != nullptr;
-  num_overtakes_ = overtakes ? num_overtakes_ + 1 : 0;
+  const std::size_t own = static_cast<std::size_t>(part->priority);
+  for (std::size_t at = 0; at < kNumPriorities; ++at) {
+    const bool is_overtaken = at != own && fifos_[at].head != nullptr;
+    num_overtakes_[at] = is_overtaken ? num_overtakes_[at] + 1 : 0;
+  }
 }
 
 void BlockQueue::remove(Part* part) noexcept {

@@ -25,6 +25,9 @@ Error bad_file(Operation operation, std::int32_t file) noexcept {
   return {EBADF, operation, file, 0, 0, "no such open file in this engine"};
 }
 
+// Rows of statistics that closed files keep for themselves.
+constexpr std::size_t kMaxClosedFiles = 64;
+
 // Direct I/O would answer EINVAL without saying what for.
 const char* misalignment(const Segment& segment, const File& file) noexcept {
   const std::uint32_t alignment = file.alignment_nbytes;
@@ -131,14 +134,16 @@ Error Engine::close_file(std::int32_t id) {
   return ::close(fd) == 0 ? Error{} : Error{errno, Operation::kClose, id};
 }
 
-// Keeps what a file has seen, by path: opening and closing one file for ever takes no more memory.
-// `mutex_` must be held.
+// Keeps what a file has seen, by path, and of many files together: opening and closing files for
+// ever takes no more memory. `mutex_` must be held.
 void Engine::forget(const File& file) {
   const FileStats stats = file.lane->stats_of(file);
   const auto same_path = [&file](const FileReport& report) { return report.path == file.path; };
-  const auto found = std::find_if(closed_files_.begin(), closed_files_.end(), same_path);
+  auto found = std::find_if(closed_files_.begin(), closed_files_.end(), same_path);
+  if (found == closed_files_.end() && closed_files_.size() > kMaxClosedFiles) --found;
   if (found == closed_files_.end()) {
-    closed_files_.push_back({file.id, file.path, false, stats});
+    const bool is_last = closed_files_.size() == kMaxClosedFiles;
+    closed_files_.push_back({file.id, is_last ? "other files" : file.path, false, stats});
   } else {
     found->id = file.id;
     found->stats += stats;

@@ -48,6 +48,25 @@ TEST(WriteBackIsOvertakenEightTimesNotMore) {
   CHECK((at == std::vector<std::size_t>{8, 17, 22}));
 }
 
+TEST(CopyWaitsForWriteBacksTooAndIsOvertakenSixteenTimes) {
+  std::vector<Part> reads(40), writes(2), copies(2);
+  BlockQueue queue;
+  for (Part& read : reads) queue.push(&read);
+  for (Part& write : writes) {
+    write.priority = Priority::kWriteBack;
+    queue.push(&write);
+  }
+  for (Part& copy : copies) {
+    copy.priority = Priority::kCopy;
+    queue.push(&copy);
+  }
+  std::vector<std::size_t> at;
+  for (std::size_t turn = 0; turn < 44; ++turn) {
+    if (take(queue)->priority == Priority::kCopy) at.push_back(turn);
+  }
+  CHECK((at == std::vector<std::size_t>{16, 33}));
+}
+
 TEST(OvertakingIsCountedOnlyWhileAWriteBackWaits) {
   std::vector<Part> reads(30);
   Part write;

@@ -127,7 +127,7 @@ TEST(OfTwoWritesToOnePlaceTheLaterStays) {
     const std::int32_t id = open_file(*engine, file);
     for (unsigned round = 0; round < 16; ++round) {
       std::memset(&memory[round * 256 * kKiB], static_cast<int>(round + 1), 256 * kKiB);
-      const auto priority = static_cast<Priority>(3 - round % 4);  // Later is often more urgent.
+      const auto priority = static_cast<Priority>(4 - round % 5);  // Later is often more urgent.
       submit(*engine, Operation::kWrite,
              {{id, 0, memory.address() + round * 256 * kKiB, 256 * kKiB}}, priority);
     }

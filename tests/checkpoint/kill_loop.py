@@ -26,6 +26,7 @@ import torch
 from infinity.checkpoint.safetensors_format import tensor_bytes
 from infinity.checkpoint.state_directory import list_checkpoints, step_of
 from tests.checkpoint.harness import durable, run
+from tests.checkpoint.test_copy import elsewhere, save
 
 EVERY = 2
 EFFECTS = ("pwrite", "write", "fsync", "link", "rename", "replace", "unlink", "rmdir")
@@ -44,11 +45,14 @@ def live(directory: Path, mode: str, steps: int, life: int, die_at_effect: int) 
         {"placement": "host", "host_nbytes": "16MiB"},
         {"updates": "at_step", "prefetch": False},
     ][life % 3]
-    checkpoints, commits = directory / "checkpoints", directory / "swap" / "commits"
+    checkpoints, swap = directory / "checkpoints", directory / "swap"
     is_linked = mode == "linked"
     if is_linked:
         options["checkpoint"] = durable(checkpoints, durability="step", keep=2)
-    there = sorted([*list_checkpoints(commits), *list_checkpoints(checkpoints)], key=step_of)
+        if life % 4 >= 2:  # Those of this life are copied, as to another file system.
+            elsewhere(checkpoints)
+    places = [swap / "commits", swap / "copying", checkpoints]
+    there = sorted((path for place in places for path in list_checkpoints(place)), key=step_of)
     newest = there[-1] if there else directory / "begin"
     before = set((directory / "swap").glob("*.swap"))
     with run("bf16", directory / "swap", seed=life, resume=newest, **options) as each:
@@ -63,7 +67,7 @@ def live(directory: Path, mode: str, steps: int, life: int, die_at_effect: int) 
             with (directory / "outcomes").open("a") as log:
                 log.write(json.dumps([step, *outcome]) + "\n")
             if (step + 1) % EVERY == 0:
-                each.save(checkpoints, keep=2)
+                save(each, checkpoints, keep=2)
             elif is_linked:
                 each.commit()
             if is_linked or (step + 1) % EVERY == 0:
@@ -156,7 +160,8 @@ def main(directory: Path, mode: str, steps: int, kills: int, seed: int) -> dict[
         report["lives"] += 1
         report["killed"] += os.WIFSIGNALED(status)
         assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0, f"life {life} failed"
-        for place in (checkpoints, directory / "swap" / "commits"):
+        swap = directory / "swap"
+        for place in (checkpoints, swap / "commits", swap / "copying"):
             if place.exists():
                 report["in_checkpoint"] += any(name[0] == "." for name in os.listdir(place))
     adopted = directory / "adopted"

@@ -15,6 +15,7 @@ from __future__ import annotations
 import ctypes
 import os
 import random
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,7 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from infinity.sizes import PAGE_NBYTES
-from infinity.storage.engine import EngineStats, Operation, Priority, Segment, StorageEngine, Ticket
+from infinity.storage.engine import Operation, Priority, Segment, StorageEngine, Ticket
+from infinity.testing.wrapped_engine import WrappedEngine
 
 # -- What can happen -------------------------------------------------------------------------------
 
@@ -109,6 +111,7 @@ class Recorder:
         self.events: list[Event] = []
         self._inodes = {self.root: self.ROOT}  # By path, as it is now.
         self._numbers = 0
+        self._lock = threading.Lock()  # A copy has a thread of its own.
 
     def returned(self, step: int) -> None:
         self.events.append(Returned(step))
@@ -122,8 +125,9 @@ class Recorder:
         return self._inodes[path]
 
     def _new(self) -> int:
-        self._numbers += 1
-        return self._numbers
+        with self._lock:
+            self._numbers += 1
+            return self._numbers
 
     def _name(self, path: Path, inode: int, *, is_directory: bool = False) -> None:
         directory = self.inode_of(path.parent)
@@ -223,7 +227,8 @@ class Recorder:
         return numbers
 
     def synced(self, path: str) -> None:
-        self.events.append(Synced(self.inode_of(Path(os.path.abspath(path))), "swap files"))
+        where = Path(os.path.abspath(path))
+        self.events.append(Synced(self.inode_of(where), _kind_of(where)))
 
 
 def _kind_of(path: Path) -> str:
@@ -233,21 +238,15 @@ def _kind_of(path: Path) -> str:
     if path.is_dir():
         if path.name.endswith(".partial"):
             return "a partial directory"
-        return "checkpoints" if path.name in ("checkpoints", "commits") else "above them"
+        places = {"commits": "checkpoints", "checkpoints": "checkpoints", "copying": "copying"}
+        return places.get(path.name, "above them")
     return path.name.removeprefix(".").removesuffix(".partial")
 
 
-class _RecordedEngine:
+class _RecordedEngine(WrappedEngine):
     def __init__(self, engine: StorageEngine, recorder: Recorder) -> None:
-        self._engine = engine
+        super().__init__(engine, "recorded")
         self._recorder = recorder
-        self._paths: dict[int, str] = {}
-        self.name = engine.name
-
-    def open(self, path: str, *, direct: bool) -> int:
-        file = self._engine.open(path, direct=direct)
-        self._paths[file] = path
-        return file
 
     def submit(
         self, operation: Operation, segments: Sequence[Segment], priority: Priority
@@ -264,18 +263,6 @@ class _RecordedEngine:
     def sync(self, file: int) -> None:
         self._engine.sync(file)
         self._recorder.synced(self._paths[file])
-
-    def close_file(self, file: int) -> None:
-        self._engine.close_file(file)
-
-    def drain(self) -> None:
-        self._engine.drain()
-
-    def stats(self) -> EngineStats:
-        return self._engine.stats()
-
-    def close(self) -> None:
-        self._engine.close()
 
 
 class _RecordedTicket:

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ import infinity
 from infinity.checkpoint.state_linked import CHECKSUMS_NAME, TABLE_NAME
 from infinity.errors import CapacityError, ConfigError, CorruptionError, StorageError
 from infinity.testing.faulty_engine import Fault, FaultyEngine
+from tests.storage.test_kernel_faults import ext4_on_loop
 
 from .harness import assert_same, content, durable, run
 from .test_exact import ELSEWHERE
@@ -229,14 +231,6 @@ def test_a_file_system_without_links_gets_a_copy(tmp_path, monkeypatch, code):
         assert infinity.checkpoint.inspect(path, verify=True)[0].is_whole
 
 
-def test_another_file_system_needs_no_spares(tmp_path):
-    other = Path("/dev/shm")
-    if not other.is_dir() or other.stat().st_dev == tmp_path.stat().st_dev:
-        pytest.skip("one file system here")
-    with run("bf16", tmp_path / "swap", checkpoint=durable(other / tmp_path.name)) as each:
-        assert infinity.engine_of(each.model).parts.store.volume.num_spares == 0
-
-
 def test_commit_needs_its_section(tmp_path):
     with (
         run("fp32", tmp_path / "swap", checkpoint=durable(tmp_path)) as each,
@@ -436,8 +430,10 @@ def state_of(directory: Path) -> dict[str, bytes]:
     return found
 
 
-@pytest.mark.parametrize("operation", ["write", "sync"])
-def test_a_drive_that_fills_up_or_fails_keeps_the_last_commit(tmp_path, operation):
+@pytest.mark.parametrize(
+    ("operation", "code"), [("write", errno.ENOSPC), ("write", errno.EROFS), ("sync", errno.EIO)]
+)
+def test_a_drive_that_fills_up_or_fails_keeps_the_last_commit(tmp_path, operation, code):
     """The first cause is the error, again and again; what was committed can be gone on with."""
     checkpoints = tmp_path / "checkpoints"
     faults: list[FaultyEngine] = []
@@ -456,7 +452,7 @@ def test_a_drive_that_fills_up_or_fails_keeps_the_last_commit(tmp_path, operatio
         nth = engine._counts.get(operation, 0) + 5
         if operation == "sync":
             nth = engine._counts.get(operation, 0) + 1
-        engine._faults = (Fault(nth=nth, operation=operation, errno=errno.ENOSPC),)
+        engine._faults = (Fault(nth=nth, operation=operation, errno=code),)
         errors = []
         for step in range(3, 6):
             try:
@@ -465,13 +461,72 @@ def test_a_drive_that_fills_up_or_fails_keeps_the_last_commit(tmp_path, operatio
             except infinity.errors.InfinityError as error:
                 errors.append(error)
         causes = [e if isinstance(e, StorageError) else e.__cause__ for e in errors]
-        assert causes and all(cause.errno == errno.ENOSPC for cause in causes)
+        assert causes and all(cause.errno == code for cause in causes)
         assert all("infinity-" in cause.path for cause in causes)
         assert state_of(path.parent) == kept
     assert infinity.checkpoint.inspect(path, verify=True)[0].is_whole
     with run("bf16", tmp_path / "swap", seed=5) as resumed:
         assert resumed.load(path.parent).step == 2
         assert resumed.steps(2, 3) == expected
+
+
+def test_a_file_system_that_turns_read_only_keeps_the_last_commit(tmp_path):
+    """As ext4 does when it meets an error. Without the right to mount, the test above has EROFS."""
+    with ext4_on_loop(tmp_path / "image", tmp_path / "drive", 64 << 20) as drive:
+        section = durable(drive / "c", durability="step", keep=1)
+        with run("bf16", drive / "swap", checkpoint=section) as each:
+            each.steps(0, 2)
+            path = each.commit()
+            kept = state_of(path.parent)
+            expected = each.steps(2, 3)
+            subprocess.run(["mount", "-o", "remount,abort", str(drive)], check=False)
+            errors = []
+            for step in range(3, 5):
+                with pytest.raises(infinity.errors.InfinityError) as caught:
+                    each.step(step)
+                    each.commit()
+                error = caught.value
+                errors.append(error if isinstance(error, StorageError) else error.__cause__)
+            assert {error.errno for error in errors} <= {errno.EROFS, errno.EIO}
+            assert all(str(drive) in error.path for error in errors)
+            assert state_of(path.parent) == kept
+        assert infinity.checkpoint.inspect(path, verify=True)[0].is_whole
+        with run("bf16", tmp_path / "swap", seed=5) as resumed:
+            assert resumed.load(path.parent).step == 2
+            assert resumed.steps(2, 3) == expected
+
+
+@pytest.mark.parametrize("nth", [1, 4])
+def test_host_memory_that_runs_out_in_a_step_keeps_the_last_commit(tmp_path, monkeypatch, nth):
+    """Nothing stays held, and the same process goes on from the commit."""
+    section = durable(tmp_path / "c", durability="step", keep=1)
+    with run("bf16", tmp_path / "swap", checkpoint=section) as each:
+        each.steps(0, 2)
+        path = each.commit()
+        kept = state_of(path.parent)
+        engine = infinity.engine_of(each.model)
+        left = nth
+
+        def require(nbytes, label, real=engine.parts.pool.require):
+            nonlocal left
+            left -= 1
+            if left <= 0:
+                raise CapacityError(
+                    "host", needed_nbytes=nbytes, available_nbytes=0, key="key", detail=label
+                )
+            return real(nbytes, label)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(engine.parts.pool, "require", require)
+            with pytest.raises(CapacityError):
+                each.step(2)
+                each.commit()
+        assert engine.resident_units() == [] and state_of(path.parent) == kept
+        each.optimizer.zero_grad()
+        each.load(path)
+        got = each.steps(2, 4)
+    with run("bf16", tmp_path / "plain") as plain:
+        assert plain.steps(0, 4)[2:] == got
 
 
 def test_deleted_swap_files_are_named_and_the_last_commit_stays(tmp_path):

@@ -5,7 +5,7 @@ The long form, INFINITY_POWER_CUTS=5000, cuts that often.
 
 from __future__ import annotations
 
-import hashlib
+import json
 import os
 import random
 import shutil
@@ -17,12 +17,14 @@ from pathlib import Path
 import pytest
 
 import infinity
+from infinity.checkpoint import Saving
 from infinity.checkpoint.state_directory import list_checkpoints, step_of
 from infinity.checkpoint.state_manifest import MANIFEST_NAME
 from infinity.storage.volume import Volume
 
 from .harness import assert_same, durable, run
-from .power_cut import Disk, Event, Named, Recorder, Renamed, Returned, Synced
+from .power_cut import Disk, Event, Named, Recorder, Renamed, Returned, Synced, Wrote
+from .test_copy import elsewhere, save
 
 STEPS = 9
 CUTS = int(os.environ.get("INFINITY_POWER_CUTS", "100"))
@@ -30,27 +32,38 @@ PLACEMENT = {"parameters": "nvme", "moments": "nvme", "master": "host", "gradien
 
 
 class Recording:
-    """A run of a tiny model, every step committed and every third kept as a checkpoint."""
+    """A run of a tiny model, every step committed and every third kept as a checkpoint: linked, or
+    copied behind the next step."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, *, is_copied: bool = False) -> None:
         root.mkdir()
         recorder = Recorder(root)
-        self.manifests: dict[int, set[str]] = {}
+        saving: Saving | None = None
         self.losses: list[tuple[float, float]] = []
         with recorder.recording(), self._run(root, recorder) as each:
             for step in range(STEPS):
                 self.losses.append(each.step(step))
-                if step % 3 == 2:
-                    paths = [each.save(root / "checkpoints", keep=2)]
+                if step % 3 != 2:
+                    each.commit()
+                elif is_copied:
+                    saving = save(each, root / "checkpoints", keep=2)
                 else:
-                    paths = [each.commit()]
+                    each.save(root / "checkpoints", keep=2)
                 recorder.returned(step + 1)
-                for path in paths:
-                    content = (path / MANIFEST_NAME).read_bytes()
-                    digests = self.manifests.setdefault(step + 1, set())
-                    digests.add(hashlib.sha256(content).hexdigest())
+                if saving is not None and step % 3 == 0:
+                    saving.wait()
             self.state = each.state()
+            if saving is not None:
+                saving.wait()
         self.events = recorder.events
+        manifests = {
+            each.inode for each in self.events if isinstance(each, Named) and each.name == MANIFEST_NAME
+        }  # fmt: skip
+        self.manifests = [
+            each.content
+            for each in self.events
+            if isinstance(each, Wrote) and each.inode in manifests
+        ]
 
     @staticmethod
     def _run(root: Path, recorder: Recorder):
@@ -97,9 +110,13 @@ def cut_often(events: Sequence[Event], recording: Recording, place: Path, cuts: 
     return []
 
 
+def places_of(root: Path) -> list[Path]:
+    return [root / "checkpoints", root / "swap" / "commits", root / "swap" / "copying"]
+
+
 def faults_of(root: Path, returned: int, recording: Recording) -> list[str]:
     faults, newest = [], 0
-    for directory in (root / "checkpoints", root / "swap" / "commits"):
+    for directory in places_of(root):
         there = list_checkpoints(directory)
         for found in infinity.checkpoint.inspect(directory, verify=True) if there else ():
             faults += found.faults
@@ -107,7 +124,7 @@ def faults_of(root: Path, returned: int, recording: Recording) -> list[str]:
             newest = max(newest, step)
             if found.is_whole:
                 content = (found.path / MANIFEST_NAME).read_bytes()
-                if hashlib.sha256(content).hexdigest() not in recording.manifests[step]:
+                if content not in recording.manifests or json.loads(content)["step"] != step:
                     faults.append(f"step {step} is not what was committed")
     if newest < returned:
         faults.append(f"step {returned} was committed, and {newest} is the last one there")
@@ -129,14 +146,25 @@ def test_a_run_goes_on_from_what_a_cut_leaves(recording, tmp_path):
         if index in moments:
             target = tmp_path / f"cut-{index}"
             disk.cut(drawn, target, lambda path: True)
-            places = [target / "checkpoints", target / "swap" / "commits"]
-            newest = max((p for d in places for p in list_checkpoints(d)), key=step_of)
+            there = (path for place in places_of(target) for path in list_checkpoints(place))
+            newest = max(there, key=step_of)
             with run("bf16-tiny", target / "swap", seed=9) as each:
                 first = each.load(newest).step
                 assert each.steps(first, STEPS) == recording.losses[first:]
                 assert_same(recording.state, each.state())
             resumed += 1
     assert resumed == len(moments)
+
+
+def test_every_cut_of_a_copy_leaves_a_committed_step(tmp_path, place, monkeypatch):
+    """Checkpoints on another file system, and the mutation check of what only they need."""
+    elsewhere(tmp_path / "root" / "checkpoints", monkeypatch.setattr)
+    copied = Recording(tmp_path / "root", is_copied=True)
+    assert cut_often(copied.events, copied, place, CUTS) == []
+    for what in ("copied.pages", "copying"):
+        events = [e for e in copied.events if not (isinstance(e, Synced) and e.what == what)]
+        assert len(events) < len(copied.events)
+        assert cut_often(events, copied, place, 2000)
 
 
 def flushes(events: Sequence[Event]) -> Counter[str]:

@@ -23,8 +23,9 @@ from infinity.config import SwapConfig
 from infinity.engine.build import build
 from infinity.engine.engine import Engine
 from infinity.errors import CapacityError, InfinityError, StorageError
-from infinity.storage.engine import EngineStats, Operation, Priority, Segment, StorageEngine, Ticket
+from infinity.storage.engine import Operation, Priority, Segment, StorageEngine, Ticket
 from infinity.testing.models import Mlp
+from infinity.testing.wrapped_engine import WrappedEngine
 
 KINDS = ("parameters", "master", "moments", "gradients")
 WIDTH = 96  # A block of it is some 150 KiB: larger than a chunk of the update.
@@ -35,7 +36,7 @@ Named = dict[str, Tensor]
 # -- Storage that fails ----------------------------------------------------------------------------
 
 
-class Trap:
+class Trap(WrappedEngine):
     """Wraps a storage engine; `set` makes one later operation fail, counted from that moment.
 
     A read that fails leaves NaN in the memory it should have filled, so that who uses it is found
@@ -43,9 +44,7 @@ class Trap:
     """
 
     def __init__(self, engine: StorageEngine) -> None:
-        self._engine = engine
-        self.name = f"trap({engine.name})"
-        self._paths: dict[int, str] = {}
+        super().__init__(engine, "trap")
         self._lock = threading.Lock()
         self._left = 0  # Operations until the one that fails; 0: none will.
         self._operation = ""
@@ -56,14 +55,6 @@ class Trap:
         """The `nth` read, write or sync from now on fails with `code`."""
         with self._lock:
             self._operation, self._left, self._errno, self.error = operation, nth, code, None
-
-    def open(self, path: str, *, direct: bool) -> int:
-        file = self._engine.open(path, direct=direct)
-        self._paths[file] = path
-        return file
-
-    def close_file(self, file: int) -> None:
-        self._engine.close_file(file)
 
     def submit(
         self, operation: Operation, segments: Sequence[Segment], priority: Priority
@@ -88,18 +79,6 @@ class Trap:
             for segment in segments:
                 ctypes.memset(segment.address, 0xFF, segment.nbytes)
         return _Failed(self.error)
-
-    def sync(self, file: int) -> None:
-        self._engine.sync(file)
-
-    def drain(self) -> None:
-        self._engine.drain()
-
-    def stats(self) -> EngineStats:
-        return self._engine.stats()
-
-    def close(self) -> None:
-        self._engine.close()
 
 
 class _Failed:

@@ -20,6 +20,7 @@ from infinity.checkpoint import state_save
 from infinity.checkpoint.source import CheckpointSource
 from infinity.errors import ConfigError, CorruptionError, InfinityError, StorageError
 from infinity.storage.page_reader import PageReader
+from tests.checkpoint.test_copy import elsewhere as set_elsewhere
 
 from .models import batch
 from .processes import Ranks, run_ranks
@@ -219,6 +220,8 @@ def _commit_and_end(rank: int, directory: str) -> None:
         run.step(number)
         infinity.checkpoint.commit(run.model, run.optimizer)
     Path(directory, f"steps-{rank}").write_text(repr([run.step(2), run.step(3)]))
+    while len(list(Path(directory).glob("steps-*"))) < 2:  # The other needs this rank until then.
+        time.sleep(0.001)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -234,6 +237,11 @@ def _go_on_in_place(rank: int, directory: str) -> tuple[float, list[tuple[float,
     written = run.engine.counters.snapshot()["nvme_write_nbytes"] - before
     steps = [run.step(2), run.step(3)]
     infinity.checkpoint.commit(run.model, run.optimizer)
+    far = Path(directory, "far")
+    set_elsewhere(far)
+    saving = infinity.checkpoint.async_save(far, run.model, run.optimizer)
+    assert saving.done() and saving.source is None, "nothing is copied behind training"
+    assert infinity.checkpoint.inspect(saving.wait(), verify=True)[0].is_whole
     run.engine.close()
     return written - weights_nbytes, steps
 

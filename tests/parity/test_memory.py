@@ -65,11 +65,22 @@ PROGRAM = textwrap.dedent(
             optimizer.zero_grad()
         return losses
 
-    def make(layers, config, **options):
+    def on_meta(layers, config):
         with infinity.init(config):
-            model = models.TinyDecoder(width=case["width"], layers=layers, heads=8, vocab=256,
+            return models.TinyDecoder(width=case["width"], layers=layers, heads=8, vocab=256,
             length=64)
-        return infinity.offload(model, config, **options)
+
+    def make(layers, config, **options):
+        return infinity.offload(on_meta(layers, config), config, **options)
+
+    def export_shards(directory):
+        model = on_meta(case["layers"], config)
+        infinity.checkpoint.export_safetensors(
+            model, directory, max_shard_nbytes=16 << 20,
+            read=lambda name: torch.randn(model.get_parameter(name).shape).mul_(0.02)
+                .to(model.get_parameter(name).dtype),
+        )
+        assert len(list(Path(directory).glob("model-*.safetensors"))) > 2
 
     # The baseline: everything the process needs whatever the size of the model.
     config = case["config"]
@@ -78,11 +89,13 @@ PROGRAM = textwrap.dedent(
     train(warm, 1)
     infinity.engine_of(warm).close()
     del warm
+    if case["weights"]:
+        export_shards(case["weights"])
     import gc; gc.collect()
     reset_peak()
     baseline = status("VmRSS")
 
-    model = make(case["layers"], config)
+    model = make(case["layers"], config, weights=case["weights"])
     numel = sum(p.numel() for p in model.parameters())
     after_offload = status("VmHWM")
     losses = train(model, case["steps"])
@@ -128,7 +141,7 @@ CASES = {
         "placement": "nvme",
         "gradients": ["host", "nvme"],
     },
-    "bf16-nvme": {"compute": "bfloat16", "placement": "nvme"},
+    "bf16-nvme": {"compute": "bfloat16", "placement": "nvme"},  # From shards of safetensors.
     "fp32-nvme-demand": {"compute": "float32", "placement": "nvme", "prefetch": False},
 }
 
@@ -143,6 +156,7 @@ def test_peak_memory_is_the_budget_and_a_stated_overhead(name: str, tmp_path: Pa
     case = {
         "width": 512, "layers": 8, "rows": 2, "length": 32, "steps": 2, "accumulation": 2,
         "threads": 1, "warm_nbytes": 40 * MIB,
+        "weights": str(tmp_path / "shards") if options["compute"] == "bfloat16" else None,
         "config": {
             "tiers": {
                 "device": {"kind": "cpu"},

@@ -755,6 +755,10 @@ def test_thousands_of_open_and_close_cycles_leak_nothing(
     assert last_descriptors == num_descriptors
     assert last_nbytes - nbytes < MIB, "4000 forgotten files would be 8 MiB"
     assert len(engine.stats().by_file) == 1
+    for number in range(70):
+        os.link(path, other := f"{path}-{number}")
+        engine.close_file(engine.open(other, direct=True))
+    assert len(engine.stats().by_file) == 65
     assert engine.stats().num_reads == 4500
 
 

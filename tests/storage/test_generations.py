@@ -14,7 +14,8 @@ from infinity.errors import CapacityError, CorruptionError, StorageError, Unsupp
 from infinity.sizes import KIB, MIB, PAGE_NBYTES
 from infinity.storage.arena import Arena
 from infinity.storage.engine import Priority
-from infinity.storage.volume import Extent, Frozen, Volume, VolumePath
+from infinity.storage.swap_directory import job_of
+from infinity.storage.volume import Adopted, Extent, Frozen, Volume, VolumePath
 
 SIZE = 512 * KIB
 
@@ -196,3 +197,69 @@ def test_a_directory_that_a_newer_version_left_is_refused(open_any, tmp_path: Pa
     with pytest.raises(UnsupportedError, match="schema 99"):
         Volume(open_any("threads"), [VolumePath(str(drive))])
     assert len(list(drive.iterdir())) == 2
+
+
+# Files of a job that is gone.
+
+
+@pytest.mark.parametrize("can_allocate", [True, False])
+def test_frozen_contents_survive_and_are_restored(
+    open_any, arena: Arena, tmp_path: Path, monkeypatch, can_allocate: bool
+) -> None:
+    """Two contents of a job that ended are frozen again, before a byte is written; also where the
+    file system has no fallocate and ranges are written once instead."""
+
+    def refuse(*args):
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+
+    if not can_allocate:
+        monkeypatch.setattr(os, "posix_fallocate", refuse)
+    drive = VolumePath(str(tmp_path / "drive"))
+    drawn = random.Random(0)
+    contents, checksums, data = {}, {}, {}
+    volume = Volume(open_any("threads"), [drive], num_spares=2)
+    (piece, scratch) = volume.reserve([SIZE, SIZE], spared_nbytes=[SIZE, None])
+    for label in ("first", "second"):
+        data[label] = drawn.randbytes(SIZE)
+        write(volume, arena, piece, 0, data[label])
+        volume.freeze(label)
+        contents[label] = volume.locate(piece)
+        checksums[label] = volume.checksums(piece)
+    write(volume, arena, piece, 0, b"x" * SIZE)
+    size = os.path.getsize(volume.file_paths[0])
+    job = job_of(os.path.basename(volume.file_paths[0]))
+    volume.close(remove=False)
+    (tmp_path / "drive" / "infinity.lock").unlink()  # A killed job does not ask to keep anything.
+
+    adopted = Adopted({drive.path: job}, contents)
+    with Volume(open_any("threads"), [drive], num_spares=2, verify=True, adopted=adopted) as later:
+        assert os.path.getsize(later.file_paths[0]) == size, "probing has left it as it was"
+        (again, scratch) = later.reserve([SIZE, SIZE], spared_nbytes=[SIZE, None])
+        assert again == piece
+        write(later, arena, again, 0, b"y" * SIZE)
+        for label in ("second", "first", "second"):
+            (frozen,) = [each for each in later.frozen if each.label == label]
+            later.restore(frozen)
+            later.put_checksums(again, checksums[label])
+            assert read(later, arena, again) == data[label]
+            write(later, arena, again, 8 * PAGE_NBYTES, b"z" * PAGE_NBYTES)
+            write(later, arena, scratch, 0, b"s" * SIZE)
+            assert read(later, arena, scratch) == b"s" * SIZE
+    assert not list((tmp_path / "drive").iterdir())
+
+
+def test_scratch_is_written_in_place_whatever_is_frozen(
+    open_any, arena: Arena, tmp_path: Path
+) -> None:
+    with Volume(open_any("threads"), [VolumePath(str(tmp_path / "d"))], num_spares=1) as volume:
+        piece, scratch = volume.reserve([SIZE, 4 * MIB], spared_nbytes=[SIZE, None])
+        taken = [os.stat(path).st_blocks for path in (tmp_path / "d").glob("*.swap")]
+        for number in range(3):
+            write(volume, arena, piece, 0, bytes([number]) * SIZE)
+            write(volume, arena, scratch, 0, bytes([number]) * MIB)
+            for frozen in volume.frozen:
+                volume.thaw(frozen)
+            volume.freeze()
+            assert {each.path for each in volume.locate(scratch)} == {volume.file_paths[0]}
+        now = [os.stat(path).st_blocks for path in (tmp_path / "d").glob("*.swap")]
+        assert now == taken, "no block beyond those that were reserved"

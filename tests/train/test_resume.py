@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
+import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
+from infinity.checkpoint import state_save
+from infinity.checkpoint.state_copy import Orders, copy_checkpoint
 from infinity.cli.train import override
 from infinity.config import SwapConfig
 from infinity.config.source import read_file
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, StorageError
 from infinity.training import program
 from infinity.training.report import Summary
+from tests.checkpoint.test_copy import elsewhere
 
 from .jobs import CONFIG, start, wait_for_steps, write_job
 
@@ -101,6 +107,49 @@ def test_killed_terminated_and_resumed_elsewhere_it_is_the_same_run(job, process
     assert metrics(job, "branch") == metrics(job, "whole")[50:]
 
 
+def test_a_copy_to_another_file_system_is_given_up_in_time_and_taken_up_again(job, monkeypatch):
+    """SIGTERM comes while one is on its way; the next one does not end within `grace`."""
+    far = job / "far"
+    elsewhere(far, monkeypatch.setattr)
+    options = "train.steps=12", "checkpoint.every=4"
+    run(job, "output.directory=whole", *options)
+    table, source = read_file(job / "job.toml")
+    for text in (*options, f"checkpoint.directory={far}", "checkpoint.grace=1"):
+        override(table, text)
+    config = SwapConfig.from_table(table, source)
+    asked = []
+
+    def slow(source: Path, directory: Path, storage: Any, *, orders: Orders) -> Path:
+        asked.append(source)
+        if len(asked) == 1:
+            while len(metrics(job)) < 5:
+                time.sleep(0.001)
+            os.kill(os.getpid(), signal.SIGTERM)
+        orders.stop.wait()
+        return copy_checkpoint(source, directory, storage, orders=orders)
+
+    def full(source: Path, directory: Path, storage: Any, *, orders: Orders) -> Path:
+        raise StorageError(errno.ENOSPC, operation="write", path=str(directory))
+
+    console = Console(file=io.StringIO())
+    monkeypatch.setattr(state_save, "copy_checkpoint", slow)
+    summary, code = program.train(config, console=console)
+    assert (code, len(asked)) == (143, 2) and 4 < len(summary.records) < 12
+    assert summary.checkpoint == str(asked[1]) == str(*(job / "swap" / "copying").glob("step-*"))
+    assert "gave up copying" in console.file.getvalue() and list(far.iterdir()) == []
+
+    monkeypatch.setattr(state_save, "copy_checkpoint", full)
+    with pytest.raises(StorageError, match="No space left"):
+        program.train(config, console=console, resume=True)
+    monkeypatch.undo()
+    elsewhere(far, monkeypatch.setattr)
+    summary, code = program.train(config, console=console, resume=True)
+    assert code == 0 and summary.checkpoint == str(far / "step-00000012")
+    assert metrics(job) == metrics(job, "whole")
+    assert [path.name for path in sorted(far.iterdir())] == ["step-00000008", "step-00000012"]
+    assert list((job / "swap").iterdir()) == []
+
+
 def test_other_text_is_another_run(job):
     short = "train.steps=2", "train.warmup_steps=0"
     run(job, *short)
@@ -150,7 +199,7 @@ def test_every_step_survives_kill_9(job, processes):
 
 
 def test_swap_directory_is_inspected_and_removed_on_demand_only(job, processes):
-    write_job(job, CONFIG + RUN.replace("steps = 60", "steps = 24") + EVERY_STEP)
+    write_job(job, CONFIG + RUN.replace("steps = 60", "steps = 6000") + EVERY_STEP)
     processes.append(first := start(job))
     wait_for_steps(job, 3, first)
     held = inspect(job / "swap")

@@ -8,13 +8,15 @@
 
 namespace infinity::io {
 
-// Strict priority, first come first served within one, with one exception: after
-// `kMaxOvertakes` blocks in a row that went ahead of a waiting write-back, one block of it goes
+// Strict priority, first come first served within one, with one exception: a class has patience.
+// After so many blocks in a row that went ahead of a waiting one of it, one block of it goes
 // through. Otherwise slots that only write-backs can free would starve the reads that wait for
-// those slots.
+// those slots, and a drive that training keeps busy would never let a copy end.
 class BlockQueue {
  public:
-  static constexpr std::uint32_t kMaxOvertakes = 8;
+  static constexpr std::uint32_t kEndless = ~0U;
+  static constexpr std::array<std::uint32_t, kNumPriorities> kPatience = {kEndless, kEndless,
+                                                                          kEndless, 8, 16};
 
   void push(Part* part) noexcept;
 
@@ -38,10 +40,8 @@ class BlockQueue {
     Part* tail = nullptr;
   };
 
-  [[nodiscard]] Part* most_urgent() const noexcept;
-
   std::array<Fifo, kNumPriorities> fifos_;
-  std::uint32_t num_overtakes_ = 0;
+  std::array<std::uint32_t, kNumPriorities> num_overtakes_{};  // of the one that waits longest
 };
 
 }  // namespace infinity::io

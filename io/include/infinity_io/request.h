@@ -21,8 +21,8 @@
 namespace infinity::io {
 
 // Smaller is more urgent.
-enum class Priority : std::uint8_t { kForward, kBackward, kState, kWriteBack };
-inline constexpr std::size_t kNumPriorities = 4;
+enum class Priority : std::uint8_t { kForward, kBackward, kState, kWriteBack, kCopy };
+inline constexpr std::size_t kNumPriorities = 5;
 
 // A contiguous range of one file and the memory it moves to or from. Addresses are plain integers:
 // the library never looks at the bytes itself.

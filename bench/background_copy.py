@@ -1,0 +1,189 @@
+"""What does training lose while a checkpoint is copied to another file system behind it?
+
+    python bench/background_copy.py --path /mnt/nvme0 --to /mnt/other --save out.json
+
+A GPT-2-like model in bfloat16 with parameters, masters and moments on NVMe trains at `--path`. In
+each round a checkpoint is begun at `--to`, which must be another file system, and as many steps are
+taken as it takes to copy it; then as many alone. What is lost is the time of the former beyond that
+of the latter, as a share of the time of the copy. Losses must be equal to the last bit to those of
+a run without checkpoints. Beside it: how long `async_save` itself takes, and a copy with training
+at rest, in seconds and in seconds of a processor.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import platform
+import shutil
+import statistics
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from durability import KINDS, VOCABULARY, gpt2
+from rich.console import Console
+from rich.table import Table
+
+import infinity
+from infinity.training.allocator import keep_freed_memory
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--path", type=Path, required=True, help="a directory on the drive")
+    parser.add_argument("--to", type=Path, required=True, help="one on another file system")
+    parser.add_argument("--shape", default="12x768", help="layers x width")
+    parser.add_argument("--sequence", type=int, default=256)
+    parser.add_argument("--host", default="1GiB")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--save", type=Path)
+    words = parser.parse_args()
+    keep_freed_memory()
+    console = Console()
+    with (
+        tempfile.TemporaryDirectory(dir=words.path, prefix="infinity-copy-") as near,
+        tempfile.TemporaryDirectory(dir=words.to, prefix="infinity-copy-") as far,
+    ):
+        job = Job(words, Path(near), Path(far))
+        with console.status(f"{job.num_parameters:,} parameters"):
+            rounds = [job.round() for _ in range(words.rounds + 1)][1:]
+            job.engine.close()
+            reference = Job(words, Path(near), None)
+            losses = [reference.step() for _ in job.losses]
+            reference.engine.close()
+        assert losses == job.losses, "a copy changed a loss"
+    report(job.num_parameters, rounds, words, console)
+
+
+class Job:
+    """A model in training; with `far`, one that is saved there."""
+
+    def __init__(self, words: argparse.Namespace, near: Path, far: Path | None) -> None:
+        self.words = words
+        self.far = far
+        self.losses: list[float] = []
+        self._numbers = itertools.count()
+        self._source = torch.Generator().manual_seed(0)
+        config: dict[str, Any] = {
+            "tiers": {
+                "host": {"capacity": words.host},
+                "nvme": [{"path": str(near / "swap")}],
+            },
+            "placement": dict.fromkeys(KINDS, "nvme") | {"gradients": "host"},
+            "precision": {"compute": "bfloat16"},
+        }
+        if far is not None:
+            config["checkpoint"] = {"directory": str(far), "keep": 1}
+        self.model = gpt2(config, words.shape, words.sequence)
+        self.optimizer = infinity.AdamW(self.model, lr=1e-4, max_grad_norm=1.0)
+        self.engine = infinity.engine_of(self.model)
+        self.num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
+
+    def step(self) -> float:
+        ids = torch.randint(VOCABULARY, (1, self.words.sequence), generator=self._source)
+        loss = self.model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.losses.append(loss.item())
+        return self.losses[-1]
+
+    def steps(self, count: int) -> float:
+        """Seconds of one of so many steps, updates included."""
+        start_s = time.perf_counter()
+        for _ in range(count):
+            self.step()
+        self.engine.flush()
+        return (time.perf_counter() - start_s) / count
+
+    def round(self) -> dict[str, float]:
+        assert self.far is not None
+        self.engine.flush()
+        start_s = time.perf_counter()
+        saving = infinity.checkpoint.async_save(
+            self.far, self.model, self.optimizer, keep=1, step=next(self._numbers)
+        )
+        assert not saving.done(), f"{self.far} is on the file system of the swap path: links"
+        begun_s = time.perf_counter()
+        copied = [begun_s]
+        watcher = threading.Thread(target=note_end, args=(saving, copied))
+        watcher.start()
+        count = 0
+        while not saving.done():
+            self.step()
+            count += 1
+        self.engine.flush()
+        end_s = time.perf_counter()
+        watcher.join()
+        copy_s = copied[-1] - begun_s
+        nbytes = space_nbytes(saving.wait())
+        alone_s = self.steps(count)  # As many: what is left to do at the end is done once.
+        lost_s = end_s - begun_s - count * alone_s
+        rest_s, cpu_s = time.perf_counter(), time.process_time()
+        infinity.checkpoint.save(
+            self.far, self.model, self.optimizer, keep=1, step=next(self._numbers)
+        )
+        rest_s, cpu_s = time.perf_counter() - rest_s, time.process_time() - cpu_s
+        return {
+            "alone_step_s": alone_s,
+            "step_s": (end_s - begun_s) / count,
+            "steps": count,
+            "lost": lost_s / copy_s,
+            "async_save_s": begun_s - start_s,
+            "copy_nbytes": nbytes,
+            "copy_s": copy_s,
+            "copy_at_rest_s": rest_s,
+            "copy_at_rest_cpu_s": cpu_s,
+        }
+
+
+def note_end(saving: infinity.checkpoint.Saving, times_s: list[float]) -> None:
+    """Without wait(), which would hurry it."""
+    while not saving.done():
+        time.sleep(0.01)
+    times_s.append(time.perf_counter())
+
+
+def space_nbytes(directory: Path) -> int:
+    return sum(path.stat().st_size for path in directory.iterdir())
+
+
+def report(
+    num_parameters: int,
+    rounds: list[dict[str, float]],
+    words: argparse.Namespace,
+    console: Console,
+) -> None:
+    table = Table(
+        "round", "step alone s", "beside a copy s", "steps", "lost", "async_save s", "copy GB",
+        "copy s", "at rest s", "cpu s",
+        title=f"{num_parameters:,} parameters, {words.path} to {words.to}",
+    )  # fmt: skip
+    for number, row in enumerate(rounds, 1):
+        table.add_row(
+            str(number), f"{row['alone_step_s']:.2f}", f"{row['step_s']:.2f}", str(row["steps"]),
+            f"{row['lost']:.1%}", f"{row['async_save_s']:.3f}", f"{row['copy_nbytes'] / 1e9:.2f}",
+            f"{row['copy_s']:.2f}", f"{row['copy_at_rest_s']:.2f}",
+            f"{row['copy_at_rest_cpu_s']:.2f}",
+        )  # fmt: skip
+    console.print(table)
+    lost = sorted(row["lost"] for row in rounds)
+    console.print(f"lost: {statistics.median(lost):.1%} ({lost[0]:.1%} to {lost[-1]:.1%})")
+    if words.save is not None:
+        settings = {name: str(value) for name, value in vars(words).items() if name != "save"}
+        environment = {
+            "cores": os.cpu_count(), "kernel": platform.release(), "torch": torch.__version__,
+            "load_average": os.getloadavg(), "free_nbytes": shutil.disk_usage(words.path).free,
+        }  # fmt: skip
+        written = {"settings": settings, "environment": environment, "rounds": rounds}
+        words.save.write_text(json.dumps(written, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

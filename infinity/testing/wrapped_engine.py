@@ -1,0 +1,41 @@
+"""A storage engine around another one that changes nothing: what doubles are made from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from infinity.storage.engine import EngineStats, Operation, Priority, Segment, StorageEngine, Ticket
+
+
+class WrappedEngine:
+    """Passes everything on, and knows the path of every file."""
+
+    def __init__(self, engine: StorageEngine, name: str) -> None:
+        self._engine = engine
+        self._paths: dict[int, str] = {}
+        self.name = f"{name}({engine.name})"
+
+    def open(self, path: str, *, direct: bool) -> int:
+        file = self._engine.open(path, direct=direct)
+        self._paths[file] = path
+        return file
+
+    def close_file(self, file: int) -> None:
+        self._engine.close_file(file)
+
+    def submit(
+        self, operation: Operation, segments: Sequence[Segment], priority: Priority
+    ) -> Ticket:
+        return self._engine.submit(operation, segments, priority)
+
+    def sync(self, file: int) -> None:
+        self._engine.sync(file)
+
+    def drain(self) -> None:
+        self._engine.drain()
+
+    def stats(self) -> EngineStats:
+        return self._engine.stats()
+
+    def close(self) -> None:
+        self._engine.close()

@@ -1,0 +1,221 @@
+"""Checkpoints on another file system: committed at once, copied behind training, lost in no case."""
+
+from __future__ import annotations
+
+import errno
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import infinity
+from infinity.checkpoint import Saving
+from infinity.checkpoint.state_copy import Pace
+from infinity.engine import durability
+from infinity.errors import ConfigError, CorruptionError, InfinityError, StorageError
+from infinity.storage.engine import Priority
+from infinity.testing.wrapped_engine import WrappedEngine
+
+from .harness import Run, assert_same, content, durable, run
+from .test_linked import flip, table
+
+
+@pytest.fixture
+def far(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory that counts as one of another file system."""
+    directory = tmp_path / "far"
+    elsewhere(directory, monkeypatch.setattr)
+    return directory
+
+
+def elsewhere(directory: Path, setattr_: Callable[..., None] = setattr) -> None:
+    real = durability._file_systems
+
+    def found(paths: Any) -> set[int]:
+        paths = list(paths)
+        near = [path for path in paths if not path.is_relative_to(directory)]
+        return real(near) | ({-1} if len(near) < len(paths) else set())
+
+    setattr_(durability, "_file_systems", found)
+
+
+class Drive(WrappedEngine):
+    """Requests of a copy wait while `open_to_copies` is not set, and the nth of them fails."""
+
+    def __init__(self, engine: Any) -> None:
+        super().__init__(engine, "drive")
+        self.open_to_copies = threading.Event()
+        self.fail_at = 0
+        self.num_copies = 0
+
+    def submit(self, operation, segments, priority):
+        if priority is Priority.COPY:
+            self.open_to_copies.wait()
+            self.num_copies += 1
+            if self.num_copies == self.fail_at:
+                path = self._paths[segments[0].file]
+                raise StorageError(errno.EIO, operation=operation, path=path)
+        return super().submit(operation, segments, priority)
+
+
+@pytest.fixture
+def drives() -> Iterator[list[Drive]]:
+    made: list[Drive] = []
+    yield made
+    for drive in made:
+        drive.open_to_copies.set()
+
+
+def save(each: Run, directory: Path, **options: Any) -> Saving:
+    return infinity.checkpoint.async_save(
+        directory, each.model, each.optimizer, scheduler=each.scheduler, **options
+    )
+
+
+def started(tmp_path: Path, far: Path, drives: list[Drive], **options: Any):
+    def wrap(engine):
+        drives.append(Drive(engine))
+        return drives[-1]
+
+    section = durable(far, **{"keep": 2, **options})
+    return run("bf16", tmp_path / "swap", checkpoint=section, wrap_storage=wrap)
+
+
+def frozen(each: Run) -> list[str]:
+    volume = infinity.engine_of(each.model).parts.store.volume
+    assert volume is not None
+    return [Path(one.label).parent.name for one in volume.frozen]
+
+
+@pytest.mark.parametrize("mode", ["checkpoint", "step"])
+def test_training_goes_on_while_a_checkpoint_is_copied(tmp_path, far, drives, mode):
+    """Three steps are taken, and committed, before the first block of the copy is read."""
+    with run("bf16", tmp_path / "plain") as plain:
+        expected = plain.steps(0, 8), plain.state()
+    with started(tmp_path, far, drives, durability=mode) as each:
+        got = each.steps(0, 2)
+        saving = save(each, far)
+        assert infinity.checkpoint.inspect(tmp_path / "swap" / "copying")[0].manifest.step == 2
+        for step in range(2, 5):
+            got.append(each.step(step))
+            _ = each.commit() if mode == "step" else infinity.engine_of(each.model).flush()
+        assert not saving.done() and not list(far.glob("step-*"))
+        with pytest.raises(TimeoutError):
+            saving.wait(0.01)
+        drives[0].open_to_copies.set()
+        path = saving.wait()
+        assert path == far / "step-00000002" and frozen(each) == ["commits"] * (mode == "step")
+        assert not (tmp_path / "swap" / "copying").exists()
+        for step in range(5, 8):
+            got.append(each.step(step))
+            save(each, far, keep=2)  # Each waits for the one before.
+        assert (got, each.state().keys()) == (expected[0], expected[1].keys())
+        assert_same(expected[1], each.state())
+        each.save(far, step=9, keep=2)
+    assert [each.name for each in sorted(far.iterdir())] == ["step-00000008", "step-00000009"]
+    assert all(found.is_whole for found in infinity.checkpoint.inspect(far, verify=True))
+    with run("bf16", tmp_path / "again", seed=5) as resumed:
+        resumed.load(far / "step-00000008")
+        assert_same(expected[1], resumed.state())
+
+
+def test_a_copy_has_a_tenth_of_a_busy_drive_and_all_of_an_idle_one():
+    pace, block, moved = Pace(0), 4 << 20, 0
+    assert pace.allows(block, 0, 0.0), "idle"
+    copied = 0
+    for turn in range(1000):  # 5 GB in 10 seconds, which come in bursts.
+        moved += (turn % 4 == 0) * (20 << 20)
+        copied += block if pace.allows(block, moved, turn / 100) else 0
+    assert 0.08 < copied / moved <= 0.1
+    assert not pace.allows(block, moved, 10.0)
+    assert all(pace.allows(block, moved, 10.06 + turn / 1000) for turn in range(100))
+    assert not pace.allows(block, moved + 1, 11.0)
+    pace.rest(12.0, 12.01)
+    assert not pace.allows(block, moved + 1, 12.04) and pace.allows(block, moved + 1, 12.06)
+
+
+def test_whatever_fails_the_checkpoint_before_is_untouched(tmp_path, far, drives):
+    """Requests of a copy in turn. The first cause is raised once, to whoever asks first; the
+    step is in the swap directory, and the next attempt copies that."""
+    causes = []
+    with started(tmp_path, far, drives) as each:
+        (drive,) = drives
+        drive.open_to_copies.set()
+        each.steps(0, 1)
+        each.save(far)
+        before = content(far)
+        each.steps(1, 2)
+        for rung in (1, 2, 3, *range(4, 200, 9)):
+            drive.fail_at, drive.num_copies = rung, 0
+            saving = save(each, far)
+            try:
+                saving.wait()
+            except StorageError as error:
+                with pytest.raises(StorageError) as again:
+                    saving.wait()
+                assert again.value is error and error.errno == errno.EIO
+                causes.append((error.operation, Path(error.path).parent.name))
+                assert content(far) == before
+                assert infinity.checkpoint.inspect(saving.source, verify=True)[0].is_whole
+            else:
+                break
+        assert {("read", "step-00000002"), ("write", ".step-00000002.partial")} == set(causes)
+        assert infinity.checkpoint.inspect(far, verify=True)[-1].is_whole
+        each.steps(2, 3)
+        drive.fail_at, drive.num_copies = 1, 0
+        save(each, far).close()
+        each.steps(3, 4)
+        with pytest.raises(StorageError, match="Input/output"):
+            save(each, far)  # Nobody has asked yet.
+        assert save(each, far).wait().name == "step-00000004"
+        expected = each.steps(4, 6)
+    with run("bf16", tmp_path / "again", seed=5) as resumed:
+        resumed.load(far)
+        assert resumed.steps(4, 6) == expected
+
+
+def test_a_page_that_a_drive_has_changed_is_not_copied(tmp_path, far, drives):
+    with started(tmp_path, far, drives) as each:
+        each.steps(0, 1)
+        saving = save(each, far)
+        name, offset, _ = table(saving.source)[3]["runs"][0]
+        flip(saving.source / name, offset + 100)
+        drives[0].open_to_copies.set()
+        with pytest.raises(CorruptionError) as caught:
+            saving.wait()
+        assert (Path(caught.value.path).name, caught.value.offset_nbytes) == (name, offset)
+    assert list(far.iterdir()) == []
+
+
+def test_a_copy_that_is_given_up_leaves_its_step_in_the_swap_directory(tmp_path, far, drives):
+    """A run goes on from it. Closing an engine waits for a copy, and a later step is refused."""
+    with started(tmp_path, far, drives) as each:
+        each.steps(0, 2)
+        saving = save(each, far)
+        each.steps(2, 3)
+        threading.Timer(0.05, drives[0].open_to_copies.set).start()
+        saving.abandon()
+        assert saving.is_abandoned and list(far.iterdir()) == []
+        with pytest.raises(InfinityError, match="given up"):
+            saving.wait()
+        assert save(each, far).wait().name == "step-00000003"  # The newer one takes its place.
+        expected = each.steps(3, 4)
+        last = save(each, far)
+        with pytest.raises(ConfigError, match="is there already"):
+            save(each, far, step=3)
+    assert last.done() and last.wait().exists()
+    with run("bf16", tmp_path / "again", seed=5) as resumed:
+        resumed.load(far / "step-00000003")
+        assert resumed.steps(3, 4) == expected
+
+
+def test_spares_are_for_the_copy_and_the_last_step(tmp_path, far):
+    for mode, count in (("none", 0), ("checkpoint", 1), ("step", 2)):
+        section = durable(far, durability=mode, keep=5)
+        with run("bf16", tmp_path / "swap", checkpoint=section) as each:
+            engine = infinity.engine_of(each.model)
+            assert engine.parts.store.volume.num_spares == count
+            ranked = durability.count_spares(engine.config, num_ranks=2)
+            assert ranked == max(0, count - 1), "several ranks do not copy behind training"
