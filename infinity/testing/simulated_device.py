@@ -15,14 +15,14 @@ make a wait that was forgotten fail here, on a machine without a GPU:
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import random
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -55,6 +55,43 @@ class _Order:
             raise UnorderedAccess(f"{self.name} does not wait for {other}: {what}")
 
 
+class _Worker:
+    """A thread that does one thing after the other. Not waited for when the interpreter ends: one
+    that was left in the middle, by a run that failed, must not keep it from ending."""
+
+    def __init__(self, name: str) -> None:
+        self._work: SimpleQueue[tuple[Callable[[], int], Future[int]] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, work: Callable[[], int]) -> Future[int]:
+        future: Future[int] = Future()
+        if self._thread.is_alive():
+            self._work.put((work, future))
+        else:  # All that was submitted is over.
+            future.set_result(work())
+        return future
+
+    def _run(self) -> None:
+        while (item := self._work.get()) is not None:
+            work, future = item
+            try:
+                future.set_result(work())
+            except BaseException as error:
+                future.set_exception(error)
+            del item, work, future  # What they keep must not live until the next ones come.
+
+    def close(self) -> None:
+        """Waits until all that was submitted is done."""
+        self._work.put(None)
+        if not self.is_current():
+            self._thread.join()
+
+    def is_current(self) -> bool:
+        """Whether this runs in it: the garbage collector may close a device from any thread."""
+        return self._thread is threading.current_thread()
+
+
 class SimulatedStream(_Order):
     """One of the transfer streams, or (without a worker) what computes: at once."""
 
@@ -62,11 +99,7 @@ class SimulatedStream(_Order):
         super().__init__(name)
         self.brought: SimulatedMemory | None = None  # What the last copy was about.
         self._streams = streams
-        self._worker = (
-            ThreadPoolExecutor(1, thread_name_prefix=f"simulated-{name}") if has_worker else None
-        )
-        if self._worker is not None:  # Now: a thread cannot be started by a finalizer.
-            self._worker.submit(int).result()
+        self._worker = _Worker(f"simulated-{name}") if has_worker else None
 
     def submit(self, work: Any) -> Future[int]:
         """Runs `work` behind what was submitted so far. Gives when it was over, in nanoseconds."""
@@ -79,9 +112,7 @@ class SimulatedStream(_Order):
             return time.monotonic_ns()
 
         if self._worker is not None:
-            with contextlib.suppress(RuntimeError):
-                return self._worker.submit(run)
-            # The interpreter ends and has waited for its threads: all that was submitted is over.
+            return self._worker.submit(run)
         done: Future[int] = Future()
         done.set_result(run())
         return done
@@ -95,9 +126,12 @@ class SimulatedStream(_Order):
                 if event.brought is not None and event.brought.is_attached:
                     event.brought.last_uses[self.name] = self.seen[self.name]  # A use begins.
 
+    def runs_here(self) -> bool:
+        return self._worker is not None and self._worker.is_current()
+
     def close(self) -> None:
         if self._worker is not None:
-            self._worker.shutdown(wait=True)
+            self._worker.close()
 
 
 class SimulatedEvent:
@@ -256,9 +290,10 @@ class SimulatedStreams:
 
     def synchronize(self) -> None:
         for stream in self.transfer:
-            event = self.new_event()
-            event.record(stream)
-            event.synchronize()
+            if not stream.runs_here():  # Nobody waits for what is behind himself.
+                event = self.new_event()
+                event.record(stream)
+                event.synchronize()
 
     def raise_failure(self) -> None:
         if self._failure is not None:
