@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from infinity.ops.native import apply_rule
+from infinity.ops.native import SIMD_VARIABLE, apply_rule, instruction_sets
 from infinity.ops.span import Span
 from infinity.ops.split_master import join, split
 
@@ -24,33 +24,30 @@ def all_patterns() -> Iterator[Tensor]:
 
 
 @pytest.mark.timeout(600)
-def test_all_patterns_come_back() -> None:
+def test_all_patterns_come_back_and_native_kernels_keep_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An update that adds minus zero changes no number. A NaN becomes the one that stands for all."""
+    gradient = torch.full((CHUNK,), -0.0)
+    states = (torch.zeros(CHUNK), torch.zeros(CHUNK))
+    nan = torch.full((CHUNK,), 0xFFC00000 - 2**32, dtype=torch.int32)
     num_seen = 0
     for patterns in all_patterns():
         weight, residual = split(patterns.view(torch.float32))
         assert torch.equal(join(weight, residual).view(torch.int32), patterns)
         num_seen += patterns.numel()
-    assert num_seen == NUM_PATTERNS
-
-
-@pytest.mark.timeout(600)
-def test_native_kernels_read_and_write_all_patterns(simd: str) -> None:
-    """Adding minus zero changes no number. A NaN becomes the one NaN that stands for all."""
-    gradient = torch.full((CHUNK,), -0.0)
-    states = (torch.zeros(CHUNK), torch.zeros(CHUNK))
-    nan = torch.full((CHUNK,), 0xFFC00000 - 2**32, dtype=torch.int32)
-    for patterns in all_patterns():
-        weight, residual = split(patterns.view(torch.float32))
-        apply_rule(
-            "stream", [Span(weight, gradient, states, residual)], [0.0], grad_scale=1.0, threads=1
-        )
+        expected = weight, residual
         # A chunk is all numbers or, above infinity (0x7F800000), all NaNs but for that first one.
-        expected = patterns
         if int(patterns[-1] & 0x7FFFFFFF) > 0x7F800000:
-            expected = torch.where(patterns & 0x7FFFFFFF == 0x7F800000, patterns, nan)
-        expected_weight, expected_residual = split(expected.view(torch.float32))
-        assert torch.equal(weight.view(torch.int16), expected_weight.view(torch.int16))
-        assert torch.equal(residual, expected_residual)
+            kept = torch.where(patterns & 0x7FFFFFFF == 0x7F800000, patterns, nan)
+            expected = split(kept.view(torch.float32))
+        for simd in instruction_sets():
+            monkeypatch.setenv(SIMD_VARIABLE, simd)
+            span = Span(weight.clone(), gradient, states, residual.clone())
+            apply_rule("stream", [span], [0.0], grad_scale=1.0, threads=1)
+            assert torch.equal(span.weight.view(torch.int16), expected[0].view(torch.int16)), simd
+            assert torch.equal(span.residual, expected[1]), simd
+    assert num_seen == NUM_PATTERNS
 
 
 def test_the_weight_is_the_nearest_bf16_with_halves_away_from_zero() -> None:
