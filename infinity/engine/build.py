@@ -26,12 +26,13 @@ from infinity.engine.divide import (
     remove_directories,
 )
 from infinity.engine.durability import count_spares
-from infinity.engine.engine import _ENGINES, Engine, Machinery, Site, Slot
+from infinity.engine.engine import _ENGINES, Engine, Machinery, Site
 from infinity.engine.gradients import Gradients
 from infinity.engine.handles import Handle
 from infinity.engine.initialise import initialise
 from infinity.engine.master import Masters
 from infinity.engine.ranked import RankedGradients, RankedMasters, RankedUpdater, RankGroup
+from infinity.engine.slot import Slot
 from infinity.engine.tiling import Tiling
 from infinity.engine.update import Updater
 from infinity.errors import CapacityError, ConfigError, UnsupportedError

@@ -24,7 +24,6 @@ from torch import nn
 
 from infinity.config import SwapConfig
 from infinity.engine.activations import Activations
-from infinity.engine.discover import Alias
 from infinity.engine.gradients import Gradients, in_memory_order
 from infinity.engine.handles import Handle, find_handles, replace_handles
 from infinity.engine.hooks import (
@@ -42,6 +41,7 @@ from infinity.engine.layer_major import Conductor
 from infinity.engine.master import Masters
 from infinity.engine.ranked import RankGroup, Together
 from infinity.engine.shared_activations import SharedActivations
+from infinity.engine.slot import Slot
 from infinity.engine.state_access import StateAccess
 from infinity.engine.tiling import Whole, tiles_of
 from infinity.engine.update import StepRecord, Updater
@@ -96,40 +96,6 @@ def owner_of(tensor: Any) -> Engine | None:
         return None if tensor.is_gradient else tensor.owner  # type: ignore[no-any-return]
     owner = getattr(tensor, "_offloaded_by", None)
     return None if owner is None else owner()
-
-
-@dataclass(eq=False, slots=True, repr=False)
-class Slot:
-    """One parameter of the model: its facts, its place and its two faces."""
-
-    name: str
-    unit: Unit
-    spec: TensorSpec
-    handle: Handle
-    compute: nn.Parameter
-    aliases: list[Alias]
-    original: nn.Parameter | None  # What the module had before; back in place after a failure.
-    version: int = 0  # Of the compute parameter when it was shown.
-    optimizer: weakref.ref[Any] | None = None  # The one its moments belong to.
-
-    def __repr__(self) -> str:
-        return f"Slot({self.name!r})"  # A released compute parameter must not be printed.
-
-    def show(self, face: nn.Parameter | Handle, other: nn.Parameter | Handle) -> None:
-        """Registers `face` wherever `other` stands."""
-        for alias in self.aliases:
-            if alias.module._parameters.get(alias.attribute) is other:
-                alias.module._parameters[alias.attribute] = face
-            else:
-                _replace_below(alias.module, other, face)
-
-
-def _replace_below(module: nn.Module, old: torch.Tensor, new: torch.Tensor) -> None:
-    """A parametrization may have moved the parameter into a child since it was found."""
-    for child in module.modules():
-        for name, parameter in child._parameters.items():
-            if parameter is old:
-                child._parameters[name] = new  # type: ignore[assignment]
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from infinity.engine.engine import Engine, Slot, engine_of, owner_of
+from infinity.engine.engine import Engine, engine_of, owner_of
 from infinity.engine.interrupts import uninterrupted
+from infinity.engine.slot import Slot
 from infinity.engine.tiling import tiles_of
 from infinity.engine.update import StepRecord
 from infinity.errors import ConfigError, NonFiniteError, UnsupportedError

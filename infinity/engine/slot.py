@@ -1,0 +1,48 @@
+"""One parameter of an offloaded model, and its two faces: its module shows one at a time."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from infinity.engine.discover import Alias
+from infinity.engine.handles import Handle
+from infinity.state.units import TensorSpec, Unit
+
+
+@dataclass(eq=False, slots=True, repr=False)
+class Slot:
+    """One parameter of the model: its facts, its place and its two faces."""
+
+    name: str
+    unit: Unit
+    spec: TensorSpec
+    handle: Handle
+    compute: nn.Parameter
+    aliases: list[Alias]
+    original: nn.Parameter | None  # What the module had before; back in place after a failure.
+    version: int = 0  # Of the compute parameter when it was shown.
+    optimizer: weakref.ref[Any] | None = None  # The one its moments belong to.
+
+    def __repr__(self) -> str:
+        return f"Slot({self.name!r})"  # A released compute parameter must not be printed.
+
+    def show(self, face: nn.Parameter | Handle, other: nn.Parameter | Handle) -> None:
+        """Registers `face` wherever `other` stands."""
+        for alias in self.aliases:
+            if alias.module._parameters.get(alias.attribute) is other:
+                alias.module._parameters[alias.attribute] = face
+            else:
+                _replace_below(alias.module, other, face)
+
+
+def _replace_below(module: nn.Module, old: torch.Tensor, new: torch.Tensor) -> None:
+    """A parametrization may have moved the parameter into a child since it was found."""
+    for child in module.modules():
+        for name, parameter in child._parameters.items():
+            if parameter is old:
+                child._parameters[name] = new  # type: ignore[assignment]
