@@ -27,12 +27,16 @@ def all_patterns() -> Iterator[Tensor]:
 def test_all_patterns_come_back_and_native_kernels_keep_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """An update that adds minus zero changes no number. A NaN becomes the one that stands for all."""
+    """An update that adds minus zero changes no number. A NaN becomes the one that stands for all.
+
+    The widest instruction set, which is used, sees all; others every fourth chunk, which has every
+    exponent and all lower bits.
+    """
     gradient = torch.full((CHUNK,), -0.0)
     states = (torch.zeros(CHUNK), torch.zeros(CHUNK))
     nan = torch.full((CHUNK,), 0xFFC00000 - 2**32, dtype=torch.int32)
     num_seen = 0
-    for patterns in all_patterns():
+    for chunk, patterns in enumerate(all_patterns()):
         weight, residual = split(patterns.view(torch.float32))
         assert torch.equal(join(weight, residual).view(torch.int32), patterns)
         num_seen += patterns.numel()
@@ -41,7 +45,9 @@ def test_all_patterns_come_back_and_native_kernels_keep_them(
         if int(patterns[-1] & 0x7FFFFFFF) > 0x7F800000:
             kept = torch.where(patterns & 0x7FFFFFFF == 0x7F800000, patterns, nan)
             expected = split(kept.view(torch.float32))
-        for simd in instruction_sets():
+        for number, simd in enumerate(instruction_sets()):
+            if number and chunk % 4 != number:
+                continue
             monkeypatch.setenv(SIMD_VARIABLE, simd)
             span = Span(weight.clone(), gradient, states, residual.clone())
             apply_rule("stream", [span], [0.0], grad_scale=1.0, threads=1)
