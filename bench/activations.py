@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import resource
 import subprocess
 import sys
@@ -27,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from common import environment
 from rich.console import Console
 from rich.table import Table
 from torch import nn
@@ -68,8 +68,8 @@ def main() -> None:
 def case(where: str, tokens: int, path: Path) -> dict[str, Any]:
     command = [sys.executable, __file__, "--path", str(path), "--case", where, str(tokens)]
     # Every micro-batch has a thread, and glibc would keep what each of them has freed.
-    environment = os.environ | {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
-    said = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    with_one_heap = os.environ | {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
+    said = subprocess.run(command, capture_output=True, text=True, check=True, env=with_one_heap)
     answer: dict[str, Any] = json.loads(said.stdout.splitlines()[-1])
     return answer
 
@@ -131,7 +131,7 @@ def report(found: dict[str, dict[int, dict[str, Any]]], words: argparse.Namespac
     Console().print(table)
     if words.save is not None:
         document = {
-            "environment": {"torch": torch.__version__, "kernel": platform.release()},
+            "environment": environment(),
             "shape": {"width": WIDTH, "layers": LAYERS, "micro_batch": MICRO_BATCH_TOKENS},
             "predicted_nbytes": {tokens: predicted_nbytes(tokens) for tokens in words.tokens},
             "found": found,

@@ -15,8 +15,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import os
-import platform
 import shutil
 import statistics
 import tempfile
@@ -26,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from common import environment
 from durability import KINDS, VOCABULARY, gpt2
 from rich.console import Console
 from rich.table import Table
@@ -177,11 +176,8 @@ def report(
     console.print(f"lost: {statistics.median(lost):.1%} ({lost[0]:.1%} to {lost[-1]:.1%})")
     if words.save is not None:
         settings = {name: str(value) for name, value in vars(words).items() if name != "save"}
-        environment = {
-            "cores": os.cpu_count(), "kernel": platform.release(), "torch": torch.__version__,
-            "load_average": os.getloadavg(), "free_nbytes": shutil.disk_usage(words.path).free,
-        }  # fmt: skip
-        written = {"settings": settings, "environment": environment, "rounds": rounds}
+        where = environment() | {"free_nbytes": shutil.disk_usage(words.path).free}
+        written = {"settings": settings, "environment": where, "rounds": rounds}
         words.save.write_text(json.dumps(written, indent=2) + "\n")
 
 

@@ -22,7 +22,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import platform
 import statistics
 import tempfile
 import time
@@ -32,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from common import environment
 from rich.console import Console
 from rich.table import Table
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -87,10 +87,10 @@ def main() -> None:
     there = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     console = Console()
     document: dict[str, Any] = {"settings": {k: str(v) for k, v in vars(words).items()}}
-    document["environment"] = {
-        "torch": torch.__version__, "kernel": platform.release(), "cuda": torch.version.cuda,
+    document["environment"] = environment() | {
+        "cuda": torch.version.cuda,
         "device": torch.cuda.get_device_name() if there.type == "cuda" else "simulated",
-    }  # fmt: skip
+    }
     with tempfile.TemporaryDirectory(dir=words.path, prefix="infinity-gpu-") as scratch:
         for part in words.only:
             begun_s = time.monotonic()

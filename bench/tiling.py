@@ -16,13 +16,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from common import environment
 from rich.console import Console
 from rich.table import Table
 from torch import nn
@@ -195,9 +195,8 @@ def report(
         console.print(table)
     if words.save is not None:
         settings = {k: str(v) for k, v in vars(words).items() if k not in ("path", "save", "plot")}
-        environment = {"kernel": platform.release(), "torch": torch.__version__}
         written = {
-            "settings": settings, "environment": environment,
+            "settings": settings, "environment": environment(),
             "predicted": predicted, "published": PUBLISHED, "run": found,
         }  # fmt: skip
         words.save.write_text(json.dumps(written, indent=2) + "\n")
