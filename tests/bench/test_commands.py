@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -141,7 +140,6 @@ def test_collectives_under_torchrun(tmp_path: Path) -> None:
         text=True,
         timeout=120,
         check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr
     document: dict[str, Any] = json.loads(done.stdout)

@@ -29,9 +29,8 @@ Kill = Callable[..., None]
 @pytest.fixture(scope="module")
 def server() -> Iterator[subprocess.Popen[str]]:
     command = [sys.executable, "-m", "tests.checkpoint.killed_run"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    process = subprocess.Popen(command, text=True, cwd=ROOT, env=environment, **pipes)
+    process = subprocess.Popen(command, text=True, cwd=ROOT, **pipes)
     with process:
         yield process
         process.stdin.close()

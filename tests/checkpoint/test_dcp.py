@@ -267,7 +267,7 @@ def test_shards_of_fsdp_are_put_together(tmp_path: Path) -> None:
     out = str(tmp_path / "fsdp")
     command = [sys.executable, "-c", SHARDED]
     root = str(Path(__file__).resolve().parents[2])
-    environment = {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": root}
     ranks = [
         subprocess.Popen(
             [*command, str(rank), out, str(tmp_path / "store")],

@@ -28,7 +28,6 @@ def lives(
     done = subprocess.run(
         [sys.executable, "-m", "tests.checkpoint.kill_loop", str(directory), mode, *numbers],
         capture_output=True, text=True, check=False, cwd=ROOT, timeout=270 + 10 * kills,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)

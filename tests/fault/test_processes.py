@@ -50,7 +50,6 @@ def training(swap_directory: Path) -> Iterator[subprocess.Popen[str]]:
     script = textwrap.dedent(TRAINING).format(root=str(ROOT), swap=str(swap_directory))
     process = subprocess.Popen(
         [sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, bufsize=1,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert process.stdout is not None
     try:
