@@ -28,12 +28,11 @@ from infinity.checkpoint.state_directory import (
     new_file,
     read_linked,
     read_manifest,
-    write_file,
     write_manifest,
     writing,
 )
+from infinity.checkpoint.state_files import write_small
 from infinity.checkpoint.state_linked import (
-    CHECKSUM_NBYTES,
     COPIES_NAME,
     TABLE_NAME,
     LinkedPiece,
@@ -44,7 +43,7 @@ from infinity.checkpoint.state_linked import (
 from infinity.checkpoint.state_manifest import Extent, FileEntry
 from infinity.errors import InfinityError, StorageError
 from infinity.sizes import MIB, PAGE_NBYTES
-from infinity.storage.checksums import ExpectedRange
+from infinity.storage.checksums import CHECKSUM_NBYTES, ExpectedRange
 from infinity.storage.engine import Priority, Segment, StorageEngine, Ticket
 
 _BLOCK_NBYTES = 4 * MIB
@@ -159,11 +158,8 @@ def copy_checkpoint(
                 copier.copy_file(file)
                 files.append(file)
         if linked is not None:
-            content = to_bytes(copier.copy_state(linked))
-            write_file(partial / TABLE_NAME, content)
-            digest = hashlib.sha256(content).hexdigest()
-            extent = Extent("all", "table", 0, len(content), digest)
-            files.append(FileEntry(TABLE_NAME, len(content), (extent,)))
+            table = to_bytes(copier.copy_state(linked))
+            files.append(write_small(partial / TABLE_NAME, "table", table))
         write_manifest(partial, replace(manifest, files=tuple(files)))
     return directory / checkpoint_name(manifest.step)
 

@@ -156,11 +156,11 @@ def write_contents(
         for unit, tensors in contents.units.items()
     ]
     files.append(_write_buffers(directory / BUFFERS_NAME, model))
-    files.append(_write_small(directory / PROGRAM_NAME, "program", program))
+    files.append(write_small(directory / PROGRAM_NAME, "program", program))
     stored = linked + copy_pages(directory, state, contents.pages)
     if stored.pieces or state.partition is not None:
-        files.append(_write_small(directory / TABLE_NAME, "table", to_bytes(stored.pieces)))
-        files.append(_write_small(directory / CHECKSUMS_NAME, "checksums", stored.checksums))
+        files.append(write_small(directory / TABLE_NAME, "table", to_bytes(stored.pieces)))
+        files.append(write_small(directory / CHECKSUMS_NAME, "checksums", stored.checksums))
     return files
 
 
@@ -274,7 +274,8 @@ def _write_buffers(path: Path, model: nn.Module) -> FileEntry:
         writer.close()
 
 
-def _write_small(path: Path, kind: str, content: bytes) -> FileEntry:
+def write_small(path: Path, kind: str, content: bytes) -> FileEntry:
+    """A new file that is held whole, synced, and what the manifest says of it."""
     state_directory.write_file(path, content)
     digest = hashlib.sha256(content).hexdigest()
     return FileEntry(path.name, len(content), (Extent("all", kind, 0, len(content), digest),))

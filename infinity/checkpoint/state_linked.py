@@ -22,13 +22,13 @@ from typing import Any
 
 from infinity.errors import InfinityError, corrupt
 from infinity.sizes import PAGE_NBYTES, align_down, align_up
+from infinity.storage.checksums import CHECKSUM_NBYTES
 from infinity.storage.page_reader import BUFFER_NBYTES, PageReader
 
 TABLE_NAME = "linked.json"
 CHECKSUMS_NAME = "linked.crc32c"
 # Pieces that are not linked, one after the other: of a rank, or copied from another file system.
 COPIES_NAME = "copied.pages"
-CHECKSUM_NBYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
