@@ -134,7 +134,7 @@ def _neighbours(config: SwapConfig, checkpoint: Path) -> Iterator[Path]:
 
 
 def _linked_states(path: Path) -> dict[str, LinkedState]:
-    """None also of a damaged one: its links stay unknown then, and nothing is taken over."""
+    """Nothing of a damaged one either: its links stay unknown then, and nothing is taken over."""
     try:
         return read_linked(path, read_manifest(path))
     except InfinityError:

@@ -203,12 +203,12 @@ class Checkpoint:
             if tensor.piece is not Piece.GRADIENTS:
                 expected[tensor.name] = tensor.info
         self._check_moments(expected)
-        gradients = {
-            name: TensorInfo(name=name, dtype=torch.float32, shape=spec.facts.shape)
+        summed = [
+            TensorInfo(name=f"{spec.name}.gradient", dtype=torch.float32, shape=spec.facts.shape)
             for unit in state.units
             for spec in unit.trainable()
-            for name in (f"{spec.name}.gradient",)
-        }
+        ]
+        gradients = {info.name: info for info in summed}
         names = {*self._places, *self._linked}
         if state.partition is not None and names & set(gradients):
             raise ConfigError(
