@@ -30,7 +30,8 @@ from infinity.checkpoint.safetensors_format import (
     TensorInfo,
 )
 from infinity.checkpoint.state_directory import sync_directory
-from infinity.engine.tiling import Tiled, modules_of, parameters_of
+from infinity.engine.tiled import Tiled
+from infinity.engine.tiling import modules_of, parameters_of
 from infinity.errors import ConfigError, InfinityError, StorageError
 from infinity.sizes import GIB, format_nbytes
 

@@ -294,10 +294,11 @@ class Schedule(Section):
     )
     tile: Annotated[Literal["auto"] | int | None, AutoOr(OrOff(Size(minimum=64 * KIB)))] = Field(
         "auto",
-        description="Linear layers and embeddings with a weight of more than this run as tiles of "
-        'at most this, each fetched and let go in turn. "auto" cuts only where the model does not '
-        "fit otherwise, into tiles that do; 0 never cuts. Results agree to rounding: the gradient "
-        "of a linear layer's input is summed over its tiles.",
+        description="Linear layers and embeddings with a weight of more than this, and packed "
+        "experts of more than this together, run as tiles of at most this (one expert at the "
+        'least), each fetched and let go in turn. "auto" cuts only where the model does not fit '
+        "otherwise, into tiles that do; 0 never cuts. Results agree to rounding: the gradient of "
+        "a linear layer's input is summed over its tiles.",
     )
     update_chunk: Annotated[int, Size(minimum=2 * PAGE_NBYTES, multiple=2 * PAGE_NBYTES)] = Field(
         16 * MIB, description="Bytes of each kind of state that one move of the optimizer takes."

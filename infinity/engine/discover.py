@@ -18,7 +18,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from infinity.engine.tiling import Tiled
+from infinity.engine.tiled import Tiled
 
 UnitRule = Literal["auto"] | Sequence[str]
 

@@ -43,8 +43,9 @@ from infinity.engine.ranked import RankGroup, Together
 from infinity.engine.shared_activations import SharedActivations
 from infinity.engine.slot import Slot
 from infinity.engine.state_access import StateAccess
-from infinity.engine.tiling import Whole, tiles_of
+from infinity.engine.tiling import tiles_of
 from infinity.engine.update import StepRecord, Updater
+from infinity.engine.whole import Whole
 from infinity.errors import InfinityError, ParameterNotResident, UnsupportedError
 from infinity.observe import Counters, Lane
 from infinity.ranks.rendezvous import path_of_job

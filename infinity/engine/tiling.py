@@ -1,179 +1,29 @@
 """Operators too large for the window, run as sequential tiles that are fetched one after the other.
 
-An `nn.Linear` is cut over its output rows, an `nn.Embedding` over the rows of its table. The module
-stays the one the user has, with its hooks and all who refer to it; its class becomes
-`TiledLinear` or `TiledEmbedding`, and in the place of its parameters it has `tiles`, a list of
-plain `nn.Linear` or `nn.Embedding`. Each is a site and a unit of its own (`engine/discover.py`), so
-the hooks that fetch any module fetch it. A tied weight is cut once, and its tiles are tied.
-
-Note [Same bits]
-  No sum of a forward is split, nor of a weight's gradient: each element is computed as it would be
-  in the whole. Only the gradient of a linear layer's input is a sum over tiles, from the last to
-  the first. See docs/design/0007-tiling.md.
-
-Note [One tile at a time]
-  The output is allocated whole and tiles are written into it, so that one tile's output is there
-  beside it and not all. In the backward autograd runs the node with the highest number first: the
-  last write, the last tile, the write before. So a tile is held while its own gradients are made.
-
-Source: Rajbhandari et al., "ZeRO-Infinity" (SC21), section 5.1.3, memory-centric tiling.
+An `nn.Linear` is cut over its output rows, an `nn.Embedding` over the rows of its table, packed
+experts over the experts. The module stays the one the user has, with its hooks and all who refer
+to it; its class becomes a tiled one (`engine/tiled.py`, `engine/tiled_experts.py`), and in the
+place of its parameters it has `tiles`, a list of modules of its own kind with some of the rows.
+Each is a site and a unit of its own (`engine/discover.py`), so the hooks that fetch any module
+fetch it. A tied weight is cut once, and its tiles are tied. See docs/design/0007-tiling.md.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import nn
 
-from infinity.engine.handles import Handle, replace_handles
-from infinity.errors import ParameterNotResident
-from infinity.state.tiles import cut_rows
-
-
-class _Write(torch.autograd.Function):
-    """Columns [start, ...) of `out`, in place; what was there before has no gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, out: torch.Tensor, part: torch.Tensor, start: int) -> torch.Tensor:
-        ctx.columns = start, part.shape[-1]
-        out.narrow(-1, start, part.shape[-1]).copy_(part)
-        ctx.mark_dirty(out)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        # Earlier writes look at columns of their own: nothing is masked, so nothing is copied.
-        return gradient, gradient.narrow(-1, *ctx.columns), None
-
-
-class Tiled(nn.Module):
-    """A module whose parameters stand as tiles. Made by `Tiling.cut` alone."""
-
-    tiles: nn.ModuleList
-    starts: tuple[int, ...]  # First row of every tile, and the number of rows.
-    wholes: dict[str, Whole]  # By attribute.
-
-    @property
-    def weight(self) -> Any:
-        """The whole, as a handle: its shape and dtype, and a copy of its values when read."""
-        return self.wholes["weight"].face
-
-
-class TiledLinear(Tiled, nn.Linear):
-    """`nn.Linear` over output rows."""
-
-    @property
-    def bias(self) -> Any:
-        whole = self.wholes.get("bias")
-        return None if whole is None else whole.face
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002
-        out: torch.Tensor | None = None
-        for start, tile in zip(self.starts, self.tiles, strict=False):
-            part = tile(input)
-            if out is None:
-                out = part.new_empty((*part.shape[:-1], self.out_features))
-            if part.requires_grad:
-                out = _Write.apply(out, part, start)  # type: ignore[no-untyped-call]
-            else:
-                out.narrow(-1, start, part.shape[-1]).copy_(part)
-        assert out is not None
-        return out
-
-
-class TiledEmbedding(Tiled, nn.Embedding):
-    """`nn.Embedding` over rows of the table."""
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002
-        out: torch.Tensor | None = None
-        last = len(self.tiles) - 1
-        for index, tile in enumerate(self.tiles):
-            start, stop = self.starts[index : index + 2]
-            ids = input - start
-            inside = (ids >= 0) & (ids < stop - start)
-            # Not at the ends of the table: an id that no row has must raise, as it always does.
-            ids = ids.clamp(
-                min=None if index == 0 else 0, max=None if index == last else stop - start - 1
-            )
-            part = tile(ids)
-            out = part if out is None else torch.where(inside.unsqueeze(-1), part, out)
-        assert out is not None
-        return out
-
-
-# -- A parameter that stands as tiles --------------------------------------------------------------
-
-
-@dataclass(eq=False, slots=True)
-class Whole:
-    """One parameter of the user's model, and its tiles in order of rows.
-
-    As the owner of the handle that stands for it, it answers for the tiles: what reads the handle
-    gets a copy on the device, put together outside of every budget.
-    """
-
-    name: str
-    starts: tuple[int, ...]
-    face: nn.Parameter | Handle  # The parameter itself until the engine has taken over.
-    tiles: list[nn.Parameter]
-    handles: list[Handle] = field(default_factory=list)
-
-    def compute_with(
-        self,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        *,
-        changes: Handle | None,
-    ) -> Any:
-        if changes is not None:
-            raise ParameterNotResident(
-                self.name,
-                f"it stands as {len(self.handles)} tiles, and {getattr(function, '__name__', '')} "
-                "would change a copy of them; use engine.write_parameter(name, value), or the "
-                "tiles inside `with infinity.gather(module, modify=True):`",
-            )
-
-        def real(handle: Handle) -> torch.Tensor:
-            whole = handle.owner
-            if not isinstance(whole, Whole):
-                return handle  # Fetches itself.
-            return whole.read_gradient() if handle.is_gradient else whole.read()
-
-        return function(*replace_handles(args, real), **replace_handles(dict(kwargs), real))
-
-    def read(self) -> torch.Tensor:
-        """A copy of all rows on the device; its gradient goes to the tiles. They are fetched one by
-        one."""
-        return torch.cat([handle.clone() for handle in self.handles])
-
-    def read_gradient(self) -> torch.Tensor:
-        gradients = [handle.grad for handle in self.handles]
-        return torch.cat([gradient.clone() for gradient in gradients if gradient is not None])
-
-    def gradient_of(self, handle: Handle) -> torch.Tensor | None:
-        if any(tile.grad is None for tile in self.handles):
-            return None
-        return Handle.make(self, self.name, handle, is_gradient=True)
-
-    def forget_gradient(self, handle: Handle) -> None:
-        for tile in self.handles:
-            tile.grad = None
-
-    def zero_gradient(self, handle: Handle) -> None:
-        for tile in self.handles:
-            if tile.grad is not None:
-                tile.grad.zero_()
-
-    def set_trainable(self, handle: Handle, is_trainable: bool) -> None:
-        for tile in self.handles:
-            tile.requires_grad_(is_trainable)
-        with torch._C.DisableTorchFunctionSubclass():
-            handle.requires_grad_(is_trainable)
+from infinity.engine import tiled_experts
+from infinity.engine.handles import Handle
+from infinity.engine.tiled import Tiled, TiledEmbedding, TiledLinear
+from infinity.engine.whole import Whole
+from infinity.state.tiles import ROW_ALIGNMENT, cut_rows, is_cut_by_name
 
 
 def tiles_of(tensor: Any) -> list[Any]:
@@ -218,11 +68,34 @@ def named_parameters_of(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 @dataclass(eq=False, slots=True)
 class _Candidate:
-    """A weight that can be cut, and all modules that it is the weight of."""
+    """Parameters that are cut at the same rows, and the modules whose forward runs by rows.
 
-    name: str
-    weight: nn.Parameter
-    modules: list[tuple[str, nn.Linear | nn.Embedding]]  # By their names.
+    Either one weight and all linear layers and embeddings that it is the weight of, whose biases
+    follow; or all parameters of one module of packed experts.
+    """
+
+    parameters: dict[str, tuple[str, nn.Parameter]]  # (full name, itself) by attribute.
+    modules: list[tuple[str, nn.Module]]  # By their names.
+    alignment: int  # Tiles start at multiples of so many rows.
+
+    @property
+    def num_rows(self) -> int:
+        return self._values()[0].shape[0]
+
+    def nbytes(self, itemsize_of: Callable[[nn.Parameter], int]) -> int:
+        return sum(each.numel() * itemsize_of(each) for each in self._values())
+
+    def row_nbytes(self, itemsize_of: Callable[[nn.Parameter], int]) -> int:
+        """Of all parameters, with an element for a bias that follows."""
+        rows = sum(math.prod(each.shape[1:]) * itemsize_of(each) for each in self._values())
+        has_bias = any(
+            "bias" not in self.parameters and module._parameters.get("bias") is not None
+            for _, module in self.modules
+        )
+        return rows + has_bias * itemsize_of(self._values()[0])
+
+    def _values(self) -> list[nn.Parameter]:
+        return [parameter for _, parameter in self.parameters.values()]
 
 
 @dataclass(eq=False, slots=True)
@@ -259,16 +132,13 @@ class Tiling:
 
     @property
     def largest_nbytes(self) -> int:
-        """Of the parameters that can be cut."""
-        sizes = (self._nbytes(candidate.weight) for candidate in self._candidates)
+        """Of the parameters that can be cut, those together that are cut at the same rows."""
+        sizes = (candidate.nbytes(self._itemsize_of) for candidate in self._candidates)
         return max(sizes, default=0)
-
-    def _nbytes(self, parameter: nn.Parameter) -> int:
-        return parameter.numel() * self._itemsize_of(parameter)
 
     def why_not(self) -> str:
         """Why the largest parameters are not cut; empty when they could be."""
-        sizes = [self._nbytes(parameter) for _, parameter, _ in self._reasons]
+        sizes = [each.numel() * self._itemsize_of(each) for _, each, _ in self._reasons]
         least_nbytes = max(self.largest_nbytes, *sizes, 0) // 2
         said = [
             f"{name!r} ({reason})"
@@ -279,25 +149,25 @@ class Tiling:
         return ", ".join(said[:3]) + more
 
     def cut(self, limit_nbytes: int | None) -> None:
-        """Cuts every weight of more than the limit that can be cut; None leaves all whole."""
+        """Cuts everything of more than the limit that can be cut; None leaves all whole."""
         self.undo()
         if limit_nbytes is None:
             return
         for candidate in self._candidates:
-            weight, modules = candidate.weight, candidate.modules
-            itemsize = self._itemsize_of(weight)
-            has_bias = any(module._parameters.get("bias") is not None for _, module in modules)
-            row_nbytes = (weight.shape[1] + has_bias) * itemsize
-            starts = cut_rows(weight.shape[0], row_nbytes, limit_nbytes)
-            if self._nbytes(weight) > limit_nbytes and len(starts) > 2:
+            row_nbytes = candidate.row_nbytes(self._itemsize_of)
+            starts = cut_rows(candidate.num_rows, row_nbytes, limit_nbytes, candidate.alignment)
+            if candidate.nbytes(self._itemsize_of) > limit_nbytes and len(starts) > 2:
                 self._cut(candidate, starts)
 
     def _cut(self, candidate: _Candidate, starts: tuple[int, ...]) -> None:
-        weight = self._whole(candidate.name, candidate.weight, starts)
+        shared = {
+            attribute: self._whole(name, parameter, starts)
+            for attribute, (name, parameter) in candidate.parameters.items()
+        }
         for name, module in candidate.modules:
-            wholes = {"weight": weight}
             bias = module._parameters.get("bias")
-            if bias is not None:
+            wholes = dict(shared)
+            if bias is not None and "bias" not in wholes:
                 wholes["bias"] = self._whole(f"{name}.bias" if name else "bias", bias, starts)
             self._cuts.append(_cut_module(module, starts, wholes))
 
@@ -338,29 +208,40 @@ class Tiling:
             whole.tiles = []
 
 
+_Places = Mapping[int, Sequence[tuple[nn.Module, str]]]  # (module, attribute) by id of parameter.
+
+
 def _survey(model: nn.Module) -> tuple[list[_Candidate], list[tuple[str, nn.Parameter, str]]]:
-    """Weights that can be cut; and the others by name, each with the reason why not."""
+    """What can be cut; and the other parameters by name, each with the reason why not."""
     places: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for attribute, parameter in module._parameters.items():
             if parameter is not None:
                 places.setdefault(id(parameter), []).append((module, attribute))
-    candidates = []
-    reasons = []
     names = {id(module): name for name, module in model.named_modules()}
+    candidates: list[_Candidate] = []
+    experts: dict[int, _Candidate] = {}  # By id of their module.
+    reasons = []
     for name, parameter in model.named_parameters():
-        reason = _why_whole(parameter, places)
-        if reason is None:
-            modules: Any = [(names[id(module)], module) for module, _ in places[id(parameter)]]
-            candidates.append(_Candidate(name, parameter, modules))
+        module, attribute = places[id(parameter)][0]
+        if tiled_experts.is_packed(module):
+            reason = _why_whole_experts(module, places)
+            if reason is None:
+                if id(module) not in experts:
+                    experts[id(module)] = _Candidate({}, [(names[id(module)], module)], 1)
+                    candidates.append(experts[id(module)])
+                experts[id(module)].parameters[attribute] = name, parameter
         else:
+            reason = _why_whole(parameter, places)
+            if reason is None:
+                users = [(names[id(module)], module) for module, _ in places[id(parameter)]]
+                candidates.append(_Candidate({"weight": (name, parameter)}, users, ROW_ALIGNMENT))
+        if reason is not None:
             reasons.append((name, parameter, reason))
     return candidates, reasons
 
 
-def _why_whole(
-    parameter: nn.Parameter, places: Mapping[int, Sequence[tuple[nn.Module, str]]]
-) -> str | None:
+def _why_whole(parameter: nn.Parameter, places: _Places) -> str | None:
     """None for a weight that only linear layers and embeddings use, by their own forward."""
     for module, attribute in places[id(parameter)]:
         kind = type(module)
@@ -379,24 +260,47 @@ def _why_whole(
             return f"its {kind.__name__} has more parameters than that class"
         if bias is not None and bias._backward_hooks:
             return "its bias has gradient hooks"
-    if parameter.dim() != 2 or not parameter.is_contiguous():
-        return "its rows do not lie one after the other"
+    if parameter.dim() != 2:
+        return _APART
+    return _why_not_by_rows(parameter)
+
+
+def _why_whole_experts(module: nn.Module, places: _Places) -> str | None:
+    """None for packed experts that run by the forward of their class."""
+    if "forward" in module.__dict__:
+        return f"the forward of its {type(module).__name__} was replaced"
+    for attribute, parameter in module._parameters.items():
+        if parameter is None:
+            continue
+        if len(places[id(parameter)]) > 1:
+            return f"the {attribute} of its {type(module).__name__} is shared"
+        if not is_cut_by_name(attribute):
+            return f"the {attribute} of a {type(module).__name__}, which is not cut"
+        reason = _why_not_by_rows(parameter)
+        if reason is not None:
+            return reason
+    return tiled_experts.why_not_cut(module)
+
+
+_APART = "its rows do not lie one after the other"
+
+
+def _why_not_by_rows(parameter: nn.Parameter) -> str | None:
+    if not parameter.is_contiguous():
+        return _APART
     if parameter._backward_hooks:
         return "it has gradient hooks, which look at the whole"
     return None
 
 
-def _cut_module(
-    module: nn.Linear | nn.Embedding, starts: tuple[int, ...], wholes: dict[str, Whole]
-) -> _Cut:
+def _cut_module(module: nn.Module, starts: tuple[int, ...], wholes: dict[str, Whole]) -> _Cut:
     tiles = nn.ModuleList(_tile(module, start, stop) for start, stop in pairwise(starts))
     for attribute, whole in wholes.items():
         for tile, parameter in zip(tiles, whole.tiles, strict=True):
             tile._parameters[attribute] = parameter
     cut = _Cut(module, type(module), dict(module._parameters), [])  # type: ignore[arg-type]
+    module.__class__ = _tiled_class(module)
     module._parameters.clear()
-    tiled = TiledLinear if isinstance(module, nn.Linear) else TiledEmbedding
-    module.__class__ = tiled  # type: ignore[assignment]
     module.starts, module.wholes = starts, wholes  # type: ignore[assignment]
     module._modules["tiles"] = tiles.train(module.training)
     cut.hooks = [
@@ -406,15 +310,25 @@ def _cut_module(
     return cut
 
 
-def _tile(module: nn.Linear | nn.Embedding, start: int, stop: int) -> nn.Module:
+def _tiled_class(module: nn.Module) -> type[Tiled]:
+    if isinstance(module, nn.Linear):
+        return TiledLinear
+    if isinstance(module, nn.Embedding):
+        return TiledEmbedding
+    return tiled_experts.tiled_class(type(module), tuple(module._parameters))
+
+
+def _tile(module: nn.Module, start: int, stop: int) -> nn.Module:
     """Of the module's own kind, for some of its rows; without values yet."""
     if isinstance(module, nn.Linear):
         has_bias = module.bias is not None
         return nn.Linear(module.in_features, stop - start, bias=has_bias, device="meta")
-    padding = module.padding_idx
-    if padding is not None:
-        padding = padding - start if start <= padding < stop else None
-    return nn.Embedding(stop - start, module.embedding_dim, padding_idx=padding, device="meta")
+    if isinstance(module, nn.Embedding):
+        padding = module.padding_idx
+        if padding is not None:
+            padding = padding - start if start <= padding < stop else None
+        return nn.Embedding(stop - start, module.embedding_dim, padding_idx=padding, device="meta")
+    return tiled_experts.tile_of(module, start, stop)
 
 
 # -- Dictionaries of state, under the names of the user's model ------------------------------------

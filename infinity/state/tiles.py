@@ -21,7 +21,13 @@ ROW_ALIGNMENT = 64
 SMALLEST_TILE_NBYTES = 64 * KIB
 
 
-_TILE = re.compile(r"(?:^|(?<=\.))tiles\.(\d+)\.(?=(?:weight|bias)(?:\.|$))")
+_ATTRIBUTES = r"(?:weight|bias|(?:gate_up|gate|up|down)_proj(?:_bias)?)"
+_TILE = re.compile(rf"(?:^|(?<=\.))tiles\.(\d+)\.(?={_ATTRIBUTES}(?:\.|$))")
+
+
+def is_cut_by_name(attribute: str) -> bool:
+    """Whether a tile of a module's parameter is known by its name."""
+    return re.fullmatch(_ATTRIBUTES, attribute) is not None
 
 
 def name_of_whole(name: str) -> str:
@@ -36,17 +42,19 @@ def number_of_tile(name: str) -> int:
     return 0 if found is None else int(found[1])
 
 
-def cut_rows(num_rows: int, row_nbytes: int, limit_nbytes: int) -> tuple[int, ...]:
+def cut_rows(
+    num_rows: int, row_nbytes: int, limit_nbytes: int, alignment: int = ROW_ALIGNMENT
+) -> tuple[int, ...]:
     """Where tiles of at most `limit_nbytes` begin, and the end: as few as there can be, of equal
-    sizes but for the last. A tile has at least ROW_ALIGNMENT rows, or all.
+    sizes but for the last. A tile has at least `alignment` rows, or all.
 
     Worked example: 1000 rows of 1 KiB and a limit of 300 KiB allow 256 rows, so there are 4 tiles
     of 256 (250 in whole alignments): (0, 256, 512, 768, 1000).
     """
-    most_rows = limit_nbytes // max(row_nbytes, 1) // ROW_ALIGNMENT * ROW_ALIGNMENT
-    most_rows = max(most_rows, ROW_ALIGNMENT)
+    most_rows = limit_nbytes // max(row_nbytes, 1) // alignment * alignment
+    most_rows = max(most_rows, alignment)
     count = max(-(-num_rows // most_rows), 1)
-    step = align_up(max(-(-num_rows // count), 1), ROW_ALIGNMENT)
+    step = align_up(max(-(-num_rows // count), 1), alignment)
     return (*range(0, num_rows, step), num_rows)
 
 

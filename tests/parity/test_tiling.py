@@ -28,13 +28,8 @@ import infinity
 from infinity.checkpoint import export_safetensors, weight_source
 from infinity.checkpoint import load as load_checkpoint
 from infinity.checkpoint import save as save_checkpoint
-from infinity.engine.tiling import (
-    Tiled,
-    TiledEmbedding,
-    TiledLinear,
-    Tiling,
-    named_parameters_of,
-)
+from infinity.engine.tiled import Tiled, TiledEmbedding, TiledLinear
+from infinity.engine.tiling import Tiling, named_parameters_of
 from infinity.errors import CapacityError, ConfigError, InfinityError, ParameterNotResident
 from infinity.testing.models import TinyDecoder
 from infinity.testing.simulated_device import SimulatedDevice
@@ -711,7 +706,7 @@ def test_all_habits_of_models(
 ) -> None:
     """Every layer that can be cut is cut into tiles of a few rows, far smaller than any user's. Sums
     are made in other orders, so loss and norm are close; what is used by hand is put together."""
-    monkeypatch.setattr("infinity.state.tiles.ROW_ALIGNMENT", 4)
+    monkeypatch.setattr("infinity.engine.tiling.ROW_ALIGNMENT", 4)
     monkeypatch.setattr("infinity.engine.build.fit", lambda tile, attempt, *rest: attempt(600))
     entry = ZOO[name]
     plan = Plan(steps=1, max_norm=1e9)
