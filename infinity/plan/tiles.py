@@ -1,8 +1,7 @@
 """A model's shapes with tiles, as `engine.tiling` cuts its modules. Pure.
 
 Matrices are cut by rows, and a stack of two or three of them, as shapes are written down here, as
-the one matrix under the other that it is. Experts are packed in one parameter that no linear layer
-runs, so they stay whole.
+the one matrix under the other that it is. A block's experts are cut together, between experts.
 """
 
 from __future__ import annotations
@@ -14,21 +13,23 @@ from itertools import pairwise
 
 from infinity.plan.model import Model, SiteWork
 from infinity.state.tiles import cut_rows
-from infinity.state.units import TensorFacts, TensorSpec, Unit, layout_unit
+from infinity.state.units import TensorFacts, Unit, layout_unit
 from infinity.tiers.ranges import rounded_nbytes
 
 _MOST_STACKED = 3  # Gate, up and down of a feed-forward.
 
 
 def largest_nbytes(model: Model) -> int:
-    """Of the parameters that can be cut."""
-    sizes = (t.weight_nbytes for unit in model.units for t in unit.tensors if _can_be_cut(t))
+    """Of the parameters that can be cut, those together that are cut at the same rows."""
+    every = [tensor.facts for unit in model.units for tensor in unit.tensors]
+    sizes = [_nbytes(facts) for facts in every if _is_matrix(facts)]
+    sizes += [sum(map(_nbytes, _experts(unit))) for unit in model.units]
     return max(sizes, default=0)
 
 
 def with_tiles(model: Model, limit_nbytes: int | None) -> Model:
-    """The model with every matrix of more than the limit as tiles, each of them a unit that is used
-    right after what is left of its own. None: the model itself."""
+    """The model with every matrix, and every block's experts, of more than the limit as tiles, each
+    of them a unit that is used right after what is left of its own. None: the model itself."""
     if limit_nbytes is None:
         return model
     units: list[Unit] = []
@@ -60,30 +61,73 @@ def _to_end(first: int, units: list[Unit]) -> tuple[int, ...]:
     return tuple(range(first, len(units)))
 
 
-def _can_be_cut(tensor: TensorSpec) -> bool:
-    shape = tensor.facts.shape
+def _is_matrix(facts: TensorFacts) -> bool:
+    shape = facts.shape
     return len(shape) == 2 or (len(shape) == 3 and shape[0] <= _MOST_STACKED)
 
 
-def _cut(
-    unit: Unit, limit_nbytes: int
-) -> tuple[list[TensorFacts], list[tuple[str, list[TensorFacts]]]]:
-    """Tensors that are left, and (name, tensors) of every tile."""
+def _experts(unit: Unit) -> list[TensorFacts]:
+    """Stacks with a row per expert, by the name that models give to the module they are in."""
+    every = [tensor.facts for tensor in unit.tensors]
+    return [f for f in every if len(f.shape) > 2 and "experts" in f.name.split(".")]
+
+
+def _nbytes(facts: TensorFacts) -> int:
+    return math.prod(facts.shape) * facts.dtype.itemsize
+
+
+_Tiles = list[tuple[str, list[TensorFacts]]]  # (name, tensors) of each.
+
+
+def _cut(unit: Unit, limit_nbytes: int) -> tuple[list[TensorFacts], _Tiles]:
+    """Tensors that are left, and tiles in the order in which they are used."""
     left: list[TensorFacts] = []
-    tiles: list[tuple[str, list[TensorFacts]]] = []
+    tiles: _Tiles = []
+    experts = _experts(unit)
     for tensor in unit.tensors:
         facts = tensor.facts
-        columns, rows = math.prod(facts.shape[-1:]), math.prod(facts.shape[:-1])
-        starts = cut_rows(rows, columns * facts.dtype.itemsize, limit_nbytes)
-        is_small = tensor.weight_nbytes <= limit_nbytes or len(starts) == 2
-        if is_small or not _can_be_cut(tensor):
-            left.append(facts)
-            continue
-        for index, (start, stop) in enumerate(pairwise(starts)):
-            name = f"{facts.name}.tiles.{index}"
-            shape = (stop - start, columns)
-            tiles.append((name, [replace(facts, name=name, shape=shape, stride=(columns, 1))]))
+        if experts and facts is experts[0]:
+            cut = _cut_experts(unit.name, experts, limit_nbytes)
+            tiles += cut
+            left += [] if cut else experts
+        elif not any(facts is each for each in experts):
+            cut = _cut_matrix(facts, limit_nbytes) if _is_matrix(facts) else []
+            tiles += cut
+            left += [] if cut else [facts]
     return left, tiles
+
+
+def _cut_matrix(facts: TensorFacts, limit_nbytes: int) -> _Tiles:
+    columns, rows = math.prod(facts.shape[-1:]), math.prod(facts.shape[:-1])
+    starts = cut_rows(rows, columns * facts.dtype.itemsize, limit_nbytes)
+    if _nbytes(facts) <= limit_nbytes or len(starts) == 2:
+        return []
+    return [
+        (name, [replace(facts, name=name, shape=(stop - start, columns), stride=(columns, 1))])
+        for index, (start, stop) in enumerate(pairwise(starts))
+        for name in [f"{facts.name}.tiles.{index}"]
+    ]
+
+
+def _cut_experts(name: str, experts: list[TensorFacts], limit_nbytes: int) -> _Tiles:
+    nbytes, count = sum(map(_nbytes, experts)), experts[0].shape[0]
+    starts = cut_rows(count, nbytes // count, limit_nbytes, alignment=1)
+    if nbytes <= limit_nbytes or len(starts) == 2:
+        return []
+    return [
+        (
+            f"{name}.experts.tiles.{index}",
+            [
+                replace(
+                    facts,
+                    name=f"{facts.name}.tiles.{index}",
+                    shape=(stop - start, *facts.shape[1:]),
+                )
+                for facts in experts
+            ],
+        )
+        for index, (start, stop) in enumerate(pairwise(starts))
+    ]
 
 
 def _sites(whole: SiteWork, parts: list[_Parts], units: list[Unit]) -> Iterator[SiteWork]:

@@ -58,15 +58,33 @@ def test_the_search_stops_at_the_first_limit_with_room_ahead() -> None:
             fit(tile, attempt, lambda limit: True, 1 << 20)
 
 
+class Experts(nn.Module):
+    """Two packed parameters, with a row per expert, as transformers has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_experts, self._is_expert_parallel = 6, False
+        self.gate_up_proj = nn.Parameter(torch.zeros(6, 128, 64))
+        self.down_proj = nn.Parameter(torch.zeros(6, 64, 64))
+
+    def forward(self, hidden: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor) -> None:
+        raise AssertionError("only cut, never run")
+
+
+class Moe(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(64, 6, bias=False)
+        self.experts = Experts()
+
+
 def test_the_same_units_as_the_engine_makes() -> None:
     class Two(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.embedding = nn.Embedding(1000, 64)
             self.blocks = nn.ModuleList(
-                nn.Sequential(
-                    nn.Linear(64, 640, bias=False), nn.Linear(640, 64, bias=False), nn.LayerNorm(64)
-                )
+                nn.Sequential(nn.Linear(64, 640, bias=False), nn.Linear(640, 64, bias=False), Moe())
                 for _ in range(2)
             )
             self.head = nn.Linear(64, 1000, bias=False)
