@@ -20,11 +20,13 @@ Gbps = Annotated[float, Field(gt=0)]
 
 class Host(Table):
     """`update_gbps` counts every byte the optimizer's pass reads or writes; `sum_gbps` those of
-    adding up gradients."""
+    adding up gradients. `hold_gbps` counts weights each time that they are put under a model that
+    computes on the host: what the engine itself does; without it, that costs nothing."""
 
     memory: Nbytes
     update_gbps: Gbps
     sum_gbps: Gbps
+    hold_gbps: Gbps | None = None
 
 
 class Device(Table):
@@ -78,6 +80,7 @@ class Hardware(Table):
             flops=count * device.tflops * 1e12,
             update=self.host.update_gbps * giga,
             host=self.host.sum_gbps * giga,
+            hold=inf if self.host.hold_gbps is None else self.host.hold_gbps * giga,
             h2d=inf if device.h2d_gbps is None else count * device.h2d_gbps * giga,
             d2h=inf if device.d2h_gbps is None else count * device.d2h_gbps * giga,
             gather=gather,

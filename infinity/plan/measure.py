@@ -1,21 +1,20 @@
 """This machine as a `Hardware`: a few seconds of moving bytes and computing a block.
 
 Bandwidth of the drives is taken from the swap-tier file where `infinity tune` wrote it. Everything
-else is measured in the shape in which training does it: two of the model's own blocks with the
-tokens of a micro-batch (a plain block of their size where there is no model, but shapes), the
-optimizer's own pass, sums of fp32 arrays.
+else is measured in the shape in which training does it: the training thread while the engine trains
+two of the model's own blocks (`rehearsal.py`), or where there is no model but shapes, a plain block
+of their size and the optimizer's own pass; sums of fp32 arrays.
 """
 
 from __future__ import annotations
 
-import copy
 import shutil
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import torch
 
@@ -28,6 +27,7 @@ from infinity.errors import ConfigError, UnsupportedError
 from infinity.plan.hardware import Device, Hardware, Host, Nvme
 from infinity.plan.model import Model
 from infinity.plan.predict import Batch
+from infinity.plan.rehearsal import Rehearsed, rehearse
 from infinity.sizes import MIB
 from infinity.storage.arena import Arena, available_host_nbytes
 from infinity.storage.engine import open_configured
@@ -40,12 +40,10 @@ _LEAST_S = 0.3
 _MOST_TOKENS = 4096
 _MOST_FFN_RATIO = 16  # Stacked experts are far larger than what a token sees of them.
 _HEAD_DIM = 64
-_NUM_BLOCKS = 2
-_VOCABULARY = 256
 
 
 def measure(config: SwapConfig, model: Model, batch: Batch) -> Hardware:
-    """Needs 256 MiB of memory, and twice that on each drive for the moment.
+    """Needs 256 MiB of memory, and twice that on each drive for the moment; and for two blocks.
 
     Raises UnsupportedError for a CUDA device, which has no measurement yet: name a hardware file.
     """
@@ -59,14 +57,27 @@ def measure(config: SwapConfig, model: Model, batch: Batch) -> Hardware:
     if config.train is not None and config.train.threads != "auto":
         torch.set_num_threads(config.train.threads)
     with Arena(_ARENA_NBYTES, huge_pages=config.tiers.host.huge_pages) as arena:
-        update_gbps = statistics.median(OptimizerPass(arena).run().gbps for _ in range(_NUM_ROUNDS))
         nvme = _nvme(config, arena) if config.tiers.nvme else None
-    dtype = getattr(torch, config.precision.compute)
+        found = rehearse(config, model, batch, [_existing(tier.path) for tier in config.tiers.nvme])
+        if found is None:
+            found = Rehearsed(
+                flops=_flops_of_a_block_alike(
+                    model, batch, getattr(torch, config.precision.compute)
+                ),
+                update=1e9
+                * statistics.median(OptimizerPass(arena).run().gbps for _ in range(_NUM_ROUNDS)),
+                hold=None,
+            )
     return Hardware(
         name=f"this machine, {torch.get_num_threads()} threads",
         source="measured now",
-        host=Host(memory=available_host_nbytes(), update_gbps=update_gbps, sum_gbps=_sum_gbps()),
-        device=Device(tflops=_tflops(model, batch, dtype)),
+        host=Host(
+            memory=available_host_nbytes(),
+            update_gbps=found.update / 1e9,
+            sum_gbps=_sum_gbps(),
+            hold_gbps=None if found.hold is None else found.hold / 1e9,
+        ),
+        device=Device(tflops=found.flops / 1e12),
         nvme=nvme,
     )
 
@@ -135,47 +146,11 @@ def _sum_gbps() -> float:
     return 3 * part.nbytes / _median_s(lambda: total.add_(part)) / 1e9
 
 
-def _tflops(model: Model, batch: Batch, dtype: torch.dtype) -> float:
-    """Of forward and backward of the model's blocks: matrix products, and what goes with them,
-    counted as products alone."""
+def _flops_of_a_block_alike(model: Model, batch: Batch, dtype: torch.dtype) -> float:
+    """Of forward and backward of a plain block as wide and as large as the model's largest one:
+    matrix products, and what goes with them, counted as products alone."""
     length = min(batch.sequence_length, _MOST_TOKENS)
     count = max(1, min(batch.num_tokens, _MOST_TOKENS) // length)
-    own = _own_blocks(model, dtype)
-    if own is None:
-        return _tflops_of_a_block_alike(model, count, length, dtype)
-    blocks = [site for site in model.sites if site.attention_width][:_NUM_BLOCKS]
-    ids = torch.randint(_VOCABULARY, (count, length))
-
-    def both_ways() -> None:
-        own(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-        own.zero_grad()
-
-    flops = 3 * sum(block.forward_flops(count * length, length) for block in blocks)
-    return flops / _median_s(both_ways) / 1e12
-
-
-def _own_blocks(model: Model, dtype: torch.dtype) -> Any:
-    """The model cut down to its first blocks, with a vocabulary that costs next to nothing; None
-    where there is no such model, or its configuration does not let itself be cut."""
-    if model.hf_config is None:
-        return None
-    from transformers import AutoModelForCausalLM
-
-    config = copy.deepcopy(model.hf_config)
-    text = config.get_text_config()
-    text.vocab_size = _VOCABULARY
-    text.pad_token_id = text.bos_token_id = text.eos_token_id = None
-    text.num_hidden_layers = min(_NUM_BLOCKS, text.num_hidden_layers)
-    if getattr(text, "layer_types", None):
-        text.layer_types = text.layer_types[: text.num_hidden_layers]
-    try:
-        return AutoModelForCausalLM.from_config(config, dtype=dtype).train()
-    except Exception:  # Whatever an architecture makes of it; a block like it is measured then.
-        return None
-
-
-def _tflops_of_a_block_alike(model: Model, count: int, length: int, dtype: torch.dtype) -> float:
-    """The same of a plain block as wide and as large as the model's largest one."""
     hidden = model.checkpoint_width
     blocks = {unit for site in model.sites if site.attention_width for unit in site.units}
     params = max((sum(t.numel for t in model.units[unit].tensors) for unit in blocks), default=0)
@@ -193,7 +168,7 @@ def _tflops_of_a_block_alike(model: Model, count: int, length: int, dtype: torch
 
     weights = sum(parameter.numel() for parameter in block.parameters())
     flops = 3 * 2.0 * count * length * (weights + hidden * length)
-    return flops / _median_s(both_ways) / 1e12
+    return flops / _median_s(both_ways)
 
 
 def _median_s(work: Callable[[], object]) -> float:

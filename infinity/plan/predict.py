@@ -267,6 +267,15 @@ def _job(
     )
 
 
+def updated_nbytes(unit: Unit) -> int:
+    """What the optimizer's pass over a unit reads and writes."""
+    if not unit.state_numel:
+        return 0
+    moments_nbytes = unit.nbytes(Piece.EXP_AVG) + unit.nbytes(Piece.EXP_AVG_SQ)
+    changed_nbytes = unit.trainable_nbytes + moments_nbytes + unit.nbytes(Piece.MASTER)
+    return 2 * changed_nbytes + unit.nbytes(Piece.GRADIENTS)
+
+
 def _load(unit: Unit, placement: Placement, is_summed: bool) -> UnitLoad:
     read: defaultdict[str, int] = defaultdict(int)
     written: defaultdict[str, int] = defaultdict(int)
@@ -278,8 +287,6 @@ def _load(unit: Unit, placement: Placement, is_summed: bool) -> UnitLoad:
             if piece is not Piece.GRADIENTS:
                 written[tier] += nbytes
     gradient_nbytes = unit.nbytes(Piece.GRADIENTS)
-    moments_nbytes = unit.nbytes(Piece.EXP_AVG) + unit.nbytes(Piece.EXP_AVG_SQ)
-    changed_nbytes = unit.trainable_nbytes + moments_nbytes + unit.nbytes(Piece.MASTER)
     return UnitLoad(
         name=unit.name,
         weights=placement.tier(unit, Piece.PARAMETERS),
@@ -287,7 +294,7 @@ def _load(unit: Unit, placement: Placement, is_summed: bool) -> UnitLoad:
         written_nbytes=unit.trainable_nbytes,
         state_read_nbytes={tier: n for tier, n in read.items() if tier != "host"},
         state_write_nbytes={tier: n for tier, n in written.items() if tier != "host"},
-        update_nbytes=2 * changed_nbytes + gradient_nbytes if unit.state_numel else 0,
+        update_nbytes=updated_nbytes(unit),
         gradients=placement.tier(unit, Piece.GRADIENTS) if gradient_nbytes else "host",
         gradient_nbytes=gradient_nbytes,
         leaving_nbytes=gradient_nbytes if is_summed else unit.trainable_nbytes,

@@ -27,13 +27,15 @@ class Rates:
     """What the links and processors of a node do, all devices together: bytes and FLOPs a second.
 
     `nvme_mixed` is the sum of both directions when as much is read as written. `update` counts
-    every byte the optimizer's pass reads or writes, `host` those of summing gradients. `gather` is
-    None with one device.
+    every byte the optimizer's pass reads or writes, `host` those of summing gradients, `hold` those
+    of weights that the engine puts under a computation on the host. `gather` is None with one
+    device.
     """
 
     flops: float
     update: float
     host: float
+    hold: float = float("inf")
     nvme_read: float = float("inf")
     nvme_write: float = float("inf")
     nvme_mixed: float = float("inf")
@@ -303,7 +305,7 @@ class _Draft:
             is_pending = unit in pending
             pending.discard(unit)
             ready.append(self._bring_in(unit, is_pending=is_pending))
-        duration_s = use.forward_flops / self.rates.flops
+        duration_s = use.forward_flops / self.rates.flops + self._hold_s(use)
         computed = self._add(COMPUTE, self._name(use), duration_s, after=ready)
         for unit in use.units:
             if unit in self._unwritten:
@@ -313,8 +315,15 @@ class _Draft:
     def _backward(self, use: Use) -> None:
         ready = [self._bring_in(unit) for unit in reversed(use.units)]
         duration_s = use.forward_flops * self.job.backward_ratio / self.rates.flops
+        duration_s += self._hold_s(use)
         computed = self._add(COMPUTE, self._name(use), duration_s, after=ready)
         self._let_go(use, computed)
+
+    def _hold_s(self, use: Use) -> float:
+        """The engine's own work for the thread that computes."""
+        if not self.job.shares_host_memory:
+            return 0.0
+        return sum(self.job.units[unit].weight_nbytes for unit in use.units) / self.rates.hold
 
     def _name(self, use: Use) -> str:
         return "+".join(self.job.units[unit].name for unit in use.units)

@@ -78,7 +78,7 @@ def build_model(plan: ModelPlan, config: SwapConfig) -> Any:
         plan.weights.plan(model)
         _take_generation_config(model, plan)
     if config.train.activation_checkpointing:
-        _checkpoint_activations(model)
+        checkpoint_activations(model)
     return model
 
 
@@ -150,7 +150,9 @@ def _take_generation_config(model: Any, plan: ModelPlan) -> None:
         model.generation_config = GenerationConfig.from_pretrained(plan.path, local_files_only=True)
 
 
-def _checkpoint_activations(model: Any) -> None:
+def checkpoint_activations(model: Any) -> None:
+    """Every block's forward is repeated in the backward. Raises ConfigError for a model of
+    transformers that cannot."""
     # transformers 5.23 renamed the method.
     options = {"use_reentrant": False}
     try:

@@ -1,0 +1,132 @@
+"""Two of the model's own blocks, trained for a few steps by the engine itself, with a trace.
+
+What a processor does in training it does nowhere else: matrix products of the model's own shapes
+while drives write to the same memory; updates a chunk at a time; the engine's own work at every
+block. So that is what is timed, each by the lane of the trace that it is in.
+"""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from infinity.api import offload
+from infinity.config import SwapConfig
+from infinity.engine.engine import engine_of
+from infinity.engine.optimizer import AdamW
+from infinity.errors import CapacityError
+from infinity.observe.timeline import laid_out
+from infinity.observe.tracer import Lane, Span
+from infinity.plan.model import Model
+from infinity.plan.predict import Batch, updated_nbytes
+from infinity.sizes import MIB
+from infinity.storage.arena import available_host_nbytes
+from infinity.trace.summary import summarize
+from infinity.training.model import checkpoint_activations
+
+_NUM_BLOCKS = 2
+_VOCABULARY = 256
+_MOST_TOKENS = 4096
+_NUM_WARM_UPS = 2
+_NUM_STEPS = 5
+_STATE_NBYTES = 32  # Of a parameter in any precision, and as much again to work in.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rehearsed:
+    """What the training thread does a second of each kind: FLOPs; bytes that the optimizer's pass
+    reads or writes; bytes of weights brought in for a forward or backward of their block."""
+
+    flops: float
+    update: float
+    hold: float | None  # None where it was not measured.
+
+
+def rehearse(
+    config: SwapConfig, model: Model, batch: Batch, directories: Sequence[Path]
+) -> Rehearsed | None:
+    """Needs memory and space in `directories`, one per path of the file, for two blocks. None where
+    there is no such model, its configuration does not let itself be cut, or it does not fit."""
+    own = _own_blocks(model, getattr(torch, config.precision.compute))
+    if own is None:
+        return None
+    if batch.recomputes:
+        checkpoint_activations(own)
+    num_params = sum(parameter.numel() for parameter in own.parameters())
+    host_nbytes = _STATE_NBYTES * num_params + 64 * MIB
+    if host_nbytes > available_host_nbytes() // 2:
+        return None
+    length = min(batch.sequence_length, _MOST_TOKENS)
+    count = max(1, min(batch.num_tokens, _MOST_TOKENS) // length)
+    with ExitStack() as stack:
+        table = config.to_dict()
+        table = {key: table[key] for key in ("tiers", "placement", "precision", "io", "schedule")}
+        table["tiers"]["host"]["capacity"] = host_nbytes
+        for tier, directory in zip(table["tiers"]["nvme"], directories, strict=True):
+            temporary = tempfile.TemporaryDirectory(dir=directory, prefix="infinity-plan-")
+            tier |= {"path": stack.enter_context(temporary), "capacity": "100%"}
+        try:
+            offload(own, table)
+        except CapacityError:
+            return None
+        engine = engine_of(own)
+        stack.callback(engine.close)
+        steps = _steps(own, torch.randint(_VOCABULARY, (count, length)))
+        updated = sum(updated_nbytes(unit) for unit in engine.parts.store.units)
+    blocks = [site for site in model.sites if site.attention_width][:_NUM_BLOCKS]
+    weight_nbytes = sum(model.units[unit].weight_nbytes for site in blocks for unit in site.units)
+    passes = 1 + (3 if batch.recomputes else 2)
+    flops = passes * sum(block.forward_flops(count * length, length) for block in blocks)
+    flops += 3 * 2 * count * length * _VOCABULARY * model.checkpoint_width  # The head.
+    return Rehearsed(
+        flops=flops / steps[Lane.COMPUTE],
+        update=updated / steps[Lane.UPDATES],
+        hold=2 * weight_nbytes / steps[Lane.ENGINE],
+    )
+
+
+def _own_blocks(model: Model, dtype: torch.dtype) -> Any:
+    """The model cut down to its first blocks, with a vocabulary that costs next to nothing."""
+    if model.hf_config is None:
+        return None
+    from transformers import AutoModelForCausalLM
+
+    config = copy.deepcopy(model.hf_config)
+    text = config.get_text_config()
+    text.vocab_size = _VOCABULARY
+    text.pad_token_id = text.bos_token_id = text.eos_token_id = None
+    text.num_hidden_layers = min(_NUM_BLOCKS, text.num_hidden_layers)
+    if getattr(text, "layer_types", None):
+        text.layer_types = text.layer_types[: text.num_hidden_layers]
+    try:
+        return AutoModelForCausalLM.from_config(config, dtype=dtype).train()
+    except Exception:  # Whatever an architecture makes of it.
+        return None
+
+
+def _steps(model: Any, ids: torch.Tensor) -> dict[str, float]:
+    """Seconds a step of the lanes of the training thread, in the median over some steps."""
+    tracer = engine_of(model).counters.tracer
+    optimizer = AdamW(model, lr=1e-6)
+    for number in range(_NUM_WARM_UPS + _NUM_STEPS):
+        if number == _NUM_WARM_UPS:
+            tracer.start()
+        with tracer.step(number):
+            model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    tracer.stop()
+    spans: list[Span] = laid_out(tracer.spans())
+    busy: dict[str, list[float]] = {}
+    for step in summarize(spans, num_stalls=0):
+        for use in step.lanes:
+            busy.setdefault(use.lane, []).append(use.busy_s)
+    return {lane: statistics.median(seconds) for lane, seconds in busy.items()}
