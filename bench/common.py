@@ -20,6 +20,14 @@ def process_io() -> dict[str, int]:
     return {"read_nbytes": int(lines["read_bytes"]), "written_nbytes": int(lines["write_bytes"])}
 
 
+def high_water_nbytes() -> int:
+    """The most memory this process had at once (proc(5), VmHWM)."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    raise KeyError("VmHWM")
+
+
 def moved_since(before: dict[str, int]) -> dict[str, int]:
     """What `process_io` has counted since it gave `before`."""
     return {name: count - before[name] for name, count in process_io().items()}

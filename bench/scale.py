@@ -27,7 +27,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from common import Results, moved_since, process_io, say
+from common import Results, high_water_nbytes, moved_since, process_io, say
 
 # (name, layers, width): the shapes of the GPT-3 paper's table 2.1, its 2.7 B made larger.
 SHAPES = (
@@ -124,13 +124,6 @@ def train(
         "setup_s": setup_s,
         "rounds": rounds,
     }
-
-
-def high_water_nbytes() -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024
-    raise KeyError("VmHWM")
 
 
 def report(found: list[dict[str, Any]], words: argparse.Namespace) -> None:

@@ -10,15 +10,17 @@ settings; `--plain-allocator` leaves DeepSpeed with glibc's defaults, as it is s
 settings are the best of those that were tried on the machine of `results/`. On its CPU accelerator
 it does not read parameters again that it has put on NVMe, which is to its advantage here.
 
-Both start from the same weights and see the same batches, so their losses must go the same way.
+Peak memory is counted from after the start, once the whole model that each builds is gone. Both
+start from the same weights and see the same batches, so their losses must go the same way.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
+import gc
 import json
 import os
-import resource
 import statistics
 import sys
 import tempfile
@@ -29,7 +31,7 @@ from typing import Any
 from peer import VENV, Peer, answer
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
-from common import environment, moved_since, process_io, say
+from common import environment, high_water_nbytes, moved_since, process_io, say
 
 VOCABULARY = 50257
 # What `infinity train` sets for itself: large blocks stay in the process.
@@ -170,14 +172,24 @@ class DeepSpeed:
 
 def serve(side: Any, words: argparse.Namespace) -> None:
     """Answers each line, a step's number, with what the step took."""
+    forget_peak()
     answer({"num_parameters": side.num_parameters})
     for line in sys.stdin:
         io, start_s = process_io(), time.perf_counter()
         loss = side.step(int(line))
         elapsed_s = time.perf_counter() - start_s
-        peak_nbytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         moved = moved_since(io)
-        answer({"seconds": elapsed_s, "loss": loss, "peak_rss_nbytes": peak_nbytes, **moved})
+        answer(
+            {"seconds": elapsed_s, "loss": loss, "peak_rss_nbytes": high_water_nbytes(), **moved}
+        )
+
+
+def forget_peak() -> None:
+    """What is said of memory is of training: the whole model, which each side is given at first, is
+    let go and does not count (proc(5), clear_refs)."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")
 
 
 # -- Turns -----------------------------------------------------------------------------------------
