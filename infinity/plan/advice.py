@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from infinity.config import SwapConfig
+from infinity.config.schema import UpdatePlace
 from infinity.config.values import Capacity
 from infinity.errors import InfinityError
 from infinity.plan.hardware import Hardware, Nvme
@@ -66,6 +67,12 @@ def _changes(config: SwapConfig, hardware: Hardware, batch: Batch) -> Iterator[t
             "a link to the device twice as fast",
             (config, hardware.model_copy(update={"device": links}), batch),
         )
+    if device.update_gbps is not None and not hardware.shares_host_memory:
+        is_there = config.schedule.update_on == "device"
+        yield (
+            f"updates on the {'host' if is_there else 'device'} (schedule.update_on)",
+            (_with_updates_on(config, "host" if is_there else "device"), hardware, batch),
+        )
     larger = replace(batch, num_tokens=2 * batch.num_tokens)
     yield "micro-batches twice as large", (config, hardware, larger)
     more = replace(batch, num_micro_batches=2 * batch.num_micro_batches)
@@ -79,6 +86,11 @@ def _with_twice_the_host(config: SwapConfig) -> SwapConfig:
         return config
     host = host.model_copy(update={"capacity": Capacity(nbytes=2 * host.capacity.nbytes)})
     return config.model_copy(update={"tiers": config.tiers.model_copy(update={"host": host})})
+
+
+def _with_updates_on(config: SwapConfig, place: UpdatePlace) -> SwapConfig:
+    schedule = config.schedule.model_copy(update={"update_on": place})
+    return config.model_copy(update={"schedule": schedule})
 
 
 def _with_another_drive(nvme: Nvme) -> Nvme:

@@ -31,7 +31,8 @@ class Host(Table):
 
 class Device(Table):
     """`count` devices, each with `memory` and the links below to the host, each `tflops` fast.
-    `gather_gbps` is what each receives of the others. A device without memory is the host."""
+    `gather_gbps` is what each receives of the others, `update_gbps` is the host's figure where the
+    device makes the update. A device without memory is the host."""
 
     count: int = Field(1, ge=1)
     tflops: float = Field(gt=0)
@@ -39,6 +40,7 @@ class Device(Table):
     h2d_gbps: Gbps | None = None
     d2h_gbps: Gbps | None = None
     gather_gbps: Gbps | None = None
+    update_gbps: Gbps | None = None
 
 
 class Nvme(Table):
@@ -81,6 +83,7 @@ class Hardware(Table):
             update=self.host.update_gbps * giga,
             host=self.host.sum_gbps * giga,
             hold=inf if self.host.hold_gbps is None else self.host.hold_gbps * giga,
+            device_update=inf if device.update_gbps is None else count * device.update_gbps * giga,
             h2d=inf if device.h2d_gbps is None else count * device.h2d_gbps * giga,
             d2h=inf if device.d2h_gbps is None else count * device.d2h_gbps * giga,
             gather=gather,

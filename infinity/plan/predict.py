@@ -264,6 +264,9 @@ def _job(
         ring_nbytes=max(budgets.ring_nbytes, 1),
         reads_ahead=budgets.window_nbytes > 0,
         is_deferred=is_deferred,
+        # Moments of eight bits stay with the host.
+        updates_on_device=config.schedule.update_on == "device"
+        and config.precision.moments != "8bit",
     )
 
 

@@ -28,14 +28,15 @@ class Rates:
 
     `nvme_mixed` is the sum of both directions when as much is read as written. `update` counts
     every byte the optimizer's pass reads or writes, `host` those of summing gradients, `hold` those
-    of weights that the engine puts under a computation on the host. `gather` is None with one
-    device.
+    of weights that the engine puts under a computation on the host. `device_update` is `update`
+    where the devices do it. `gather` is None with one device.
     """
 
     flops: float
     update: float
     host: float
     hold: float = float("inf")
+    device_update: float = float("inf")
     nvme_read: float = float("inf")
     nvme_write: float = float("inf")
     nvme_mixed: float = float("inf")
@@ -99,6 +100,7 @@ class Job:
     num_gradient_buffers: int = 2
     reads_ahead: bool = True
     is_deferred: bool = True
+    updates_on_device: bool = False
 
     @property
     def shares_host_memory(self) -> bool:
@@ -444,7 +446,8 @@ class _Draft:
     def _update_segment(
         self, unit: int, segment: int, count: int, capacity: int, weights_ready: int | None
     ) -> int:
-        load, name = self.job.units[unit], f"state of {self.job.units[unit].name}"
+        job, load = self.job, self.job.units[unit]
+        name = f"state of {load.name}"
 
         def share(nbytes: int) -> int:
             return nbytes * (segment + 1) // count - nbytes * segment // count
@@ -454,7 +457,7 @@ class _Draft:
         if any(load.state_read_nbytes.values()):
             if len(self._ring) >= capacity:
                 before += self._ring[-capacity]
-            if not self.job.reads_ahead:
+            if not job.reads_ahead:
                 before.append(self._last_on.get(COMPUTE))
         reads = []
         if load.state_read_nbytes.get("nvme"):
@@ -462,10 +465,18 @@ class _Draft:
             reads.append(self._nvme(READ, name, nbytes, before))
         if load.state_read_nbytes.get("device"):
             reads.append(self._move(D2H, name, share(load.state_read_nbytes["device"]), before))
-        duration_s = share(load.update_nbytes) / self.rates.update
-        updated = self._add(
-            self._update_lane, name, duration_s, after=[*reads, weights_ready, self.decided[-1]]
-        )
+        before = [*reads, weights_ready, self.decided[-1]]
+        if job.updates_on_device and not job.shares_host_memory:
+            # Everything goes there, and what has changed returns.
+            changed_nbytes = share((load.update_nbytes - load.gradient_nbytes) // 2)
+            there = changed_nbytes + share(load.gradient_nbytes)
+            arrived = self._move(H2D, name, there, before)
+            duration_s = share(load.update_nbytes) / self.rates.device_update
+            updated = self._add(COMPUTE, name, duration_s, after=[arrived])
+            updated = self._move(D2H, name, changed_nbytes, [updated])
+        else:
+            duration_s = share(load.update_nbytes) / self.rates.update
+            updated = self._add(self._update_lane, name, duration_s, after=before)
         free = [updated]
         if load.state_write_nbytes.get("nvme"):
             nbytes = share(load.state_write_nbytes["nvme"])

@@ -77,6 +77,21 @@ def test_state_that_rests_on_the_host_moves_nothing() -> None:
     assert not predict(job(units=units, device_cache_nbytes=None), RATES).moved_nbytes
 
 
+def test_updates_on_the_device_send_everything_there_and_bring_back_what_changed() -> None:
+    params = 8 * GB // 10
+    units = tuple(unit(index, tier="host") for index in range(8))
+    here = job(units=units, device_cache_nbytes=0)
+    there = replace(here, updates_on_device=True)
+    slow = replace(RATES, update=5e9, device_update=1e12)
+    host, device = predict(here, slow), predict(there, slow)
+    more = {link: device.moved_nbytes[link] - host.moved_nbytes[link] for link in ("h2d", "d2h")}
+    assert more == {"h2d": 16 * params, "d2h": 12 * params}
+    assert device.step_s < host.step_s and host.binding == "update"
+    # A host faster than the link has nothing to gain.
+    fast = replace(slow, update=200e9)
+    assert predict(here, fast).step_s <= predict(there, fast).step_s
+
+
 def test_gradients_of_more_micro_batches_are_read_and_written_again() -> None:
     params = 8 * GB // 10
     one, two = (
