@@ -2,7 +2,7 @@
 
     python bench/gpu.py --path /mnt/nvme0 --save bench/results/gpu.json
 
-Four questions, each beside a ceiling of the same run:
+Five questions, each beside a ceiling of the same run:
 
 * *copies*: host to device, device to host and both at once, arena against PyTorch's pinned memory.
 * *steps*: forward and backward, and whole steps with the update, of a model whose weights live on
@@ -12,6 +12,7 @@ Four questions, each beside a ceiling of the same run:
 * *memory*: the device's peak in such a step, against the window and what the model in memory takes.
 * *large*: tokens per second, and share of the peak of large matrix products, of a model that is
   larger than the device would hold with its state.
+* *largest*: the most layers that device, host and drive hold together, and a step of them.
 
 Twenty minutes on an H200 with 128 GiB of host memory. Everything is smaller with `--small`, which
 also runs without a GPU, to try the program and not to measure.
@@ -22,6 +23,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import shutil
 import statistics
 import tempfile
 import time
@@ -43,9 +45,10 @@ from infinity.bench.measure import GB
 from infinity.bench.report import rows_of, to_json
 from infinity.cli.bench import print_tables
 from infinity.config import SwapConfig
+from infinity.errors import CapacityError
 from infinity.observe import Counters
 from infinity.sizes import GIB, MIB
-from infinity.storage.arena import Arena
+from infinity.storage.arena import Arena, available_host_nbytes
 from infinity.testing.simulated_device import SimulatedDevice
 from infinity.tiers.host import HostTier
 
@@ -77,7 +80,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--path", type=Path, default=Path.cwd(), help="a directory on the drive")
     parser.add_argument("--host", default="85%", help="host budget of the large model")
-    parser.add_argument("--only", nargs="+", default=["copies", "steps", "large"])
+    parser.add_argument("--only", nargs="+", default=["copies", "steps", "large", "largest"])
     parser.add_argument("--small", action="store_true", help="small shapes, on any machine")
     parser.add_argument("--save", type=Path)
     words = parser.parse_args()
@@ -94,8 +97,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=words.path, prefix="infinity-gpu-") as scratch:
         for part in words.only:
             begun_s = time.monotonic()
-            run: Callable[..., Any] = {"copies": copies, "steps": steps, "large": large}[part]
-            document[part] = run(sizes, words, Path(scratch), there, document, console)
+            document[part] = PARTS[part](sizes, words, Path(scratch), there, document, console)
             console.print(f"{part}: {time.monotonic() - begun_s:.0f} s")
             if words.save is not None:  # Each part as it comes: minutes are not lost.
                 words.save.write_text(json.dumps(document, indent=1) + "\n")
@@ -329,6 +331,59 @@ def large(
         "num_params": num_params, "step_s": step_s, "tokens_per_s": tokens_per_s, "share": share,
         "peak_nbytes": peak, "counters": counters,
     }  # fmt: skip
+
+
+# -- Largest ---------------------------------------------------------------------------------------
+
+
+def largest(
+    sizes: Sizes, words: Any, scratch: Path, there: torch.device, document: Any, console: Console
+) -> Any:
+    """Everything on host and drive, one sequence: from what would fill both down to what fits."""
+    room = (
+        {"host": words.host, "nvme": "90%"} if not words.small else {"host": "8MiB", "nvme": "8MiB"}
+    )
+    config = {
+        "tiers": {
+            "host": {"capacity": room["host"]},
+            "nvme": [{"path": str(scratch / "largest"), "capacity": room["nvme"]}],
+        },
+        "placement": {kind: ["host", "nvme"] for kind in KINDS},
+        "checkpoint": {"durability": "none"},  # No second generation of anything.
+    }
+    loaded = SwapConfig.load(config)
+    (tier,) = loaded.tiers.nvme
+    total_nbytes = tier.capacity.resolve(shutil.disk_usage(scratch).free)
+    total_nbytes += loaded.tiers.host.capacity.resolve(available_host_nbytes())
+    with torch.device("meta"):
+        block = llama(1, sizes.hidden, sizes.sequence).model.layers[0]
+    layers = total_nbytes // (16 * sum(p.numel() for p in block.parameters()))
+    while True:
+        try:
+            model = offloaded(sizes, layers, True, config, there).train()
+            break
+        except CapacityError as error:
+            console.print(f"{layers} layers do not fit: {error}")
+            layers = min(int(layers * 0.95), layers - 1)
+    engine = infinity.engine_of(model)
+    num_params = sum(p.numel() for p in model.parameters())
+    optimizer = infinity.AdamW(model, lr=1e-5)
+    ids = batch_of(sizes.sequence, sizes.sequence, there)
+
+    def step() -> None:
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step_s = timed_s(step, 1, there)
+    engine.close()
+    console.print(f"{num_params:,} parameters in {layers} layers: {step_s:.1f} s a step")
+    return {"num_params": num_params, "layers": layers, "step_s": step_s}
+
+
+PARTS: dict[str, Callable[..., Any]] = {
+    "copies": copies, "steps": steps, "large": large, "largest": largest,
+}  # fmt: skip
 
 
 def _peak_flops(there: torch.device, sizes: Sizes) -> float:
