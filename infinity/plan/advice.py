@@ -73,6 +73,12 @@ def _changes(config: SwapConfig, hardware: Hardware, batch: Batch) -> Iterator[t
             f"updates on the {'host' if is_there else 'device'} (schedule.update_on)",
             (_with_updates_on(config, "host" if is_there else "device"), hardware, batch),
         )
+    if batch.num_micro_batches > 1 and config.schedule.micro_batch is None:
+        yield (
+            "all micro-batches through a block while it is there (schedule.micro_batch, "
+            "placement.activations)",
+            (_layer_major(config, hardware, batch), hardware, _as_one(batch)),
+        )
     larger = replace(batch, num_tokens=2 * batch.num_tokens)
     yield "micro-batches twice as large", (config, hardware, larger)
     more = replace(batch, num_micro_batches=2 * batch.num_micro_batches)
@@ -91,6 +97,28 @@ def _with_twice_the_host(config: SwapConfig) -> SwapConfig:
 def _with_updates_on(config: SwapConfig, place: UpdatePlace) -> SwapConfig:
     schedule = config.schedule.model_copy(update={"update_on": place})
     return config.model_copy(update={"schedule": schedule})
+
+
+def _layer_major(config: SwapConfig, hardware: Hardware, batch: Batch) -> SwapConfig:
+    """What waits for the backward goes where there is most room."""
+    tier = "nvme" if hardware.nvme is not None else "host"
+    tier = "device" if hardware.shares_host_memory else tier
+    count = max(batch.num_tokens // batch.sequence_length, 1)
+    return config.model_copy(
+        update={
+            "schedule": config.schedule.model_copy(update={"micro_batch": count}),
+            "placement": config.placement.model_copy(update={"activations": (tier,)}),
+        }
+    )
+
+
+def _as_one(batch: Batch) -> Batch:
+    return replace(
+        batch,
+        num_tokens=batch.num_tokens * batch.num_micro_batches,
+        num_micro_batches=1,
+        recomputes=True,
+    )
 
 
 def _with_another_drive(nvme: Nvme) -> Nvme:

@@ -118,8 +118,13 @@ def _parked(config: SwapConfig, model: Model, batch: Batch) -> tuple[str, int] |
     if config.schedule.micro_batch is None or tier == "device":
         return None
     blocks = sum(site.attention_width > 0 for site in model.sites)
+    return tier, blocks * _input_nbytes(config, model, batch)
+
+
+def _input_nbytes(config: SwapConfig, model: Model, batch: Batch) -> int:
+    """Of one block, for all tokens of a step."""
     itemsize = 2 if config.precision.compute == "bfloat16" else 4
-    return tier, batch.tokens_per_step * model.checkpoint_width * blocks * itemsize
+    return batch.tokens_per_step * model.checkpoint_width * itemsize
 
 
 def _fitted(
@@ -251,12 +256,19 @@ def _job(
     if not hardware.shares_host_memory:
         assert window_nbytes is not None
         device_cache_nbytes = window_nbytes - budgets.placement.placed_nbytes["device"]
+    parked = _parked(config, model, batch)
+    parked_nbytes = _input_nbytes(config, model, batch) if parked is not None else 0
     return Job(
         units=units,
         uses=tuple(
-            Use(site.units, site.forward_flops(batch.num_tokens, batch.sequence_length))
+            Use(
+                site.units,
+                site.forward_flops(batch.num_tokens, batch.sequence_length),
+                parked_nbytes if site.attention_width else 0,
+            )
             for site in model.sites
         ),
+        parked_on="device" if parked is None else parked[0],
         num_micro_batches=batch.num_micro_batches,
         backward_ratio=3.0 if batch.recomputes else 2.0,
         weights_cache_nbytes=cache_nbytes,

@@ -75,10 +75,12 @@ class UnitLoad:
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """A site's forward of one micro-batch: the units it holds, and its FLOPs."""
+    """A site's forward of one micro-batch: the units it holds, and its FLOPs. Of its input,
+    `parked_nbytes` wait for the backward on the tier that the job names."""
 
     units: tuple[int, ...]
     forward_flops: float
+    parked_nbytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +103,7 @@ class Job:
     reads_ahead: bool = True
     is_deferred: bool = True
     updates_on_device: bool = False
+    parked_on: str = "device"
 
     @property
     def shares_host_memory(self) -> bool:
@@ -208,6 +211,8 @@ class _Draft:
         self._written = _LastWrites()
         self._ring: list[tuple[int, ...]] = []  # What frees the ring's segments, oldest first.
         self._gradients_out: list[int] = []
+        self._parked: dict[int, int] = {}  # By use: when its input is where it waits.
+        self._computed: list[int] = []  # Of the pass, in order.
         self._host, self._device = self._visits()
         self._host_free: dict[int, tuple[int, ...]] = {}  # Visit -> what its room waits for.
         self._device_free: dict[int, tuple[int, ...]] = {}
@@ -284,13 +289,14 @@ class _Draft:
             pending = set(range(len(job.units))) if is_first and is_updating else set()
             if not job.is_deferred:
                 pending.clear()
-            for use in job.uses:
+            for index, use in enumerate(job.uses):
                 self._forward(use, pending)
+                self._park(index, use)
             self._pass = "backward"
             uses_left = Counter(unit for use in job.uses for unit in use.units)
-            for use in reversed(job.uses):
+            for index, use in reversed(list(enumerate(job.uses))):
                 uses_left.subtract(use.units)
-                self._backward(use)
+                self._backward(use, self._take_back(index, use))
                 for unit in use.units:
                     if uses_left[unit] == 0:  # The gradient is complete.
                         self._gradient_out(unit, is_first=is_first)
@@ -309,17 +315,44 @@ class _Draft:
             ready.append(self._bring_in(unit, is_pending=is_pending))
         duration_s = use.forward_flops / self.rates.flops + self._hold_s(use)
         computed = self._add(COMPUTE, self._name(use), duration_s, after=ready)
+        self._computed.append(computed)
         for unit in use.units:
             if unit in self._unwritten:
                 self._write_weights(unit, [self._unwritten.pop(unit), computed])
         self._let_go(use, computed)
 
-    def _backward(self, use: Use) -> None:
-        ready = [self._bring_in(unit) for unit in reversed(use.units)]
+    def _backward(self, use: Use, parked: int | None) -> None:
+        ready = [*(self._bring_in(unit) for unit in reversed(use.units)), parked]
         duration_s = use.forward_flops * self.job.backward_ratio / self.rates.flops
         duration_s += self._hold_s(use)
         computed = self._add(COMPUTE, self._name(use), duration_s, after=ready)
+        self._computed.append(computed)
         self._let_go(use, computed)
+
+    def _park(self, index: int, use: Use) -> None:
+        """The use's input goes to where it waits for the backward."""
+        tier, name = self.job.parked_on, f"input of {self._name(use)}"
+        if not use.parked_nbytes or tier == "device":
+            return
+        out = self._computed[-1]
+        if not self.job.shares_host_memory:
+            out = self._move(D2H, name, use.parked_nbytes, [out])
+        if tier == "nvme":
+            out = self._nvme(WRITE, name, use.parked_nbytes, [out])
+        self._parked[index] = out
+
+    def _take_back(self, index: int, use: Use) -> int | None:
+        """It returns while the use before, in the backward's order, is computed."""
+        if index not in self._parked:
+            return None
+        name = f"input of {self._name(use)}"
+        after = [self._parked.pop(index), self._computed[-2] if len(self._computed) > 1 else None]
+        back: int | None = after[0]
+        if self.job.parked_on == "nvme":
+            back = self._nvme(READ, name, use.parked_nbytes, after)
+        if not self.job.shares_host_memory:
+            back = self._move(H2D, name, use.parked_nbytes, [back, after[1]])
+        return back
 
     def _hold_s(self, use: Use) -> float:
         """The engine's own work for the thread that computes."""

@@ -92,6 +92,26 @@ def test_updates_on_the_device_send_everything_there_and_bring_back_what_changed
     assert predict(here, fast).step_s <= predict(there, fast).step_s
 
 
+@pytest.mark.parametrize(
+    ("tier", "cache", "links"),
+    [
+        ("nvme", GB, ("nvme_write", "d2h", "nvme_read", "h2d")), ("host", GB, ("d2h", "h2d")),
+        ("nvme", None, ("nvme_write", "nvme_read")), ("host", None, ()), ("device", GB, ()),
+    ],
+)  # fmt: skip
+def test_inputs_that_wait_for_the_backward_go_and_return_once(
+    tier: str, cache: int | None, links: tuple[str, ...]
+) -> None:
+    plain = job(device_cache_nbytes=cache, weights_cache_nbytes=10 * GB)
+    uses = tuple(replace(use, parked_nbytes=GB // 8) for use in plain.uses)
+    before = predict(plain, RATES)
+    after = predict(replace(plain, uses=uses, parked_on=tier), RATES)
+    more = {link: after.moved_nbytes[link] - n for link, n in before.moved_nbytes.items()}
+    assert {link for link, nbytes in more.items() if nbytes} == set(links)
+    assert all(nbytes in (0, GB) for nbytes in more.values())
+    assert after.step_s >= before.step_s
+
+
 def test_gradients_of_more_micro_batches_are_read_and_written_again() -> None:
     params = 8 * GB // 10
     one, two = (
