@@ -15,9 +15,10 @@ from torch import nn
 from infinity.config import SwapConfig
 from infinity.engine.build import LoadPlan, OwnDevice, TileRows, build
 from infinity.engine.discover import UnitRule
-from infinity.engine.engine import Engine, engine_of, owner_of
+from infinity.engine.engine import Engine
 from infinity.engine.initialise import init
 from infinity.engine.optimizer import AdamW
+from infinity.engine.registry import engine_of, owner_of
 from infinity.errors import ConfigError
 
 __all__ = ["AdamW", "Engine", "accumulate", "engine_of", "gather", "init", "offload"]

@@ -27,9 +27,10 @@ from torch.distributed.checkpoint.metadata import (
 
 from infinity.checkpoint.state_files import kept_tensors
 from infinity.checkpoint.state_layout import is_row_major
-from infinity.engine.engine import Engine, engine_of
+from infinity.engine.engine import Engine
 from infinity.engine.gradients import in_memory_order
 from infinity.engine.optimizer import AdamW
+from infinity.engine.registry import engine_of
 from infinity.engine.state_access import StateAccess
 from infinity.errors import ConfigError, CorruptionError, StorageError, UnsupportedError
 from infinity.state.units import Piece, TensorSpec

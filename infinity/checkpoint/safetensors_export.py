@@ -213,7 +213,7 @@ def _assign_shards(infos: list[TensorInfo], max_shard_nbytes: int) -> dict[str, 
 
 def _reader(model: nn.Module, *, master: bool) -> Read:
     """Parameters from the model's engine; a model without one has them itself."""
-    from infinity.engine.engine import engine_of
+    from infinity.engine.registry import engine_of
 
     try:
         engine = engine_of(model)

@@ -30,8 +30,8 @@ from infinity.checkpoint.state_layout import is_row_major, row_major_stride
 from infinity.checkpoint.state_linked import StoredTensor, stored_tensors
 from infinity.checkpoint.state_load import Checkpoint
 from infinity.checkpoint.state_manifest import Extent
-from infinity.engine.engine import engine_of
 from infinity.engine.optimizer import AdamW
+from infinity.engine.registry import engine_of
 from infinity.engine.state_access import Part, StateAccess
 from infinity.errors import UnsupportedError
 from infinity.ops.split_master import join

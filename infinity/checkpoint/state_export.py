@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from infinity.engine.engine import engine_of
 from infinity.engine.optimizer import AdamW
+from infinity.engine.registry import engine_of
 from infinity.errors import UnsupportedError
 from infinity.ops.dynamic_8bit import State8Bit, decode
 from infinity.state.units import Piece

@@ -65,9 +65,10 @@ from infinity.checkpoint.state_manifest import Extent, FileEntry, Manifest
 from infinity.checkpoint.state_random import restore_random_state
 from infinity.checkpoint.state_recut import Recut, Source, recut
 from infinity.checkpoint.state_save import Stateful
-from infinity.engine.engine import Engine, engine_of
+from infinity.engine.engine import Engine
 from infinity.engine.gradients import in_memory_order
 from infinity.engine.optimizer import AdamW
+from infinity.engine.registry import engine_of
 from infinity.engine.state_access import StateAccess
 from infinity.errors import ConfigError, CorruptionError, corrupt
 from infinity.ops.dynamic_8bit import BLOCK_NUMEL

@@ -26,12 +26,16 @@ from infinity.engine.divide import (
     remove_directories,
 )
 from infinity.engine.durability import count_spares
-from infinity.engine.engine import _ENGINES, Engine, Machinery, Site
+from infinity.engine.engine import Engine
 from infinity.engine.gradients import Gradients
 from infinity.engine.handles import Handle
+from infinity.engine.hooks import Site
 from infinity.engine.initialise import initialise
+from infinity.engine.machinery import Machinery
 from infinity.engine.master import Masters
+from infinity.engine.passes import Passes
 from infinity.engine.ranked import RankedGradients, RankedMasters, RankedUpdater, RankGroup
+from infinity.engine.registry import is_offloaded
 from infinity.engine.slot import Slot
 from infinity.engine.tiling import Tiling
 from infinity.engine.update import Updater
@@ -113,8 +117,6 @@ def build(
         engine = Engine(model, config, parts, slots, _sites(anatomy), wholes)
         if model_parallel_group is not None:
             engine.share_activations(process_group(model_parallel_group))
-        for slot in engine.slots:
-            slot.handle.owner = engine
     except BaseException:
         resources.close()
         tiling.undo()
@@ -127,7 +129,7 @@ def build(
         tiling.hand_over(lambda parameter: handles[id(parameter)])
         _fill(engine, weights, seed)
         if parts.ranks is not None:
-            parts.ranks.agree_on_weights(range(len(laid_out)))
+            parts.ranks.agree_on_first_weights()
     except BaseException:
         engine.uninstall()
         engine.close()
@@ -187,7 +189,7 @@ def _lay_out(
 
 
 def _refuse(model: nn.Module, *, has_weights: bool) -> None:
-    if model in _ENGINES:
+    if is_offloaded(model):
         raise ConfigError(f"{type(model).__name__} is offloaded already")
     for name, parameter in model.named_parameters():
         if isinstance(parameter, Handle):
@@ -343,9 +345,11 @@ def _assemble(
         is_outdated_by_step=division is not None and division.partition.stage == 3,
     )
     is_ranked = isinstance(store, RankedStore)
+    passes = Passes(counters.tracer)
     taking: dict[str, Any] = {"pool": pool, "device": device, "counters": counters}
     if is_ranked:
         taking["reduce_dtype"] = _DTYPES.get(config.ranks.reduce_dtype)
+        taking["passes"] = passes
     gradients = (RankedGradients if is_ranked else Gradients)(store, **taking)
     updater = (RankedUpdater if is_ranked else Updater)(
         store,
@@ -381,6 +385,7 @@ def _assemble(
         updater,
         (RankedMasters if is_ranked else Masters)(store, pool),
         activations,
+        passes,
         counters,
         resources,
         RankGroup(store, executor, gradients) if is_ranked else None,

@@ -62,8 +62,6 @@ class _Leaving:
 class Gradients:
     """The gradients of every unit. Called under the engine's lock."""
 
-    is_layer_major = False  # Set by the engine while micro-batches go through block by block.
-
     def __init__(
         self,
         store: StateStore,

@@ -58,7 +58,7 @@ def initialise(engine: Engine, missing: set[str], seed: int, *, renew_all: bool)
     with (
         torch.random.fork_rng(devices=[]),
         torch.no_grad(),
-        engine.initialising(),
+        engine.handle_operations.initialising(),
         _marked(engine, fresh),
     ):
         torch.manual_seed(seed)

@@ -59,9 +59,7 @@ _CACHES = ("past_key_values", "past_key_value", "layer_past", "cache_params")
 
 
 class Blocks(Protocol):
-    """The engine, as this module sees it."""
-
-    model: nn.Module
+    """Holds of units, as this module sees them."""
 
     def enter(self, units: list[int]) -> None: ...
     def leave(self, units: list[int]) -> None: ...
@@ -183,12 +181,14 @@ class Conductor:
 
     def __init__(
         self,
-        engine: Blocks,
+        model: nn.Module,
+        holds: Blocks,
         hooks: Sequence[tuple[Site, SiteHooks]],
         activations: Activations | SharedActivations,
         device: torch.device,
     ) -> None:
-        self._engine = engine
+        self._model = model
+        self._holds = holds
         self._hooks = [hook for _, hook in hooks]
         self._blocks = [_Block(site, site.module.forward) for site, _ in hooks]
         self._activations = activations
@@ -230,7 +230,7 @@ class Conductor:
         own: list[bool] = []
         # Keys and values for generation: repeated forwards would add to them. transformers leaves
         # them out as well where it checkpoints activations.
-        caching = [c for c in _configs_of(self._engine.model) if c.use_cache]
+        caching = [c for c in _configs_of(self._model) if c.use_cache]
         for config in caching:
             config.use_cache = False
         for block, hooks in zip(self._blocks, self._hooks, strict=True):
@@ -267,11 +267,11 @@ class Conductor:
 
     @contextmanager
     def _holding(self, block: _Block) -> Iterator[None]:
-        self._engine.enter(block.site.units)
+        self._holds.enter(block.site.units)
         try:
             yield
         finally:
-            self._engine.leave(block.site.units)
+            self._holds.leave(block.site.units)
 
     def _run_on(self, strand: _MicroBatch, losses: dict[int, torch.Tensor]) -> None:
         with self._random_of(strand):
@@ -330,7 +330,7 @@ class Conductor:
                 f"{block.site.name} changes an argument in place, so its forward cannot be "
                 "repeated; accumulate micro-batches by several backward() calls instead"
             )
-        output = detach_from_parameters(output, self._engine.is_parameter_memory)
+        output = detach_from_parameters(output, self._holds.is_parameter_memory)
         leaves, tree = tree_flatten(output)
         self._refuse_hidden(block, output, leaves)
         call.which = [i for i, leaf in enumerate(leaves) if _is_plain(leaf) and leaf.requires_grad]
@@ -391,7 +391,7 @@ class Conductor:
             if not calls:
                 continue
             with self._holding(block):
-                self._engine.begin_block_backward(block.site.units)
+                self._holds.begin_block_backward(block.site.units)
                 for index, (strand, call) in enumerate(calls):
                     for _, ahead in calls[index : index + 1 + _RESTORED_AHEAD]:
                         for each in ahead.inputs():
@@ -401,7 +401,7 @@ class Conductor:
                     first = next(strand.calls[-1].inputs(), None) if strand.calls else None
                     if first is not None:
                         self._activations.fetch(first.value)
-            self._engine.end_of_block(block.site.units)
+            self._holds.end_of_block(block.site.units)
         for strand in strands:
             self._flush(strand, None)
 

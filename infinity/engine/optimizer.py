@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from infinity.engine.engine import Engine, engine_of, owner_of
+from infinity.engine.engine import Engine
 from infinity.engine.interrupts import uninterrupted
+from infinity.engine.registry import engine_of, owner_of
 from infinity.engine.slot import Slot
 from infinity.engine.tiling import tiles_of
 from infinity.engine.update import StepRecord
@@ -94,7 +95,7 @@ class AdamW(torch.optim.Optimizer):
                 "the parameters belong to two offloaded models; use one optimizer each"
             )
         self._engine = engine
-        return engine.slot_of(parameter)
+        return engine.handle_operations.slot_of(parameter)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]

@@ -23,6 +23,7 @@ import torch
 
 from infinity.engine.gradients import Gradients, in_memory_order
 from infinity.engine.master import Masters
+from infinity.engine.passes import Passes
 from infinity.engine.update import StepRecord, Updater
 from infinity.errors import InfinityError, RankError, UnsupportedError
 from infinity.ops.split_master import join, split
@@ -59,6 +60,8 @@ class RankGroup:
         self._gradients = gradients
         self.partition = store.partition
         self.links = store.links
+        self._is_filling = True  # Until weights have their first values.
+        self._unagreed: set[int] = set()  # Units that were set and that others do not see yet.
 
     def open(self) -> None:
         """Begins to serve the others, and waits until all of them do."""
@@ -132,7 +135,30 @@ class RankGroup:
             if other != theirs[0]:
                 raise InfinityError(f"{what}: rank {rank} has something else than rank 0. {remedy}")
 
-    def agree_on_weights(self, units: Iterable[int]) -> None:
+    @contextmanager
+    def setting(self, units: Iterable[int]) -> Iterator[None]:
+        """Around a change of units' weights from outside, which all ranks make alike."""
+        if self._is_filling:
+            yield
+            return
+        self.barrier("weights are about to be set")
+        yield
+        self._unagreed.update(units)
+        self.agree()
+
+    def agree(self) -> None:
+        """What was set becomes what all ranks see, but for units that an outer gather holds."""
+        idle = [unit for unit in sorted(self._unagreed) if not self._executor.is_held(unit)]
+        self._unagreed.difference_update(idle)
+        if idle:
+            self._agree_on(idle)
+
+    def agree_on_first_weights(self) -> None:
+        """Every parameter has its value, set here without a word to the others."""
+        self._agree_on(range(len(self.partition.wholes)))
+        self._is_filling = False
+
+    def _agree_on(self, units: Iterable[int]) -> None:
         """Every rank sees what the owners have, after weights of these units were set from outside.
         Nobody holds them."""
         wholes = [self.partition.wholes[unit] for unit in units]
@@ -187,10 +213,12 @@ class RankedGradients(Gradients):
         pool: HostPool,
         device: DeviceAdapter,
         reduce_dtype: torch.dtype | None,
+        passes: Passes,
         **parts: Any,
     ) -> None:
         super().__init__(store, pool=pool, device=device, **parts)
         self._reduce_dtype = reduce_dtype  # None: as they come.
+        self._passes = passes
         self.owned = Gradients(store, pool=pool, device=device, **parts)
         self._ranked_device = device
         self._partition: Partition = store.partition
@@ -218,7 +246,7 @@ class RankedGradients(Gradients):
     # -- In ----------------------------------------------------------------------------------------
 
     def add(self, unit: Unit, spec: TensorSpec, gradient: torch.Tensor) -> None:
-        if self._partition.stage == 1 or self.is_layer_major:
+        if self._partition.stage == 1 or self._passes.is_layer_major:
             if spec.numel:
                 self._sent_as[spec] = None if spec in self._sent_as else gradient.dtype
                 super().add(unit, spec, gradient)
@@ -433,7 +461,7 @@ class RankedGradients(Gradients):
     def write_out(self, unit: Unit) -> None:
         if self._partition.stage == 1:
             super().write_out(unit)
-        elif self.is_layer_major:
+        elif self._passes.is_layer_major:
             self._end_sums([unit])
             self.finish_copies()
             self._give_away(unit)

@@ -31,6 +31,11 @@ class Slot:
     def __repr__(self) -> str:
         return f"Slot({self.name!r})"  # A released compute parameter must not be printed.
 
+    @property
+    def was_changed(self) -> bool:
+        """In place, since the compute parameter was shown."""
+        return self.compute._version != self.version
+
     def show(self, face: nn.Parameter | Handle, other: nn.Parameter | Handle) -> None:
         """Registers `face` wherever `other` stands."""
         for alias in self.aliases:

@@ -20,8 +20,8 @@ import torch
 
 from infinity.api import offload
 from infinity.config import SwapConfig
-from infinity.engine.engine import engine_of
 from infinity.engine.optimizer import AdamW
+from infinity.engine.registry import engine_of
 from infinity.errors import CapacityError
 from infinity.observe.timeline import laid_out
 from infinity.observe.tracer import Lane, Span

@@ -16,7 +16,7 @@ import torch
 
 import infinity
 from infinity.config import Optimizer, Train
-from infinity.engine.engine import engine_of
+from infinity.engine.registry import engine_of
 from infinity.engine.tiling import named_parameters_of
 from infinity.errors import NonFiniteError
 from infinity.training.data import Batches

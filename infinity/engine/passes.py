@@ -1,0 +1,52 @@
+"""What of the model is running: a forward, a backward, or many small ones by turns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from infinity.engine.hooks import OUTSIDE_BACKWARD, current_backward
+from infinity.observe import Lane
+from infinity.observe.tracer import Tracer
+
+
+class Passes:
+    """The pass that is under way. Written by the engine, read by its parts.
+
+    `is_in_forward`: the model's own code may change weights. `is_layer_major`: `accumulate` takes
+    several micro-batches through one block after the other; it says when a pass begins and ends,
+    and the many small backward passes in it are none.
+    """
+
+    def __init__(self, tracer: Tracer) -> None:
+        self._tracer = tracer
+        self.is_in_forward = False
+        self.is_layer_major = False
+
+    def begin_forward(self, kind: str) -> None:
+        """`kind` is "train" or "eval"."""
+        self.is_in_forward = True
+        self._tracer.begin("forward", Lane.PHASES, f"forward ({kind})")
+
+    def end_forward(self) -> None:
+        self.is_in_forward = False
+        if current_backward() == OUTSIDE_BACKWARD:  # Not one that a backward repeats.
+            self._tracer.end("forward")
+
+    def break_off(self) -> None:
+        """An exception may have ended the forward."""
+        self.is_in_forward = False
+
+    def begin_backward(self) -> None:
+        self._tracer.begin("backward", Lane.PHASES, "backward")
+
+    def end_backward(self) -> None:
+        self._tracer.end("backward")
+
+    @contextmanager
+    def layer_major(self) -> Iterator[None]:
+        self.is_layer_major = True
+        try:
+            yield
+        finally:
+            self.is_layer_major = False
