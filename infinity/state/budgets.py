@@ -73,7 +73,8 @@ class Budgets:
             config, units, comfortable + given_nbytes, available_host_nbytes
         )
         needed_nbytes = smallest + self._resting_nbytes(units)
-        self.inbox_spills = False  # To nvme.
+        has_nvme = any("nvme" in order for order in self.preferences.values())
+        self.inbox_spills = given_nbytes > 0 and has_nvme  # To nvme.
         self.inbox_nbytes = self._inbox_nbytes(
             config, units, given_nbytes, asked_nbytes, asked_nbytes - needed_nbytes
         )
@@ -158,7 +159,6 @@ class Budgets:
         at least those of two units."""
         if not given_nbytes:
             return 0
-        self.inbox_spills = any("nvme" in order for order in self.preferences.values())
         largest_nbytes = max(unit.state_numel for unit in units) * STATE_ITEM_NBYTES
         least_nbytes = 0 if self.inbox_spills else 2 * largest_nbytes
         if config.ranks.inbox == "auto":
