@@ -370,12 +370,14 @@ def _assemble(
         config.placement.activations, pool=pool, device=device, volume=volume, counters=counters
     )
     if config.schedule.updates == "at_step":
-        pool.add_reclaimer(updater.reclaim_idle)
+        pool.add_reclaimer(lambda _: updater.reclaim_idle())
     # Cheapest first: what is on its way out anyway, weights that would have to be read again, and
     # the optimizer's ring. Deferred updates need it in every forward, and to make room for it anew
     # would cost more weights than fit in it: they do not lie side by side.
-    for reclaim in (gradients.reclaim, activations.reclaim, executor.reclaim, updater.reclaim):
-        pool.add_reclaimer(reclaim)
+    pool.add_reclaimer(lambda _: gradients.reclaim())
+    pool.add_reclaimer(lambda _: activations.reclaim())
+    pool.add_reclaimer(executor.reclaim)
+    pool.add_reclaimer(lambda _: updater.reclaim())
     return Machinery(
         store,
         pool,

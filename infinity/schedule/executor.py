@@ -225,13 +225,8 @@ class Executor:
         while (
             window_nbytes is not None and self._attached_nbytes + unit.weight_nbytes > window_nbytes
         ):
-            victim = choose_victim(
-                self._trace,
-                self._idle_on_device(),
-                nearer_than=nearer_than,
-                nbytes=self._nbytes,
-                wanted_nbytes=unit.weight_nbytes,
-            )
+            idle = self._idle_on_device()
+            victim = self._choose(idle, unit.weight_nbytes, nearer_than=nearer_than)
             if victim is None:
                 return False
             self._detach(self.weights[victim])
@@ -281,13 +276,8 @@ class Executor:
         unit = weights.unit
         label = f"parameters of {unit.name}"
         while (block := self._pool.try_allocate(unit.weight_nbytes, label)) is None:
-            victim = choose_victim(
-                self._trace,
-                self._evictable(),
-                nearer_than=unit.index,
-                nbytes=self._nbytes,
-                wanted_nbytes=unit.weight_nbytes,
-            )
+            there = self._evictable()
+            victim = self._choose(there, unit.weight_nbytes, nearer_than=unit.index)
             if victim is None:
                 return False
             self._evict(self.weights[victim])
@@ -330,13 +320,24 @@ class Executor:
                 self._drop_block(weights)
             weights.state = State.ABSENT
 
-    def reclaim(self) -> bool:
-        """Frees the block that is needed last. Called by the pool when it is out of room."""
-        victim = choose_victim(self._trace, self._evictable())
+    def reclaim(self, wanted_nbytes: int) -> bool:
+        """Frees a block that is needed late. Called by the pool when it is out of room."""
+        victim = self._choose(self._evictable(), wanted_nbytes)
         if victim is None:
             return False
         self._evict(self.weights[victim])
         return True
+
+    def _choose(
+        self, candidates: Iterable[int], wanted_nbytes: int, *, nearer_than: int | None = None
+    ) -> int | None:
+        return choose_victim(
+            self._trace,
+            candidates,
+            nearer_than=nearer_than,
+            nbytes=self._nbytes,
+            wanted_nbytes=wanted_nbytes,
+        )
 
     def _evict(self, weights: Weights) -> None:
         if weights.state is State.READING:

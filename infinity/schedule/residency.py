@@ -62,8 +62,7 @@ def visits(
             room_nbytes = capacity_nbytes - (taken_nbytes[place] if taken_nbytes else 0)
             while used_nbytes + needed_nbytes > room_nbytes:
                 others = (each for each in there if each != unit)
-                sizes = nbytes if needed_nbytes else None
-                victim = choose_victim(trace, others, nbytes=sizes, wanted_nbytes=needed_nbytes)
+                victim = choose_victim(trace, others, nbytes=nbytes, wanted_nbytes=needed_nbytes)
                 if victim is None:
                     break
                 evicted.append(there.pop(victim))

@@ -27,10 +27,11 @@ class HostPool:
     def __init__(self, host: HostTier, *, is_tight: bool = False) -> None:
         self._host = host
         self._is_tight = is_tight
-        self._reclaimers: list[Callable[[], bool]] = []
+        self._reclaimers: list[Callable[[int], bool]] = []
 
-    def add_reclaimer(self, reclaim: Callable[[], bool]) -> None:
-        """`reclaim()` frees at least one block, waiting if it must, or returns False."""
+    def add_reclaimer(self, reclaim: Callable[[int], bool]) -> None:
+        """`reclaim(wanted_nbytes)` frees at least one block, waiting if it must, or returns False;
+        it is told what the room is for."""
         self._reclaimers.append(reclaim)
 
     def try_allocate(self, nbytes: int, label: str) -> Block | None:
@@ -40,10 +41,10 @@ class HostPool:
     def require(self, nbytes: int, label: str) -> Block:
         """A block, at the price of reclaiming. Raises CapacityError when nothing is left to
         reclaim."""
-        while self._is_tight and self._reclaim():
+        while self._is_tight and self._reclaim(nbytes):
             pass
         while (block := self._host.allocate(nbytes, label)) is None:
-            if not self._reclaim():
+            if not self._reclaim(nbytes):
                 raise CapacityError(
                     "host",
                     needed_nbytes=nbytes,
@@ -53,8 +54,8 @@ class HostPool:
                 )
         return block
 
-    def _reclaim(self) -> bool:
-        return any(reclaim() for reclaim in self._reclaimers)
+    def _reclaim(self, wanted_nbytes: int = 0) -> bool:
+        return any(reclaim(wanted_nbytes) for reclaim in self._reclaimers)
 
     def carve(self, block: Block, offset_nbytes: int, nbytes: int) -> Block:
         """A part of a lent block; see HostTier.carve."""
