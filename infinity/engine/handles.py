@@ -22,7 +22,7 @@ from infinity.errors import ParameterNotResident, UnsupportedError
 
 
 class Owner(Protocol):
-    """The engine, as a handle sees it."""
+    """Who answers for a handle: `HandleOperations`, or the `Whole` of tiles."""
 
     def compute_with(
         self,

@@ -23,7 +23,10 @@ from infinity.storage.engine import Priority
 
 
 class Holds:
-    """Who uses which units, and which of them a backward has left. Any thread."""
+    """Who uses which units, and which of them a backward has left. Any thread.
+
+    What hooks know as `Residency`, and `accumulate` as `Blocks`.
+    """
 
     def __init__(
         self, parts: Machinery, faces: Faces, changes: Changes, lock: threading.RLock

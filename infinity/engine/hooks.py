@@ -69,7 +69,7 @@ class Stay:
 
 
 class Residency(Protocol):
-    """The engine, as hooks see it."""
+    """Holds of units, as hooks see them."""
 
     def enter(self, units: list[int]) -> None: ...
     def leave(self, units: list[int]) -> None: ...
