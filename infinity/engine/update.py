@@ -221,12 +221,27 @@ class Updater:
                 yield from self._pending[unit].chunks
 
     def _apply(self, unit: Unit, pending: _Pending, is_needed: bool) -> None:
+        record = pending.record
+        if self._pool.is_tight:
+            self.reclaim()  # Its place may be in the way of the weights.
+        # The largest first: around weights that lie there already, room may be in two parts.
+        self._take_berths()
+        self._is_applying = True
+        try:
+            self._apply_chunks(unit, pending, is_needed)
+        finally:
+            self._is_applying = False
+        del self._pending[unit.index]
+        self._executor.await_update(unit.index, False)
+        if record.clip_factor is not None:
+            used = [spec for spec in unit.trainable() if spec in record.settings]
+            self._gradients.note_clipped(used, record.clip_factor)
+
+    def _apply_chunks(self, unit: Unit, pending: _Pending, is_needed: bool) -> None:
         record, chunks = pending.record, pending.chunks
         weights = self._check_out(unit, record)
         is_changed = False
         try:
-            self._take_berths()
-            self._is_applying = True
             for index, chunk in enumerate(chunks):
                 stage = self._due(chunk)
                 try:
@@ -242,18 +257,12 @@ class Updater:
                 self._tear(error)
             raise
         finally:
-            self._is_applying = False
             self._executor.check_in(
                 unit.index,
                 dirty_nbytes=unit.trainable_nbytes if is_changed else 0,
                 is_valid=is_changed or not self._overwrites_all(unit, record),
                 write_now=not is_needed,
             )
-        del self._pending[unit.index]
-        self._executor.await_update(unit.index, False)
-        if record.clip_factor is not None:
-            used = [spec for spec in unit.trainable() if spec in record.settings]
-            self._gradients.note_clipped(used, record.clip_factor)
 
     # -- Berths ----------------------------------------------------------------------------------
 

@@ -26,7 +26,7 @@ class HostPool:
 
     def __init__(self, host: HostTier, *, is_tight: bool = False) -> None:
         self._host = host
-        self._is_tight = is_tight
+        self.is_tight = is_tight
         self._reclaimers: list[Callable[[int], bool]] = []
 
     def add_reclaimer(self, reclaim: Callable[[int], bool]) -> None:
@@ -36,12 +36,12 @@ class HostPool:
 
     def try_allocate(self, nbytes: int, label: str) -> Block | None:
         """A block to be used ahead of time, if there is room right now."""
-        return None if self._is_tight else self._host.allocate(nbytes, label)
+        return None if self.is_tight else self._host.allocate(nbytes, label)
 
     def require(self, nbytes: int, label: str) -> Block:
         """A block, at the price of reclaiming. Raises CapacityError when nothing is left to
         reclaim."""
-        while self._is_tight and self._reclaim(nbytes):
+        while self.is_tight and self._reclaim(nbytes):
             pass
         while (block := self._host.allocate(nbytes, label)) is None:
             if not self._reclaim(nbytes):

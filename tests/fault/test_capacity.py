@@ -122,6 +122,32 @@ def test_accumulation_and_reading_gradients_in_the_smallest_budget(swap_director
                 assert torch.equal(parameter.grad, engine.read_gradient(name))
 
 
+class Words(nn.Module):
+    """Rows of a table larger than all other parameters together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(2048, 128)
+        self.layers = nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(8)))
+        self.head = nn.Linear(128, 2048, bias=False)
+
+    def inputs(self, seed: int) -> dict[str, torch.Tensor]:
+        return {"ids": torch.arange(8) + seed}
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.layers(self.words(ids)))
+
+
+def test_the_ring_takes_what_weights_leave_wherever_they_lie(swap_directory: Path) -> None:
+    """A chunk as large as fits, while the table's first tile lies where the backward has left it:
+    the ring found room of its size, in two parts."""
+    config = swap_config(swap_directory, compute="bfloat16", host_nbytes="2100KiB")
+    del config["schedule"]["update_chunk"]
+    model = Words()
+    with offload(model, config):
+        offloaded_steps(model, 2)
+
+
 @pytest.mark.parametrize("nbytes", ["256KiB", "500KiB"])
 def test_a_budget_that_is_too_small_touches_nothing(nbytes: str, swap_directory: Path) -> None:
     model = mlp()
