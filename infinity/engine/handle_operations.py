@@ -21,7 +21,7 @@ from infinity.engine.hooks import Backwards, Stay, detach_from_parameters, nodes
 from infinity.engine.machinery import Machinery
 from infinity.engine.parameter_grads import ParameterGrads
 from infinity.engine.slot import Slot
-from infinity.engine.tiling import Whole
+from infinity.engine.whole import Whole
 from infinity.errors import InfinityError, ParameterNotResident, UnsupportedError
 
 if TYPE_CHECKING:
