@@ -26,7 +26,9 @@ from infinity.checkpoint.state_layout import StateTensor
 from infinity.checkpoint.state_linked import COPIES_NAME, LinkedPiece, LinkedRun, LinkedTensor
 from infinity.engine.state_access import StateAccess
 from infinity.errors import StorageError
+from infinity.ops.dynamic_8bit import BLOCK_NUMEL, num_scales
 from infinity.sizes import PAGE_NBYTES, align_down, align_up
+from infinity.state.moments_8bit import runs_within
 from infinity.state.partition import Partition, Share
 from infinity.state.store import NvmeHome
 from infinity.state.units import Piece, Unit
@@ -70,7 +72,7 @@ class PieceRange:
 
 def is_linkable(state: StateAccess, unit: Unit, piece: Piece) -> bool:
     """Gradients are not: they are written in place, while something is frozen, too. Nor are moments
-    of eight bits, whose tensors are no single range of their piece."""
+    of eight bits, for which no spare generation is kept."""
     if piece is Piece.GRADIENTS or unit.is_8bit(piece):
         return False
     return isinstance(state.store.home(unit, piece), NvmeHome)
@@ -98,7 +100,7 @@ def piece_ranges(tensors: Iterable[tuple[Unit, StateTensor]]) -> list[PieceRange
     """Whole pieces, with these tensors in them."""
     of_piece: dict[tuple[Unit, Piece], list[LinkedTensor]] = {}
     for unit, tensor in tensors:
-        of_piece.setdefault((unit, tensor.piece), []).append(linked_tensor(unit, tensor))
+        of_piece.setdefault((unit, tensor.piece), []).extend(linked_tensors(unit, tensor))
     return [
         PieceRange(unit, piece, 0, unit.nbytes(piece), tuple(rows))
         for (unit, piece), rows in of_piece.items()
@@ -189,24 +191,36 @@ def copy_pages(partial: Path, state: StateAccess, ranges: Iterable[PieceRange]) 
     return Stored(tuple(pieces), b"".join(checksums))
 
 
-def linked_tensor(unit: Unit, tensor: StateTensor) -> LinkedTensor:
-    """A tensor and its place in its piece, as the table has it."""
-    spec = tensor.spec
-    offset_nbytes = (
-        spec.weight_offset_nbytes
-        if tensor.piece is Piece.PARAMETERS
-        else unit.nbytes(tensor.piece, spec.state_offset)
-    )
-    facts = tensor.facts
-    return LinkedTensor(
-        tensor.name,
-        dtype_name(tensor.dtype),
-        facts.shape,
-        facts.stride,
-        offset_nbytes,
-        tensor.start,
-        spec.numel,
-    )
+def linked_tensors(unit: Unit, tensor: StateTensor) -> Iterator[LinkedTensor]:
+    """A tensor and its place in its piece, as the table has it: in one row, but codes of eight bits
+    and their scales, which take turns in a piece, in one for every granule."""
+    for first, numel, offset_nbytes in _ranges_of(unit, tensor):
+        yield LinkedTensor(
+            tensor.name,
+            dtype_name(tensor.dtype),
+            tensor.info.shape,
+            (1,) if tensor.is_scales else tensor.facts.stride,
+            offset_nbytes,
+            tensor.start + first,
+            numel,
+        )
+
+
+def _ranges_of(unit: Unit, tensor: StateTensor) -> Iterator[tuple[int, int, int]]:
+    """(first element, how many, offset in the piece in bytes) of what lies in one row."""
+    spec, piece = tensor.spec, tensor.piece
+    if piece is Piece.PARAMETERS:
+        yield 0, spec.numel, spec.weight_offset_nbytes
+    elif not unit.is_8bit(piece):
+        yield 0, spec.numel, unit.nbytes(piece, spec.state_offset)
+    else:
+        stop = spec.state_offset + spec.numel
+        for run in runs_within(unit.state_numel, spec.state_offset, stop):
+            first = run.start - spec.state_offset
+            if tensor.is_scales:
+                yield first // BLOCK_NUMEL, num_scales(run.numel), run.scales_offset_nbytes
+            else:
+                yield first, run.numel, run.codes_offset_nbytes
 
 
 def linked_runs(ranges: Iterable[FileRange]) -> tuple[LinkedRun, ...]:

@@ -8,15 +8,14 @@ eight bits also have the scales of their blocks, `.exp_avg.scales`, flat.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 
 from infinity.checkpoint.safetensors_format import TensorInfo
-from infinity.errors import UnsupportedError
-from infinity.ops.dynamic_8bit import num_scales
+from infinity.ops.dynamic_8bit import BLOCK_NUMEL, num_scales
 from infinity.state.partition import Partition, Share
 from infinity.state.units import Piece, TensorFacts, TensorSpec, Unit
 
@@ -50,13 +49,15 @@ class StateTensor:
 
     @property
     def start(self) -> int:
-        """Which element of the whole parameter, in memory order, is the first of `spec`."""
-        return 0 if self.share is None else self.share.start
+        """Which element of the whole tensor, in memory order, is the first of this part of it. A
+        share begins where a block of codes does."""
+        start = 0 if self.share is None else self.share.start
+        return start // BLOCK_NUMEL if self.is_scales else start
 
     @property
     def info(self) -> TensorInfo:
         """As the file has it."""
-        shape = (num_scales(self.spec.numel),) if self.is_scales else self.facts.shape
+        shape = (num_scales(self.whole.numel),) if self.is_scales else self.facts.shape
         return TensorInfo(name=self.name, dtype=self.dtype, shape=shape)
 
 
@@ -65,10 +66,14 @@ def state_tensors(
     *,
     has_piece: Callable[[Piece], bool],
     has_gradient: Callable[[TensorSpec], bool],
+    shares: Mapping[TensorSpec, Share] | None = None,
 ) -> Iterator[StateTensor]:
-    """Every tensor of the unit that a checkpoint holds. `has_piece` says what the engine keeps."""
+    """Every tensor of the unit that a checkpoint holds. `has_piece` says what the engine keeps;
+    `shares`: of which whole tensors those of a shard are parts."""
     for spec in unit.tensors:
-        yield StateTensor(spec.name, Piece.PARAMETERS, spec, spec.facts.dtype)
+        share = None if shares is None else shares.get(spec)
+        weight = StateTensor(spec.name, Piece.PARAMETERS, spec, spec.facts.dtype, share=share)
+        yield weight
         if spec.state_offset < 0:
             continue
         for piece in (Piece.MASTER, Piece.EXP_AVG, Piece.EXP_AVG_SQ):
@@ -81,10 +86,10 @@ def state_tensors(
             )
             if dtype is not None and has_piece(piece) and not is_zero:
                 name = f"{spec.name}.{_suffix(unit, piece)}"
-                yield StateTensor(name, piece, spec, dtype)
+                yield StateTensor(name, piece, spec, dtype, share=share)
                 if unit.is_8bit(piece):
-                    name = f"{name}.{scales_suffix(spec)}"
-                    yield StateTensor(name, piece, spec, torch.float32, is_scales=True)
+                    name = f"{name}.{scales_suffix(weight.whole)}"
+                    yield StateTensor(name, piece, spec, torch.float32, True, share)
         if has_gradient(spec):
             name = f"{spec.name}.gradient"
             yield StateTensor(name, Piece.GRADIENTS, spec, torch.float32)
@@ -94,19 +99,12 @@ def tensors_of_rank(
     divided: Partition, *, has_piece: Callable[[Unit, Piece], bool]
 ) -> Iterator[tuple[Unit, list[StateTensor]]]:
     """What one rank keeps of a model, unit by unit: its shards, and the weights that every rank has
-    whole. Raises UnsupportedError for moments of eight bits, whose scales lie among the codes."""
-    if any(unit.is_8bit(Piece.EXP_AVG) for unit in divided.units):
-        raise UnsupportedError(
-            "moments of eight bits that are divided over ranks cannot be saved or loaded yet; set "
-            'precision.moments = "float32", or save weights with '
-            "infinity.checkpoint.export_safetensors"
-        )
+    whole."""
     shares = {share.part: share for each in divided.mine for share in (*each.shares, *each.frozen)}
     for unit in divided.units:
         has = partial(has_piece, unit)
-        tensors = state_tensors(unit, has_piece=has, has_gradient=lambda spec: False)
-        kept = [replace(each, share=shares.get(each.spec)) for each in tensors if has(each.piece)]
-        yield unit, kept
+        tensors = state_tensors(unit, has_piece=has, has_gradient=lambda spec: False, shares=shares)
+        yield unit, [each for each in tensors if has(each.piece)]
 
 
 def _suffix(unit: Unit, piece: Piece) -> str:

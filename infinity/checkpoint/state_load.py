@@ -33,7 +33,7 @@ from infinity.checkpoint.safetensors_format import (
     dtype_of,
     tensor_bytes,
 )
-from infinity.checkpoint.state_commit import is_linkable, label_of, linked_runs, linked_tensor
+from infinity.checkpoint.state_commit import is_linkable, label_of, linked_runs, linked_tensors
 from infinity.checkpoint.state_directory import (
     check_extent,
     damaged,
@@ -498,7 +498,7 @@ def _restore(
             if state.partition is not None and tensors[0].share is None:
                 continue
             assert isinstance(home, NvmeHome)
-            here = tuple(linked_tensor(unit, tensor) for tensor in tensors)
+            here = tuple(row for tensor in tensors for row in linked_tensors(unit, tensor))
             if piece is None or piece.tensors != here:
                 return set()
             ranges = volume.locate(home.extents, frozen)
@@ -531,12 +531,13 @@ def _load_piece(
         return
     of_piece = [tensor for tensor in tensors if tensor.piece is piece]
     by_spec = {tensor.spec: tensor for tensor in of_piece if not tensor.is_scales}
-    scales = {tensor.spec: tensor.name for tensor in of_piece if tensor.is_scales}
+    scales = {tensor.spec: tensor for tensor in of_piece if tensor.is_scales}
     whole: tuple[TensorSpec, torch.Tensor] | None = None
     for part in state.parts(unit, piece, keep=True):
         spec, tensor = part.spec, by_spec.get(part.spec)
         if part.scales is not None:
-            reader.read_into(scales[spec], part.start // BLOCK_NUMEL, part.scales)
+            of_blocks, block = scales[spec], part.start // BLOCK_NUMEL
+            reader.read_into(of_blocks.name, of_blocks.start + block, part.scales)
         if tensor is None:
             part.values.zero_()
         elif reader.is_in_memory_order(tensor):

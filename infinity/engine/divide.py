@@ -81,11 +81,6 @@ def config_of_rank(config: SwapConfig, group: Group) -> SwapConfig:
     ranks; a share of memory stays a share, of a part of the memory. Updates are made in the step,
     which all ranks enter together.
     """
-    if config.checkpoint is not None and config.precision.moments != "float32":
-        raise ConfigError(
-            f"[checkpoint] with precision.moments = {config.precision.moments!r} and "
-            f"{group.count} ranks is not possible yet; use float32, or leave [checkpoint] out"
-        )
     commits_steps = config.checkpoint is not None and config.checkpoint.durability == "step"
     if commits_steps and group.node_count < group.count:
         raise ConfigError(

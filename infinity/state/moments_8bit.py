@@ -8,6 +8,7 @@ wasted but in a unit's last granule, and a run of granules is one sequential ext
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 
@@ -32,6 +33,32 @@ def piece_nbytes(numel: int) -> int:
     return nbytes
 
 
+@dataclass(frozen=True, slots=True)
+class Run:
+    """`numel` elements from `start` on, which lie in one granule: their codes are in one row, and
+    so are the scales of their blocks. Offsets are bytes in the piece."""
+
+    start: int
+    numel: int
+    codes_offset_nbytes: int
+    scales_offset_nbytes: int
+
+
+def runs_within(numel: int, start: int, stop: int) -> Iterator[Run]:
+    """Elements [start, stop) of a piece of `numel`, granule by granule. `start` is a multiple of
+    BLOCK_NUMEL."""
+    assert start % BLOCK_NUMEL == 0
+    while start < stop:
+        index, first = divmod(start, GRANULE_NUMEL)
+        granule_numel = min(GRANULE_NUMEL, numel - index * GRANULE_NUMEL)
+        last = min(stop - index * GRANULE_NUMEL, granule_numel)
+        codes_nbytes = index * _GRANULE_NBYTES
+        scales_nbytes = codes_nbytes + align_up(granule_numel, PAGE_NBYTES)
+        scales_nbytes += SCALE_NBYTES * (first // BLOCK_NUMEL)
+        yield Run(start, last - first, codes_nbytes + first, scales_nbytes)
+        start += last - first
+
+
 def states_within(
     memory: torch.Tensor, numel: int, start: int, stop: int
 ) -> Iterator[tuple[int, State8Bit]]:
@@ -40,13 +67,7 @@ def states_within(
     `memory` is uint8 of `piece_nbytes(numel)` and starts where a granule does; `start` is a
     multiple of BLOCK_NUMEL. The states share it.
     """
-    assert start % BLOCK_NUMEL == 0
-    while start < stop:
-        index, first = divmod(start, GRANULE_NUMEL)
-        granule_numel = min(GRANULE_NUMEL, numel - index * GRANULE_NUMEL)
-        last = min(stop - index * GRANULE_NUMEL, granule_numel)
-        codes = memory[index * _GRANULE_NBYTES :]
-        scales = codes[align_up(granule_numel, PAGE_NBYTES) :]
-        scales = scales[SCALE_NBYTES * (first // BLOCK_NUMEL) : SCALE_NBYTES * num_scales(last)]
-        yield start, State8Bit(codes[first:last], scales.view(torch.float32))
-        start += last - first
+    for run in runs_within(numel, start, stop):
+        codes = memory[run.codes_offset_nbytes :][: run.numel]
+        scales = memory[run.scales_offset_nbytes :][: SCALE_NBYTES * num_scales(run.numel)]
+        yield run.start, State8Bit(codes, scales.view(torch.float32))

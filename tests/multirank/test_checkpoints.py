@@ -18,6 +18,7 @@ from torch import Tensor
 import infinity
 from infinity.checkpoint import state_save
 from infinity.checkpoint.source import CheckpointSource
+from infinity.checkpoint.source import _whole as whole_of
 from infinity.errors import ConfigError, CorruptionError, InfinityError, StorageError
 from infinity.storage.page_reader import PageReader
 from tests.checkpoint.test_copy import elsewhere as set_elsewhere
@@ -56,9 +57,11 @@ class Run:
 
 
 def content(path: Path) -> dict[tuple[str, str], Tensor]:
-    """Every weight, master and moment in a checkpoint, whole."""
+    """Every weight, master and moment in a checkpoint, whole, and each as it is stored."""
     with CheckpointSource(path) as source:
-        return {(info.name, info.kind): source.tensor(info) for info in source.infos}
+        found = {key: whole_of(stored) for key, stored in source._stored.items()}
+        masters = [info for info in source.infos if info.kind == "master"]
+        return found | {(info.name, info.kind): source.tensor(info) for info in masters}
 
 
 def assert_same(found: Path, wanted: Path) -> None:
@@ -123,9 +126,13 @@ def _save_again(rank: int, case: Case, source: str, target: str) -> dict[str, Te
             [(2, Case(1)), (1, Case()), (3, Case(3, MIXED))],
         ),
         (Case(2, MIXED, simulated=True), True, [(3, Case(3, NVME))]),
-        (Case(1), False, [(1, Case(3, NVME))]),
+        (  # Shards larger than a granule of codes, and smaller ones.
+            Case(1, model="wide", moments="8bit", compute="bfloat16", capacity="256MiB"),
+            False,
+            [(2, Case(3, NVME)), (1, Case(3, NVME)), (3, Case(2, MIXED))],
+        ),
     ],
-    ids=["stage3-nvme", "stage2-mixed", "stage1-host"],
+    ids=["stage3-nvme", "stage2-mixed", "stage1-8bit"],
 )
 def test_state_is_the_same_at_any_number_of_ranks(
     case: Case, linked: bool, elsewhere: list[tuple[int, Case]], tmp_path: Path
@@ -138,7 +145,8 @@ def test_state_is_the_same_at_any_number_of_ranks(
     wanted = content(saved)
     for count, other in elsewhere:
         target = tmp_path / f"again-{count}"
-        arguments = replace(other, compute=case.compute), str(source), str(target)
+        same = {n: getattr(case, n) for n in ("compute", "model", "moments", "capacity")}
+        arguments = replace(other, **same), str(source), str(target)
         if count == 1:
             ranks = [_save_again(0, *arguments)]
         else:

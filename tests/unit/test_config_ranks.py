@@ -37,11 +37,6 @@ def test_capacities_are_the_nodes_and_directories_a_ranks_own(tmp_path: Path) ->
     ("sections", "group", "message"),
     [
         (
-            {"checkpoint": {}, "precision": {"moments": "8bit"}},
-            GROUP,
-            "8bit.*2 ranks",
-        ),
-        (
             {"checkpoint": {"durability": "step"}},
             GROUP,
             "all 4 ranks of the job, and 2 hold this one",
