@@ -66,6 +66,10 @@ def export_dcp(
     one slab of 64 MiB, or one tensor whose rows are larger or whose memory order is not that of a
     file. Gradients summed so far are left out. Call between steps, from the training thread.
 
+    Several ranks all call it, and the first one writes what one rank would, buffers of its own
+    included; in memory it has one rank's part of a piece of a unit at a time as well. What it is
+    given counts: the others only have to serve it.
+
     Raises ConfigError where the directory has something in it, StorageError for too little space
     before anything is written. The directory has its name only when all of it is durable.
     """
@@ -88,13 +92,15 @@ def export_checkpoint_dcp(
 
 
 def _export(
-    opened: AbstractContextManager[StateSource],
+    opened: AbstractContextManager[StateSource | None],
     directory: Path,
     aliases: dict[str, str],
     buffer_names: set[str] | None,
 ) -> Path:
     partial = directory.with_name(f".{directory.name}.partial")
     with opened as source:
+        if source is None:  # The first rank writes.
+            return directory
         if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
             what = "is not empty" if directory.is_dir() else "is no directory"
             raise ConfigError(f"{directory} {what}; name a directory that is new or empty")

@@ -93,11 +93,27 @@ class StateSource(Protocol):
 
 
 @contextmanager
-def engine_source(model: nn.Module, optimizer: AdamW | None, *, what: str) -> Iterator[StateSource]:
-    """The state of an offloaded model, at rest while the block runs; `what` names the caller."""
-    with engine_of(model).at_rest(what) as state:
+def whole_state(model: nn.Module, what: str) -> Iterator[StateAccess | None]:
+    """The state of an offloaded model, at rest while the block runs; `what` names the caller.
+
+    Several ranks all come here: the first one gets the state of all of them, the others None, and
+    serve it until its block is over. Errors are those of `Engine.together`.
+    """
+    engine = engine_of(model)
+    with engine.together(f"{what}: all are at rest"), engine.at_rest(what, over_ranks=True):
+        pass
+    with engine.together(what), engine.at_rest(what, over_ranks=True) as state:
+        yield state if engine.rank == 0 else None
+
+
+@contextmanager
+def engine_source(
+    model: nn.Module, optimizer: AdamW | None, *, what: str
+) -> Iterator[StateSource | None]:
+    """The state of an offloaded model, as `whole_state` gives it."""
+    with whole_state(model, what) as state:
         named = None if optimizer is None else optimizer.named_state()
-        yield _EngineSource(model, state, named)
+        yield None if state is None else _EngineSource(model, state, named)
 
 
 class _EngineSource:
@@ -108,13 +124,13 @@ class _EngineSource:
         self._state = state
         self.optimizer = optimizer
         self._optimized = _optimized(optimizer)
-        self.infos = [info for unit in state.units for _, info in self._of(unit)]
+        self.infos = [info for unit in state.wholes for _, info in self._of(unit)]
 
     def buffers(self) -> dict[str, torch.Tensor]:
         return {name: buffer.detach().cpu() for name, buffer in buffers_of(self._model).items()}
 
     def parts(self) -> Iterator[StatePart]:
-        for unit in self._state.units:
+        for unit in self._state.wholes:
             infos = {(spec, info.kind): info for spec, info in self._of(unit)}
             for kind in ("weight", "master", "exp_avg", "exp_avg_sq"):
                 wanted = {spec: info for (spec, one), info in infos.items() if one == kind}
@@ -130,7 +146,7 @@ class _EngineSource:
                 yield spec, StateInfo(spec.name, "master", spec.facts.shape, torch.float32)
         for kind, piece in _MOMENTS:
             specs = [spec for spec in unit.trainable() if spec.name in self._optimized]
-            if not specs or self._state.store.home(unit, piece) is None:
+            if not specs or not self._state.is_kept(unit, piece):
                 continue
             if unit.dtype(piece) is not torch.float32:
                 raise UnsupportedError(

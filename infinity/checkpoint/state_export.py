@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from infinity.checkpoint.source import whole_state
 from infinity.engine.optimizer import AdamW
 from infinity.engine.registry import engine_of
 from infinity.errors import UnsupportedError
@@ -20,7 +21,10 @@ def optimizer_state_dict(model: nn.Module, optimizer: AdamW) -> dict[str, Any]:
     Every moment is a copy on the host, fp32 (widened where they are of eight
     bits), in the parameter's shape and strides: twice the fp32
     size of the model, outside the host budget. Parameters are numbered as in the optimizer's
-    groups, so give the plain optimizer the same parameters in the same groups. Raises
+    groups, so give the plain optimizer the same parameters in the same groups.
+
+    Several ranks all call it. The first one gets what one rank would, the others an empty dict, as
+    torch's own full state dicts do: a node has the memory for it once. Raises
     UnsupportedError for a model with tiles, whose parameters are not those of the plain one.
     """
     wholes = engine_of(model).wholes
@@ -30,10 +34,12 @@ def optimizer_state_dict(model: nn.Module, optimizer: AdamW) -> dict[str, Any]:
             "a checkpoint, load it with schedule.tile as it is now, or train with schedule.tile = 0"
         )
     moments: dict[str, dict[str, torch.Tensor]] = {}
-    with engine_of(model).at_rest("infinity.checkpoint.optimizer_state_dict") as state:
-        for unit in state.units:
+    with whole_state(model, "infinity.checkpoint.optimizer_state_dict") as state:
+        if state is None:
+            return {}
+        for unit in state.wholes:
             for piece in (Piece.EXP_AVG, Piece.EXP_AVG_SQ):
-                if state.store.home(unit, piece) is None:
+                if not state.is_kept(unit, piece):
                     continue
                 for spec in unit.trainable():
                     facts = spec.facts

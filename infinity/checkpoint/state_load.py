@@ -294,14 +294,9 @@ def _expected(state: StateAccess) -> Iterator[StateTensor]:
         for unit in state.units:
             yield from tensors_of(state, unit)
         return
-    for unit in state.partition.wholes:
-        has_piece = partial(_has_piece, unit)
-        yield from state_tensors(unit, has_piece=has_piece, has_gradient=lambda spec: False)
-
-
-def _has_piece(unit: Unit, piece: Piece) -> bool:
-    """Whether ranks together keep the piece of the unit."""
-    return unit.state_numel > 0 and unit.dtype(piece) is not None
+    for unit in state.wholes:
+        is_kept = partial(state.is_kept, unit)
+        yield from state_tensors(unit, has_piece=is_kept, has_gradient=lambda spec: False)
 
 
 def _places(path: Path, file: FileEntry) -> dict[str, tuple[TensorInfo, Extent]]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from infinity.engine.gradients import Gradients
+from infinity.ranks.store import RankedStore
 from infinity.schedule.executor import Executor
 from infinity.state.moments_8bit import states_within
 from infinity.state.partition import Partition
@@ -56,7 +57,19 @@ class StateAccess:
 
     @property
     def units(self) -> tuple[Unit, ...]:
+        """What has state on this rank."""
         return self.store.units
+
+    @property
+    def wholes(self) -> tuple[Unit, ...]:
+        """The units of the model, whoever keeps their state."""
+        return self.store.units if self.partition is None else self.partition.wholes
+
+    def is_kept(self, unit: Unit, piece: Piece) -> bool:
+        """Whether a piece of one of `wholes` is kept, on this rank or on all together."""
+        if self.partition is None:
+            return self.has_piece(unit, piece)
+        return unit.state_numel > 0 and unit.dtype(piece) is not None
 
     def has_piece(self, unit: Unit, piece: Piece) -> bool:
         return self.store.home(unit, piece) is not None
@@ -65,12 +78,16 @@ class StateAccess:
         """Every element of the piece once, tensor by tensor in memory order.
 
         With `keep` nothing is read: the caller fills the `values` of every part, and they go to
-        where the piece rests.
+        where the piece rests. State of a whole unit that is divided over ranks comes from all of
+        them, which leave it as it is meanwhile.
         Gradients are no matter of this: see `gradient`.
         """
         assert piece is not Piece.GRADIENTS
         if piece is Piece.PARAMETERS:
             return self._weights(unit, keep=keep)
+        if self.partition is not None and unit.index < len(self.partition.wholes):
+            assert not keep, "each rank writes its own shard"
+            return self._from_all_ranks(self.partition, unit, piece)
         return self._state(unit, piece, keep=keep)
 
     def pages(
@@ -138,6 +155,21 @@ class StateAccess:
                     self.store.write(unit, piece, block, **place).wait()
         finally:
             self.pool.free(block)
+
+    def _from_all_ranks(self, divided: Partition, unit: Unit, piece: Piece) -> Iterator[Part]:
+        """One rank's shard after the other, which lie in memory beside the host budget."""
+        assert isinstance(self.store, RankedStore)
+        for shard in sorted(divided.shards[unit.index], key=lambda shard: shard.start):
+            memory = torch.empty(shard.unit.nbytes(piece), dtype=torch.uint8)
+            if not memory.numel():
+                continue
+            self.store.get_state(shard, piece, memory).wait()
+            for share in shard.shares:
+                part = share.part
+                start, stop = part.state_offset, part.state_offset + part.numel
+                numel = shard.unit.state_numel
+                for each in _parts(shard.unit, piece, memory, numel, part, start, stop):
+                    yield replace(each, spec=share.whole, start=share.start + each.start)
 
     def has_gradient(self, spec: TensorSpec) -> bool:
         return self.gradients.has(spec)

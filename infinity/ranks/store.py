@@ -164,19 +164,23 @@ class RankedStore(StateStore):
         dtype = unit.dtype(piece)
         assert dtype is not None and piece is not Piece.PARAMETERS
         whole = torch.zeros(unit.state_numel, dtype=dtype)
-        jobs: list[Job] = []
-        for shard in self.partition.shards[index]:
-            sink = whole[shard.start : shard.stop].view(torch.uint8)
-            if not sink.numel():
-                continue
-            if shard.rank == self.partition.rank:
-                segments = [Segment(0, 0, sink.numel())]
-                jobs.append(self._in_own_thread(self._copy_state, shard, piece, segments, [sink]))
-            else:
-                view = memoryview(sink.numpy())
-                jobs.append(self.links.get(shard.rank, index, _CODES.index(piece), [view]))
-        Gathering(jobs).wait()
+        shards = [shard for shard in self.partition.shards[index] if shard.stop > shard.start]
+        Gathering(
+            [
+                self.get_state(shard, piece, whole[shard.start : shard.stop].view(torch.uint8))
+                for shard in shards
+            ]
+        ).wait()
         return whole
+
+    def get_state(self, shard: Shard, piece: Piece, sink: torch.Tensor) -> Job:
+        """Starts bringing a piece of state of any rank's shard, as it rests there, into `sink`
+        (uint8, host, shape (shard.unit.nbytes(piece),), more than nothing)."""
+        if shard.rank == self.partition.rank:
+            segments = [Segment(0, 0, sink.numel())]
+            return self._in_own_thread(self._copy_state, shard, piece, segments, [sink])
+        index = shard.unit.index - len(self.partition.wholes)
+        return self.links.get(shard.rank, index, _CODES.index(piece), [memoryview(sink.numpy())])
 
     # -- Gradients ---------------------------------------------------------------------------------
 

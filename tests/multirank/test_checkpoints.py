@@ -19,7 +19,9 @@ import infinity
 from infinity.checkpoint import state_save
 from infinity.checkpoint.source import CheckpointSource
 from infinity.checkpoint.source import _whole as whole_of
+from infinity.checkpoint.state_directory import step_of
 from infinity.errors import ConfigError, CorruptionError, InfinityError, StorageError
+from infinity.ops.dynamic_8bit import State8Bit, decode
 from infinity.storage.page_reader import PageReader
 from tests.checkpoint.test_copy import elsewhere as set_elsewhere
 
@@ -52,6 +54,14 @@ class Run:
     def save(self, directory: str, **options: Any) -> Path:
         return infinity.checkpoint.save(directory, self.model, self.optimizer, **options)
 
+    def plain(self) -> dict[str, dict[str, Tensor]]:
+        """What a plain optimizer would be given, by name."""
+        state = infinity.checkpoint.optimizer_state_dict(self.model, self.optimizer)
+        assert self.rank == 0 or not state
+        groups = self.optimizer.named_state()["groups"]
+        names = [name for group in groups for name in group["params"]]
+        return {names[index]: entry for index, entry in state.get("state", {}).items()}
+
     def load(self, path: str) -> Any:
         return infinity.checkpoint.load(path, self.model, self.optimizer)
 
@@ -71,7 +81,22 @@ def assert_same(found: Path, wanted: Path) -> None:
     assert not different, different[:3]
 
 
-def _train_and_save(rank: int, case: Case, directory: str, linked: bool) -> None:
+def assert_plain(found: dict[str, dict[str, Tensor]], saved: Path) -> None:
+    """What a plain optimizer would be given, beside a checkpoint."""
+    there = content(saved)
+    assert {name for name, kind in there if kind == "exp_avg"} == found.keys()
+    for name, entry in found.items():
+        assert entry["step"] == step_of(saved)
+        for kind in ("exp_avg", "exp_avg_sq"):
+            value = there[name, kind].flatten()
+            if value.dtype is torch.uint8:
+                value = decode(State8Bit(value, there[f"{name}.{kind}", "scales"]), kind)
+            assert torch.equal(entry[kind].flatten(), value), (name, kind)
+
+
+def _train_and_save(
+    rank: int, case: Case, directory: str, linked: bool
+) -> dict[str, dict[str, Tensor]]:
     """Two steps, a save that fails on one rank, a save, and two more steps; and these again after a
     load."""
     section = {"directory": f"{directory}/saved", "keep": 1} if linked else None
@@ -99,22 +124,33 @@ def _train_and_save(rank: int, case: Case, directory: str, linked: bool) -> None
     assert (loaded.step, loaded.num_ranks, loaded.extra) == (2, 4, {"rank": rank})
     assert [run.step(2), run.step(3)] == expected
     run.save(f"{directory}/exact")
+    plain = run.plain()
     run.engine.close()
+    return plain
 
 
 def _no_space(*unused: Any) -> Any:
     raise StorageError(28, operation="write", path="of the test")
 
 
-def _save_again(rank: int, case: Case, source: str, target: str) -> dict[str, Tensor]:
+def _save_again(
+    rank: int, case: Case, source: str, target: str
+) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
+    """Loads, exports and saves; weights, and what a plain optimizer would be given."""
     run = Run(rank, case, str(Path(target).parent))
     loaded = run.load(source)
     assert loaded.extra == {"rank": rank if rank < loaded.num_ranks else 0}
+    plain = run.plain()
+    if case.moments == "8bit":
+        with pytest.raises(InfinityError, match=r"expected float32 ones"):
+            infinity.checkpoint.export_dcp(run.model, f"{target}-dcp", run.optimizer)
+    else:
+        infinity.checkpoint.export_dcp(run.model, f"{target}-dcp", run.optimizer)
     run.save(target, linked=False, extra={"rank": rank})
     engine = run.engine
     weights = {name: engine.read_parameter(name, master=True) for name in engine.parameter_names()}
     engine.close()
-    return weights
+    return weights, plain
 
 
 @pytest.mark.parametrize(
@@ -138,11 +174,13 @@ def test_state_is_the_same_at_any_number_of_ranks(
     case: Case, linked: bool, elsewhere: list[tuple[int, Case]], tmp_path: Path
 ) -> None:
     """Saved by four ranks, gone on with by four to the bit; loaded and saved by others in turn."""
-    run_ranks(4, _train_and_save, case, str(tmp_path), linked)
+    plain, *_ = run_ranks(4, _train_and_save, case, str(tmp_path), linked)
     assert_same(tmp_path / "exact" / "step-00000004", tmp_path / "later" / "step-00000004")
+    assert_plain(plain, tmp_path / "exact" / "step-00000004")
     source = tmp_path / "saved"
     saved = source / "step-00000002"
     wanted = content(saved)
+    exported = []
     for count, other in elsewhere:
         target = tmp_path / f"again-{count}"
         same = {n: getattr(case, n) for n in ("compute", "model", "moments", "capacity")}
@@ -151,12 +189,16 @@ def test_state_is_the_same_at_any_number_of_ranks(
             ranks = [_save_again(0, *arguments)]
         else:
             ranks = run_ranks(count, _save_again, *arguments)
-        for weights in ranks:
+        assert_plain(ranks[0][1], saved)
+        files = target.with_name(f"{target.name}-dcp").glob("*.distcp")
+        exported.append({file.name: file.read_bytes() for file in files})
+        for weights, _ in ranks:
             for name, weight in weights.items():
                 kind = "master" if (name, "master") in wanted else "weight"
                 assert torch.equal(weight, wanted[name, kind]), name
         assert_same(target / "step-00000002", saved)
         source = target
+    assert all(files == exported[0] for files in exported), "as one rank writes them"
 
 
 # Deaths.
