@@ -84,11 +84,15 @@ class RankGroup:
 
     def barrier(self, what: str) -> None:
         """Returns when every rank has come here. Raises RankError."""
-        self.links.all_gather(what, b"")
+        self._meet(what, b"")
+
+    def _meet(self, what: str, content: bytes) -> list[bytes]:
+        """Every rank's content. Gradients may be on their way: what they need is room."""
+        return self.links.all_gather(what, content, meanwhile=self._gradients.take_in)
 
     def gather_numbers(self, what: str, number: float) -> list[float]:
         """Every rank's number, in rank order."""
-        theirs = self.links.all_gather(what, numpy.float64(number).tobytes())
+        theirs = self._meet(what, numpy.float64(number).tobytes())
         return [float(numpy.frombuffer(each, numpy.float64)[0]) for each in theirs]
 
     @contextmanager
@@ -107,7 +111,7 @@ class RankGroup:
             failure = error
         words = "" if failure is None else f"{type(failure).__name__}: {failure}"
         head = len(words.encode()).to_bytes(4, "little")
-        theirs = self.links.all_gather(what, head + words.encode() + shared.mine)
+        theirs = self._meet(what, head + words.encode() + shared.mine)
         if failure is not None:
             raise failure
         for rank, content in enumerate(theirs):
@@ -130,7 +134,7 @@ class RankGroup:
 
     def refuse_different(self, what: str, content: bytes, *, remedy: str) -> None:
         """Raises InfinityError on every rank where `content` is not the same everywhere."""
-        theirs = self.links.all_gather(what, content)
+        theirs = self._meet(what, content)
         for rank, other in enumerate(theirs):
             if other != theirs[0]:
                 raise InfinityError(f"{what}: rank {rank} has something else than rank 0. {remedy}")
@@ -335,7 +339,9 @@ class RankedGradients(Gradients):
         given = numpy.array([spec in self._given for spec in self._specs], dtype=numpy.bool_)
         generations = [self._inbox.generation(index) for index in range(len(self._specs))]
         mine = numpy.array(generations, dtype=numpy.int64)
-        theirs = self._links.all_gather("optimizer.step()", given.tobytes() + mine.tobytes())
+        theirs = self._links.all_gather(
+            "optimizer.step()", given.tobytes() + mine.tobytes(), meanwhile=self.take_in
+        )
         for rank, content in enumerate(theirs):
             flags = numpy.frombuffer(content, numpy.bool_, len(self._specs))
             given = given | flags

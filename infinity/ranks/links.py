@@ -1,9 +1,11 @@
 """Connections between ranks: requests that are served at once, whatever the other rank computes.
 
-Every rank has a socket to every other for what it wants (get, put, note) and a thread that empties
-its queue, in order; and a thread behind every socket that others opened, which serves. Neither
-takes a lock of the engine, so a rank that waits for another is still of use to a third. That is
-what lets ranks take different ways through a model.
+Every rank has two sockets to every other, one for what it gives and says (put, note) and one for
+what it asks for (get), each with a thread that empties its queue, in order; and a thread behind
+every socket that others opened, which serves. So weights that are needed soon do not wait for
+gradients that nobody is waiting for, nor for room at who gets these. None of the threads takes a
+lock of the engine, so a rank that waits for another is still of use to a third. That is what lets
+ranks take different ways through a model.
 
 A rank that is gone is noticed by its closed sockets, one that is stuck by its silence: a link that
 has nothing to say beats every BEAT_S. The first failure ends all waiting on this rank and is told
@@ -42,8 +44,15 @@ _QUEUED_NBYTES = 64 << 20  # Gradients on their way out, beyond which the giver 
 _HEADER = struct.Struct("<BxxxIIIQ")  # kind, three numbers, bytes that follow
 
 
+class Lane(IntEnum):
+    """What a socket is for."""
+
+    GIVING = 0
+    ASKING = 1
+
+
 class Kind(IntEnum):
-    HELLO = 1  # (rank): the server's secret
+    HELLO = 1  # (rank, lane): the server's secret
     GET = 2  # (unit, piece)
     DATA = 3  # the answer to GET
     PUT = 4  # (tensor, dtype, generation): a part of a gradient
@@ -117,6 +126,16 @@ class _Message:
     sinks: Sequence[memoryview] = ()  # Where the answer goes.
 
 
+@dataclass(frozen=True, slots=True)
+class _Outgoing:
+    """A socket that this rank opened, and what waits to be sent there."""
+
+    peer: Peer
+    connection: socket.socket
+    waiting: queue.SimpleQueue[_Message | None] = field(default_factory=queue.SimpleQueue)
+    sending: threading.Lock = field(default_factory=threading.Lock)  # One message at a time.
+
+
 class Links:
     """One rank's connections to all others. Thread-safe.
 
@@ -136,13 +155,13 @@ class Links:
         self._notes: dict[int, deque[tuple[str, bytes]]] = {p.rank: deque() for p in peers}
         self._left: set[int] = set()  # Ranks that said goodbye: done, and not in need of anything.
         self._over: dict[int, tuple[int, int]] = {p.rank: (0, 0) for p in peers}
-        self._queues: dict[int, queue.SimpleQueue[_Message | None]] = {}
-        self._outgoing: dict[int, socket.socket] = {}
-        self._sending: dict[int, threading.Lock] = {}  # One message at a time on a socket.
+        self._outgoing: dict[tuple[int, Lane], _Outgoing] = {}
         self._incoming: list[socket.socket] = []
-        self._missing = {peer.rank for peer in self.others}  # Have not connected yet.
+        # What others have not connected yet.
+        self._missing = {(peer.rank, lane) for peer in self.others for lane in Lane}
         self._serving: list[threading.Thread] = []
-        self._queued_nbytes = 0
+        self._queued_nbytes = 0  # Of what is given.
+        self._num_asked = 0  # Answers that are not there yet.
         self._is_closing = False
         self._service: Service | None = None
 
@@ -164,30 +183,27 @@ class Links:
         except RankError as error:
             self._fail(error)
             raise
-        for peer in self.others:
-            name = f"infinity-rank-{peer.rank}"
-            threading.Thread(target=self._send_all, args=(peer,), name=name, daemon=True).start()
+        for (rank, lane), link in self._outgoing.items():
+            name = f"infinity-{lane.name.lower()}-{rank}"
+            threading.Thread(target=self._send_all, args=(link,), name=name, daemon=True).start()
 
     def _connect(self) -> None:
         accepting = threading.Thread(target=self._accept, name="infinity-accept", daemon=True)
         accepting.start()
-        for peer in self.others:
+        for peer, lane in ((peer, lane) for peer in self.others for lane in Lane):
             try:
                 connection = socket.create_connection((peer.address, peer.port), timeout=SILENCE_S)
                 _prepare(connection)
-                _send(connection, Kind.HELLO, (self.rank, 0, 0), memoryview(peer.secret))
+                _send(connection, Kind.HELLO, (self.rank, lane, 0), memoryview(peer.secret))
             except OSError as error:
                 raise RankError(peer.rank, f"{peer} cannot be reached: {error}") from error
-            self._outgoing[peer.rank] = connection
-            self._sending[peer.rank] = threading.Lock()
-            self._queues[peer.rank] = queue.SimpleQueue()
+            self._outgoing[peer.rank, lane] = _Outgoing(peer, connection)
         accepting.join()
-        for peer in self.others:
-            if peer.rank in self._missing:
-                raise RankError(peer.rank, f"{peer} has not connected within {SILENCE_S:.0f} s")
+        for rank, _ in sorted(self._missing):
+            raise RankError(rank, f"{self.peers[rank]} has not connected within {SILENCE_S:.0f} s")
 
     def _accept(self) -> None:
-        """Takes one connection of every other rank; anybody else's is closed."""
+        """Takes the connections of every other rank; anybody else's is closed."""
         deadline_s = time.monotonic() + SILENCE_S
         with contextlib.suppress(OSError), self._listener:
             while self._missing:
@@ -196,17 +212,17 @@ class Links:
                 try:
                     connection.settimeout(BEAT_S)
                     _prepare(connection)
-                    kind, (rank, _, _), nbytes = _receive_header(connection)
+                    kind, (rank, lane, _), nbytes = _receive_header(connection)
                     secret = bytearray(min(nbytes, 64))
                     _receive_into(connection, memoryview(secret))
                     mine = self.peers[self.rank].secret
-                    is_known = kind is Kind.HELLO and rank in self._missing
+                    is_known = kind is Kind.HELLO and (rank, lane) in self._missing
                     if not (is_known and hmac.compare_digest(bytes(secret), mine)):
                         raise ConnectionError("not a rank of this job")
                 except (OSError, ValueError):
                     connection.close()
                     continue
-                self._missing.discard(rank)
+                self._missing.discard((rank, Lane(lane)))
                 connection.settimeout(SILENCE_S)
                 self._incoming.append(connection)
                 serving = threading.Thread(
@@ -233,18 +249,20 @@ class Links:
                 return
             self._is_closing = True
             failure = self._failure
-        if failure is None:
-            for peer in self._queues:
-                self._submit(peer, Kind.BYE, (0, 0, 0))
+        if failure is None and self._outgoing:
+            self._await_answers()
+            for peer in self.others:
+                self._submit(peer.rank, Kind.BYE, (0, 0, 0))
         if failure is None:
             deadline_s = time.monotonic() + LINGER_S
             with self._changed:
                 while self._failure is None and len(self._left) < self.count - 1:
                     if not self._changed.wait(max(0.0, deadline_s - time.monotonic())):
                         break
-        for waiting in self._queues.values():
-            waiting.put(None)
-        for connection in (*self._outgoing.values(), *self._incoming):
+        for link in self._outgoing.values():
+            link.waiting.put(None)
+        outgoing = [link.connection for link in self._outgoing.values()]
+        for connection in (*outgoing, *self._incoming):
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
             connection.close()
@@ -274,20 +292,20 @@ class Links:
             self._failure = error
             self._changed.notify_all()
         telling = [
-            threading.Thread(target=self._tell, args=(rank, error), daemon=True)
-            for rank in self._outgoing
-            if is_alive or rank != error.rank
+            threading.Thread(target=self._tell, args=(link, error), daemon=True)
+            for (rank, lane), link in self._outgoing.items()
+            if lane is Lane.GIVING and (is_alive or rank != error.rank)
         ]
         for thread in telling:
             thread.start()
         for thread in telling:
             thread.join(_CAUSE_S)  # A rank that does not listen must not keep this one.
 
-    def _tell(self, rank: int, error: RankError) -> None:
-        # Not through the queue, whose thread may be waiting for an answer.
-        with contextlib.suppress(OSError), self._sending[rank]:
+    def _tell(self, link: _Outgoing, error: RankError) -> None:
+        # Not through the queue, which may be long.
+        with contextlib.suppress(OSError), link.sending:
             content = memoryview(str(error).encode())
-            _send(self._outgoing[rank], Kind.BYE, (error.rank + 1, 0, 0), content)
+            _send(link.connection, Kind.BYE, (error.rank + 1, 0, 0), content)
 
     def _is_done(self) -> bool:
         """All the others have said goodbye; what closes now is nobody's death."""
@@ -311,6 +329,8 @@ class Links:
 
     def get(self, rank: int, unit: int, piece: int, sinks: Sequence[memoryview]) -> Job:
         """Asks for the bytes of another rank's shard, into `sinks`, which together are as long."""
+        with self._changed:
+            self._num_asked += 1
         return self._submit(rank, Kind.GET, (unit, piece, 0), sinks=sinks)
 
     def put(
@@ -366,21 +386,29 @@ class Links:
     ) -> bool:
         deadline_s = time.monotonic() + timeout_s
         while time.monotonic() < deadline_s:
-            with self._changed:
-                is_over = self._changed.wait_for(
-                    lambda: self._failure is not None or is_reached(), _MEANWHILE_S
-                )
+            is_over = self._wait_until(
+                lambda: self._failure is not None or is_reached(), _MEANWHILE_S
+            )
             self.check()
             if is_over:
                 return True
             meanwhile()
         return False
 
-    def all_gather(self, tag: str, content: bytes) -> list[bytes]:
+    def _wait_until(self, is_reached: Callable[[], bool], timeout_s: float | None) -> bool:
+        with self._changed:
+            return self._changed.wait_for(is_reached, timeout_s)
+
+    def all_gather(
+        self, tag: str, content: bytes, *, meanwhile: Callable[[], None] | None = None
+    ) -> list[bytes]:
         """Every rank's `content`, in rank order. All ranks call it with one tag, in one order.
 
-        All that this rank asked for or gave before has been served when another rank returns.
+        All that this rank asked for or gave before has been served when another rank returns. What
+        others gave before comes first, so where that may have no room `meanwhile` has to make some;
+        it is called now and then.
         """
+        self._await_answers()
         label = tag.encode()
         for peer in self.others:
             self._submit(peer.rank, Kind.NOTE, (len(label), 0, 0), memoryview(label + content))
@@ -389,7 +417,7 @@ class Links:
             if peer.rank == self.rank:
                 gathered.append(content)
                 continue
-            found, theirs = self._next_note(peer, tag)
+            found, theirs = self._next_note(peer, tag, meanwhile)
             if found != tag:
                 self._fail(
                     RankError(
@@ -403,15 +431,25 @@ class Links:
             gathered.append(theirs)
         return gathered
 
-    def _next_note(self, peer: Peer, tag: str) -> tuple[str, bytes]:
+    def _await_answers(self) -> None:
+        """Returns when all that was asked for is there. A shard may change, or its owner be gone,
+        once all ranks have met."""
+        self._wait_until(lambda: not self._num_asked or self._failure is not None, None)
+
+    def _next_note(
+        self, peer: Peer, tag: str, meanwhile: Callable[[], None] | None
+    ) -> tuple[str, bytes]:
         notes = self._notes[peer.rank]
-        with self._changed:
-            self._changed.wait_for(
-                lambda: notes or self._failure is not None or peer.rank in self._left
-            )
-            if notes:
-                return notes.popleft()
-            self.check()
+
+        def is_over() -> bool:
+            return bool(notes) or self._failure is not None or peer.rank in self._left
+
+        while not self._wait_until(is_over, None if meanwhile is None else _MEANWHILE_S):
+            assert meanwhile is not None
+            meanwhile()
+        if notes:
+            return notes.popleft()
+        self.check()
         raise InfinityError(
             f"{peer} has closed its engine while {self.peers[self.rank]} waits for it in {tag!r}; "
             "all ranks must make the same number of steps. A rank without data still calls "
@@ -428,14 +466,16 @@ class Links:
     ) -> Job:
         self.check()
         job = Job()
-        self._queues[rank].put(_Message(job, kind, numbers, content or memoryview(b""), sinks))
+        lane = Lane.ASKING if kind is Kind.GET else Lane.GIVING
+        message = _Message(job, kind, numbers, content or memoryview(b""), sinks)
+        self._outgoing[rank, lane].waiting.put(message)
         return job
 
     # -- Threads -----------------------------------------------------------------------------------
 
-    def _send_all(self, peer: Peer) -> None:
+    def _send_all(self, link: _Outgoing) -> None:
         """Carries out what is wanted of one other rank, in order."""
-        waiting, connection = self._queues[peer.rank], self._outgoing[peer.rank]
+        waiting, peer = link.waiting, link.peer
         error: BaseException | None = None
         while True:
             try:
@@ -446,33 +486,34 @@ class Links:
                 break
             if error is None and self._failure is None:
                 try:
-                    self._carry_out(connection, message, peer)
+                    self._carry_out(link, message)
                 except (OSError, RankError) as broken:
                     self._lost(peer, _describe(broken))
                     error = self._failure or RankError(peer.rank, f"{peer} has closed its engine")
             elif error is None:
                 error = self._failure
-            self._note_sent(message)
-            message.job.finish(error)
+            self._finish(message, error)
         while True:  # What was asked for after the end.
             try:
                 message = waiting.get_nowait()
             except queue.Empty:
                 return
             if message is not None:
-                message.job.finish(self._failure or InfinityError("the links are closed"))
+                self._finish(message, self._failure or InfinityError("the links are closed"))
 
-    def _note_sent(self, message: _Message) -> None:
-        if message.kind is Kind.PUT:
-            with self._changed:
-                self._queued_nbytes -= message.content.nbytes
-                self._changed.notify_all()
+    def _finish(self, message: _Message, error: BaseException | None) -> None:
+        message.job.finish(error)
+        with self._changed:
+            self._queued_nbytes -= message.content.nbytes * (message.kind is Kind.PUT)
+            self._num_asked -= message.kind is Kind.GET
+            self._changed.notify_all()
 
-    def _carry_out(self, connection: socket.socket, message: _Message, peer: Peer) -> None:
+    def _carry_out(self, link: _Outgoing, message: _Message) -> None:
         # Wakes to see whether the rank that serves is still there, which its beats tell. It may
         # take its time: it has no room for what it is given, or its drive is slow.
+        connection = link.connection
         connection.settimeout(BEAT_S)
-        with self._sending[peer.rank]:
+        with link.sending:
             _send(connection, message.kind, message.numbers, message.content, self.check)
         if message.kind is not Kind.GET:
             return

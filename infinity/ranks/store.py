@@ -25,14 +25,15 @@ from infinity.storage.engine import Priority
 from infinity.storage.volume import Volume
 from infinity.tiers.host import Block, HostTier
 
-# What is served from a drive goes through a block of this size, one for each other rank.
+# What is served from a drive goes through a block of this size, one for each rank that asks; and
+# what has no room in the inbox through another, one for each rank that gives.
 SERVING_NBYTES = MIB
 _CODES = tuple(Piece)
 
 
 def serving_nbytes(partition: Partition) -> int:
-    """Host memory that serving needs for good: a block for each rank, and one for the inbox."""
-    return SERVING_NBYTES * (partition.count + 1)
+    """Host memory that serving needs for good: two blocks for each rank."""
+    return SERVING_NBYTES * 2 * partition.count
 
 
 class Gathering:
@@ -77,17 +78,24 @@ class RankedStore(StateStore):
         self.partition = partition
         self._ranked_host = host
         super().__init__(partition.units, host=host, volume=volume, counters=counters, **parts)
-        self._blocks: list[Block] = []
-        for rank in range(partition.count + 1):
-            block = host.allocate(SERVING_NBYTES, f"serving rank {rank}")
-            assert block is not None, "the budget has room for serving"
-            self._blocks.append(block)
+        # By rank: each belongs to one thread.
+        self._reading = [self._allocate(f"serving rank {r}") for r in range(partition.count)]
+        self._taking = [self._allocate(f"inbox of rank {r}") for r in range(partition.count)]
         self.parcels = Parcels(
-            inbox_nbytes, host=host, volume=volume, window=self._blocks.pop(), counters=counters
+            inbox_nbytes,
+            host=host,
+            volume=volume,
+            window=self._taking[partition.rank],
+            counters=counters,
         )
         self._own = ThreadPoolExecutor(1, thread_name_prefix="infinity-own-shard")
         # Units whose shard was written past the executor, which may keep an older copy.
         self.rewritten: set[int] = set()
+
+    def _allocate(self, what: str) -> Block:
+        block = self._ranked_host.allocate(SERVING_NBYTES, what)
+        assert block is not None, "the budget has room for serving"
+        return block
 
     def close(self) -> None:
         """Ends the thread of the own shard. After `links.close`."""
@@ -187,7 +195,7 @@ class RankedStore(StateStore):
     def receive(self, dtype: torch.dtype, nbytes: int, receive: Fill, *, giver: int) -> Parcel:
         """What another rank gives, as it arrives. By the thread that serves that rank, whose block
         nobody else uses."""
-        return self.parcels.receive(dtype, nbytes, receive, window=self._blocks[giver])
+        return self.parcels.receive(dtype, nbytes, receive, window=self._taking[giver])
 
     # -- This rank's shard -------------------------------------------------------------------------
 
@@ -215,7 +223,7 @@ class RankedStore(StateStore):
         if piece is Piece.PARAMETERS and self.partition.stage < 3:
             unit, is_whole = self.partition.wholes[unit.index - len(self.partition.wholes)], True
         resting = self.resting(unit, piece)
-        block = self._blocks[reader]
+        block = self._reading[reader]
         for segment in segments:
             start = segment.whole_offset_nbytes if is_whole else segment.shard_offset_nbytes
             stop = start + segment.nbytes
@@ -262,7 +270,7 @@ class RankedStore(StateStore):
         """Writes this rank's part of whole weights to where it rests."""
         shard = self.partition.shards[index][self.partition.rank]
         resting = self.resting(shard.unit, Piece.PARAMETERS)
-        block = self._blocks[self.partition.rank]
+        block = self._reading[self.partition.rank]
         for segment in shard.segments:
             start = segment.whole_offset_nbytes
             source = whole[start : start + segment.nbytes]
