@@ -244,16 +244,15 @@ class Links:
             self._fail(error)
         elif error is not None:
             self.abort(f"{type(error).__name__}: {error}")
+        self._await_answers(LINGER_S)
         with self._changed:
             if self._is_closing:
                 return
             self._is_closing = True
             failure = self._failure
-        if failure is None and self._outgoing:
-            self._await_answers()
-            for peer in self.others:
-                self._submit(peer.rank, Kind.BYE, (0, 0, 0))
         if failure is None:
+            for peer in self.others if self._outgoing else ():
+                self._submit(peer.rank, Kind.BYE, (0, 0, 0))
             deadline_s = time.monotonic() + LINGER_S
             with self._changed:
                 while self._failure is None and len(self._left) < self.count - 1:
@@ -431,10 +430,10 @@ class Links:
             gathered.append(theirs)
         return gathered
 
-    def _await_answers(self) -> None:
+    def _await_answers(self, timeout_s: float | None = None) -> None:
         """Returns when all that was asked for is there. A shard may change, or its owner be gone,
         once all ranks have met."""
-        self._wait_until(lambda: not self._num_asked or self._failure is not None, None)
+        self._wait_until(lambda: not self._num_asked or self._failure is not None, timeout_s)
 
     def _next_note(
         self, peer: Peer, tag: str, meanwhile: Callable[[], None] | None

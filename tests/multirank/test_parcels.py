@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import infinity
 from infinity.config import SwapConfig
 from infinity.errors import CapacityError
 from infinity.observe import Counters
@@ -24,6 +25,10 @@ from infinity.storage.engine import open_engine
 from infinity.storage.scratch_space import SLOT_NBYTES
 from infinity.storage.volume import Volume, VolumePath
 from infinity.tiers.host import HostTier
+
+from .models import batch, loss_of
+from .processes import run_ranks
+from .work import LR, Case, offloaded
 
 BUDGET = 10_000
 WINDOW = 4096
@@ -110,6 +115,25 @@ def test_without_a_drive_a_giver_waits_for_room(
     with pytest.raises(CapacityError, match="ranks.inbox"):
         parcels.receive(torch.float32, values.nbytes, filling(values), window=window)
     assert parcels.kept_nbytes == values.nbytes
+
+
+def _without_room(rank: int) -> torch.Tensor:
+    """Rank 1 has no batch, waits for the step at once, and has no room for half of what comes."""
+    model = offloaded(Case(2), None)  # type: ignore[arg-type]
+    engine = infinity.engine_of(model)
+    engine.parts.store.parcels.budget_nbytes = 24 << 10
+    optimizer = infinity.AdamW(model, lr=LR)
+    if rank == 0:
+        loss_of(model, batch(0, model.width)).backward()
+    optimizer.step()
+    weight = engine.read_parameter("blocks.2.0.weight")
+    engine.close()
+    return weight
+
+
+def test_who_waits_for_the_step_makes_room() -> None:
+    mine, theirs = run_ranks(2, _without_room)
+    assert torch.equal(mine, theirs)
 
 
 def budgets(inbox: str, *, host: str = "64MiB", placement: str = "host") -> Budgets:
