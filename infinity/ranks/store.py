@@ -17,7 +17,7 @@ import torch
 from infinity.observe import Counters
 from infinity.ranks.links import Job, Links
 from infinity.ranks.parcels import Fill, Parcel, Parcels
-from infinity.sizes import MIB, PAGE_NBYTES, align_down, align_up
+from infinity.sizes import KIB, MIB, PAGE_NBYTES, align_down, align_up
 from infinity.state.partition import Partition, Segment, Shard
 from infinity.state.store import StateStore, Transfer
 from infinity.state.units import Piece, Unit
@@ -25,15 +25,16 @@ from infinity.storage.engine import Priority
 from infinity.storage.volume import Volume
 from infinity.tiers.host import Block, HostTier
 
-# What is served from a drive goes through a block of this size, one for each rank that asks; and
-# what has no room in the inbox through another, one for each rank that gives.
+# What is served from a drive goes through a block of this size, one for each rank that asks;
 SERVING_NBYTES = MIB
+# and what has no room in the inbox through a smaller one, one for each rank that gives.
+TAKING_NBYTES = 256 * KIB
 _CODES = tuple(Piece)
 
 
 def serving_nbytes(partition: Partition) -> int:
     """Host memory that serving needs for good: two blocks for each rank."""
-    return SERVING_NBYTES * 2 * partition.count
+    return (SERVING_NBYTES + TAKING_NBYTES) * partition.count
 
 
 class Gathering:
@@ -79,8 +80,9 @@ class RankedStore(StateStore):
         self._ranked_host = host
         super().__init__(partition.units, host=host, volume=volume, counters=counters, **parts)
         # By rank: each belongs to one thread.
-        self._reading = [self._allocate(f"serving rank {r}") for r in range(partition.count)]
-        self._taking = [self._allocate(f"inbox of rank {r}") for r in range(partition.count)]
+        ranks = range(partition.count)
+        self._reading = [self._allocate(SERVING_NBYTES, f"serving rank {r}") for r in ranks]
+        self._taking = [self._allocate(TAKING_NBYTES, f"gradients of rank {r}") for r in ranks]
         self.parcels = Parcels(
             inbox_nbytes,
             host=host,
@@ -92,8 +94,8 @@ class RankedStore(StateStore):
         # Units whose shard was written past the executor, which may keep an older copy.
         self.rewritten: set[int] = set()
 
-    def _allocate(self, what: str) -> Block:
-        block = self._ranked_host.allocate(SERVING_NBYTES, what)
+    def _allocate(self, nbytes: int, what: str) -> Block:
+        block = self._ranked_host.allocate(nbytes, what)
         assert block is not None, "the budget has room for serving"
         return block
 
