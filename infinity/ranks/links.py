@@ -44,7 +44,7 @@ _QUEUED_NBYTES = 64 << 20  # Gradients on their way out, beyond which the giver 
 _HEADER = struct.Struct("<BxxxIIIQ")  # kind, three numbers, bytes that follow
 
 
-class Lane(IntEnum):
+class Purpose(IntEnum):
     """What a socket is for."""
 
     GIVING = 0
@@ -52,7 +52,7 @@ class Lane(IntEnum):
 
 
 class Kind(IntEnum):
-    HELLO = 1  # (rank, lane): the server's secret
+    HELLO = 1  # (rank, purpose): the server's secret
     GET = 2  # (unit, piece)
     DATA = 3  # the answer to GET
     PUT = 4  # (tensor, dtype, generation): a part of a gradient
@@ -155,10 +155,10 @@ class Links:
         self._notes: dict[int, deque[tuple[str, bytes]]] = {p.rank: deque() for p in peers}
         self._left: set[int] = set()  # Ranks that said goodbye: done, and not in need of anything.
         self._over: dict[int, tuple[int, int]] = {p.rank: (0, 0) for p in peers}
-        self._outgoing: dict[tuple[int, Lane], _Outgoing] = {}
+        self._outgoing: dict[tuple[int, Purpose], _Outgoing] = {}
         self._incoming: list[socket.socket] = []
         # What others have not connected yet.
-        self._missing = {(peer.rank, lane) for peer in self.others for lane in Lane}
+        self._missing = {(peer.rank, purpose) for peer in self.others for purpose in Purpose}
         self._serving: list[threading.Thread] = []
         self._queued_nbytes = 0  # Of what is given.
         self._num_asked = 0  # Answers that are not there yet.
@@ -183,21 +183,21 @@ class Links:
         except RankError as error:
             self._fail(error)
             raise
-        for (rank, lane), link in self._outgoing.items():
-            name = f"infinity-{lane.name.lower()}-{rank}"
+        for (rank, purpose), link in self._outgoing.items():
+            name = f"infinity-{purpose.name.lower()}-{rank}"
             threading.Thread(target=self._send_all, args=(link,), name=name, daemon=True).start()
 
     def _connect(self) -> None:
         accepting = threading.Thread(target=self._accept, name="infinity-accept", daemon=True)
         accepting.start()
-        for peer, lane in ((peer, lane) for peer in self.others for lane in Lane):
+        for peer, purpose in ((peer, purpose) for peer in self.others for purpose in Purpose):
             try:
                 connection = socket.create_connection((peer.address, peer.port), timeout=SILENCE_S)
                 _prepare(connection)
-                _send(connection, Kind.HELLO, (self.rank, lane, 0), memoryview(peer.secret))
+                _send(connection, Kind.HELLO, (self.rank, purpose, 0), memoryview(peer.secret))
             except OSError as error:
                 raise RankError(peer.rank, f"{peer} cannot be reached: {error}") from error
-            self._outgoing[peer.rank, lane] = _Outgoing(peer, connection)
+            self._outgoing[peer.rank, purpose] = _Outgoing(peer, connection)
         accepting.join()
         for rank, _ in sorted(self._missing):
             raise RankError(rank, f"{self.peers[rank]} has not connected within {SILENCE_S:.0f} s")
@@ -212,17 +212,17 @@ class Links:
                 try:
                     connection.settimeout(BEAT_S)
                     _prepare(connection)
-                    kind, (rank, lane, _), nbytes = _receive_header(connection)
+                    kind, (rank, purpose, _), nbytes = _receive_header(connection)
                     secret = bytearray(min(nbytes, 64))
                     _receive_into(connection, memoryview(secret))
                     mine = self.peers[self.rank].secret
-                    is_known = kind is Kind.HELLO and (rank, lane) in self._missing
+                    is_known = kind is Kind.HELLO and (rank, purpose) in self._missing
                     if not (is_known and hmac.compare_digest(bytes(secret), mine)):
                         raise ConnectionError("not a rank of this job")
                 except (OSError, ValueError):
                     connection.close()
                     continue
-                self._missing.discard((rank, Lane(lane)))
+                self._missing.discard((rank, Purpose(purpose)))
                 connection.settimeout(SILENCE_S)
                 self._incoming.append(connection)
                 serving = threading.Thread(
@@ -292,8 +292,8 @@ class Links:
             self._changed.notify_all()
         telling = [
             threading.Thread(target=self._tell, args=(link, error), daemon=True)
-            for (rank, lane), link in self._outgoing.items()
-            if lane is Lane.GIVING and (is_alive or rank != error.rank)
+            for (rank, purpose), link in self._outgoing.items()
+            if purpose is Purpose.GIVING and (is_alive or rank != error.rank)
         ]
         for thread in telling:
             thread.start()
@@ -465,9 +465,9 @@ class Links:
     ) -> Job:
         self.check()
         job = Job()
-        lane = Lane.ASKING if kind is Kind.GET else Lane.GIVING
+        purpose = Purpose.ASKING if kind is Kind.GET else Purpose.GIVING
         message = _Message(job, kind, numbers, content or memoryview(b""), sinks)
-        self._outgoing[rank, lane].waiting.put(message)
+        self._outgoing[rank, purpose].waiting.put(message)
         return job
 
     # -- Threads -----------------------------------------------------------------------------------

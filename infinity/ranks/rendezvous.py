@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from infinity.errors import ConfigError
 from infinity.observe import Counters
-from infinity.ranks.links import Lane, Links, Peer
+from infinity.ranks.links import Links, Peer, Purpose
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ def process_group(group: Any) -> Any:
 def connect(group: Group, counters: Counters) -> Links:
     """Links between the ranks, not open yet. A collective call."""
     address = "127.0.0.1" if len(set(group.hosts)) == 1 else _address_for_others()
-    listener = socket.create_server((address, 0), backlog=len(Lane) * group.count)
+    listener = socket.create_server((address, 0), backlog=len(Purpose) * group.count)
     me = Peer(
         group.rank,
         group.hosts[group.rank],
