@@ -64,7 +64,7 @@ def import_dcp(
     found = _Directory(Path(directory))
     engine = engine_of(model)
     with engine.together(_NAME):  # Refused before anything is changed, on any rank.
-        with engine.at_rest(_NAME, over_ranks=True):
+        with engine.at_rest(_NAME):
             pass
         weights = found.find_weights(model)
         buffers = dict(found.find_buffers(model))
@@ -75,7 +75,7 @@ def import_dcp(
     with torch.no_grad():
         for key, buffer in buffers.items():
             buffer.copy_(found.read(key))
-    with engine.at_rest(_NAME, over_ranks=True) as state:
+    with engine.at_rest(_NAME) as state:
         state.forget_gradients()
         if optimizer is not None:
             _load_moments(state, lambda name, kind: found.read_fp32(moments.get((name, kind))))

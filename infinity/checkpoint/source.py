@@ -100,9 +100,9 @@ def whole_state(model: nn.Module, what: str) -> Iterator[StateAccess | None]:
     serve it until its block is over. Errors are those of `Engine.together`.
     """
     engine = engine_of(model)
-    with engine.together(f"{what}: all are at rest"), engine.at_rest(what, over_ranks=True):
+    with engine.together(f"{what}: all are at rest"), engine.at_rest(what):
         pass
-    with engine.together(what), engine.at_rest(what, over_ranks=True) as state:
+    with engine.together(what), engine.at_rest(what) as state:
         yield state if engine.rank == 0 else None
 
 

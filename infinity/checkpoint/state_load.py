@@ -119,7 +119,7 @@ def load(
         found = Checkpoint(find_checkpoint(Path(path)))
         program = found.program(engine.rank)
         _check_program(program, optimizer, scheduler, found.path)
-        with engine.at_rest("infinity.checkpoint.load", over_ranks=True) as state:
+        with engine.at_rest("infinity.checkpoint.load") as state:
             found.check_model(state, model, engine.rank)
         found.check_part(engine.rank, engine.num_ranks)
         asked.mine = found.path.name.encode()
@@ -128,7 +128,7 @@ def load(
         raise ConfigError(f"{path}: expected one checkpoint for all ranks, they found {there}")
     with (
         engine.together("infinity.checkpoint.load"),
-        engine.at_rest("infinity.checkpoint.load", over_ranks=True) as state,
+        engine.at_rest("infinity.checkpoint.load") as state,
     ):
         _load_tensors(found, state, engine)
         _load_buffers(found, model, engine.rank)

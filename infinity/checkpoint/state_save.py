@@ -267,7 +267,7 @@ def _check_ranks(engine: Engine) -> None:
     """
     if engine.num_ranks == 1:
         return
-    with engine.at_rest("infinity.checkpoint", over_ranks=True):
+    with engine.at_rest("infinity.checkpoint"):
         pass
     for slot in engine.slots:
         if engine.has_gradient(slot):
@@ -302,7 +302,7 @@ def _write_checkpoint(
     target = directory / state_directory.checkpoint_name(program.step)
     try:
         with (
-            engine.at_rest("infinity.checkpoint", over_ranks=True) as state,
+            engine.at_rest("infinity.checkpoint") as state,
             ExitStack() as naming,
         ):
             if volume is not None and volume.num_spares:

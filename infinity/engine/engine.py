@@ -345,19 +345,15 @@ class Engine:
             self._executor.finish_writes()
 
     @contextmanager
-    def at_rest(self, what: str, *, over_ranks: bool = False) -> Iterator[StateAccess]:
+    def at_rest(self, what: str) -> Iterator[StateAccess]:
         """All state where it rests, and nobody moves it within. `what` names the caller in the
-        error that is raised while parameters are in use.
-
-        `over_ranks`: the caller knows that it sees one rank's part of the state, and does the same
-        on all ranks.
+        error that is raised while parameters are in use. With several ranks this is one rank's part
+        of the state, and all ranks do the same.
         """
         parts = self.parts
         with self._lock, torch.no_grad():
             if self.is_closed:
                 raise InfinityError(f"{what}: the engine of this model is closed")
-            if not over_ranks:
-                self.refuse_ranks(what)
             self.reset()
             self._holds.refuse_held(what)
             self.flush()
@@ -391,14 +387,6 @@ class Engine:
     @property
     def num_ranks(self) -> int:
         return 1 if self.parts.ranks is None else self.parts.ranks.partition.count
-
-    def refuse_ranks(self, what: str) -> None:
-        """Raises UnsupportedError where state is divided over ranks."""
-        if self.parts.ranks is not None:
-            raise UnsupportedError(
-                f"{what} does not know state that is divided over ranks; "
-                "infinity.checkpoint.save does, and what it writes can be exported in other formats"
-            )
 
     @contextmanager
     def together(self, what: str) -> Iterator[Together]:
