@@ -1,11 +1,7 @@
-"""Ranks as processes of this machine, over gloo.
-
-They are forked from one server that has imported torch once, so that a rank costs milliseconds.
-"""
+"""Ranks as processes of this machine, over gloo."""
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import pickle
 import queue
@@ -15,15 +11,10 @@ import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 from typing import Any
 
-_PRELOADED = [
-    "torch.distributed.fsdp",
-    "torch.nn.parallel",
-    "transformers.models.gpt2.modeling_gpt2",
-    "infinity.training.program",
-]
+from tests import forked
+
 TIME_LIMIT_S = 120.0  # Of a hang; what is tested takes seconds.
 
 
@@ -59,11 +50,7 @@ class Ranks:
     """`count` processes that run `work(rank, *arguments)`. Ends them all when it is left."""
 
     def __init__(self, count: int, work: Callable[..., Any], *arguments: Any) -> None:
-        tests = str(Path(__file__).parent.parent)
-        if tests not in sys.path:
-            sys.path.append(tests)  # Where a rank finds the module of `work`.
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(_PRELOADED)
+        context = forked.context()
         self._results = context.Queue()
         port = free_port()
         self.processes: list[BaseProcess] = [

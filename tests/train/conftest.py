@@ -7,10 +7,12 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.forked import Script
+
 
 @pytest.fixture
-def processes() -> Iterator[list[subprocess.Popen[str]]]:
-    started: list[subprocess.Popen[str]] = []
+def processes() -> Iterator[list[subprocess.Popen[str] | Script]]:
+    started: list[subprocess.Popen[str] | Script] = []
     yield started
     for process in started:
         if process.poll() is None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import time
 from pathlib import Path
+
+from tests.forked import Script
 
 # What every job has; a test adds keys of [train] and whole sections behind it.
 CONFIG = """
@@ -39,18 +39,15 @@ def write_job(directory: Path, config: str) -> Path:
     return directory
 
 
-def command(job: Path, *arguments: str) -> list[str]:
-    code = "from infinity.cli import main; main()"
-    return [sys.executable, "-c", code, "train", str(job / "job.toml"), *arguments]
+COMMAND = "from infinity.cli import main; main()"
 
 
-def start(job: Path, *arguments: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        command(job, *arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+def start(job: Path, *arguments: str) -> Script:
+    """`infinity train`, in a process that has everything imported."""
+    return Script(COMMAND, "train", job / "job.toml", *arguments)
 
 
-def wait_for_steps(job: Path, count: int, process: subprocess.Popen[str]) -> None:
+def wait_for_steps(job: Path, count: int, process: Script) -> None:
     metrics = job / "output" / "metrics.jsonl"
     deadline_s = time.monotonic() + 90
     while not metrics.exists() or len(metrics.read_text().splitlines()) < count:

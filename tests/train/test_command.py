@@ -14,8 +14,9 @@ import pytest
 
 from infinity.cli.train import override
 from infinity.errors import ConfigError
+from tests.forked import run_script
 
-from .jobs import CONFIG, command, start, wait_for_steps, write_job
+from .jobs import COMMAND, CONFIG, start, wait_for_steps, write_job
 
 
 @pytest.fixture
@@ -24,13 +25,19 @@ def job(tmp_path: Path) -> Path:
 
 
 def run(job: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command(job, *arguments), capture_output=True, text=True, timeout=120, check=False
-    )
+    return run_script(COMMAND, "train", job / "job.toml", *arguments)
+
+
+def command(job: Path, *arguments: str) -> list[str]:
+    """The command as a user starts it. The others are forked from a process with all of it imported."""
+    return [sys.executable, "-c", COMMAND, "train", str(job / "job.toml"), *arguments]
 
 
 def test_json_prints_the_summary_alone_on_stdout(job):
-    done = run(job, "--json", "--set", "train.steps=2", "--set", "output.directory=elsewhere")
+    options = "--json", "--set", "train.steps=2", "--set", "output.directory=elsewhere"
+    done = subprocess.run(
+        command(job, *options), capture_output=True, text=True, timeout=120, check=False
+    )
 
     assert done.returncode == 0, done.stderr
     summary = json.loads(done.stdout)
@@ -56,7 +63,8 @@ def test_missing_sections_are_named(job):
 
 
 def test_interrupt_finishes_the_step_exports_and_releases(job, processes):
-    processes.append(process := start(job))
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    processes.append(process := subprocess.Popen(command(job), **pipes))
     wait_for_steps(job, 3, process)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
