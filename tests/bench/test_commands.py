@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
-import sys
 import time
 import tomllib
 from pathlib import Path
@@ -15,6 +13,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from infinity.cli import app
+from tests.forked import Script
+from tests.multirank.processes import free_port
 
 SMALL = ("--size", "64MiB", "--rounds", "1", "--no-fio")
 
@@ -90,9 +90,9 @@ def test_config_and_path_at_once_are_refused(config: Path) -> None:
 
 
 def test_sigterm_removes_the_files(tmp_path: Path) -> None:
-    words = [sys.executable, "-c", "from infinity.cli import main; main()", "bench"]
-    options = ["--path", str(tmp_path), "--only", "read", "--size", "256MiB", "--rounds", "1000"]
-    running = subprocess.Popen([*words, *options, "--no-fio"], stderr=subprocess.DEVNULL)
+    options = "--path", tmp_path, "--only", "read", "--size", "256MiB", "--rounds", "1000"
+    code = "from infinity.cli import main; main()"
+    running = Script(code, "bench", *options, "--no-fio")
     try:
         deadline_s = time.monotonic() + 60
         while not list(tmp_path.glob("*/*.swap")):
@@ -129,20 +129,27 @@ def test_tune_refuses_a_drive_that_returns_wrong_bytes(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_collectives_under_torchrun(tmp_path: Path) -> None:
+# With the environment that torchrun makes.
+RANK = """
+import os, sys
+rank, port = sys.argv[1:3]
+os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+del sys.argv[1:3]
+from infinity.cli import main
+main()
+"""
+
+
+def test_collectives_of_two_ranks() -> None:
     """Two ranks on the CPU: every collective right, one report."""
-    script = tmp_path / "bench.py"
-    script.write_text("from infinity.cli import main; main()\n")
-    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*words, str(script), "bench", "--quick", "--size", "64MiB", "--rounds", "1", "--json"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    document: dict[str, Any] = json.loads(done.stdout)
+    options = "bench", "--quick", "--size", "64MiB", "--rounds", "1", "--json"
+    port = free_port()
+    ranks = [Script(RANK, rank, port, *options) for rank in range(2)]
+    (report, errors), (nothing, other_errors) = [rank.communicate() for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], errors + other_errors
+    assert nothing == ""
+    document: dict[str, Any] = json.loads(report)
     subjects = {row["subject"] for row in document["rows"]}
     assert subjects == {"all-gather", "reduce-scatter", "all-reduce"}
     assert all(row["ok"] for row in document["rows"])

@@ -1,7 +1,6 @@
 """A run that is killed again and again: started by test_kills.py in a process of its own.
 
-The process imports torch once and forks a child for every life of the run, so that a life costs
-little more than its training. A life goes on from the newest checkpoint and is killed by SIGKILL:
+The process forks a child for every life of the run, so that a life costs little more than its training. A life goes on from the newest checkpoint and is killed by SIGKILL:
 every other one from outside, a random time after a few steps, the others by themselves at the nth
 effect on files. Checkpoints are copies, or "linked": then every step is committed as well, and a
 checkpoint is written at every other one.
@@ -14,7 +13,6 @@ import json
 import os
 import random
 import signal
-import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -167,7 +165,3 @@ def main(directory: Path, mode: str, steps: int, kills: int, seed: int) -> dict[
     adopted = directory / "adopted"
     report["adopted"] = len(adopted.read_text().splitlines()) if adopted.exists() else 0
     return report
-
-
-if __name__ == "__main__":
-    print(json.dumps(main(Path(sys.argv[1]), sys.argv[2], *map(int, sys.argv[3:6]))))

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,37 +12,21 @@ import pytest
 import infinity
 from infinity.errors import CorruptionError
 from infinity.testing import SimulatedDevice
+from tests.forked import context
 
 from .harness import Run, assert_same, durable, run
-from .killed_run import ROOM, section
+from .killed_run import ROOM, section, train
 from .test_linked import flip, table
 
-ROOT = Path(__file__).resolve().parents[2]
 MIXED = {"parameters": "nvme", "moments": ["host", "nvme"], "master": "host", "gradients": "nvme"}
-Kill = Callable[..., None]
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-m", "tests.checkpoint.killed_run"]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    process = subprocess.Popen(command, text=True, cwd=ROOT, **pipes)
-    with process:
-        yield process
-        process.stdin.close()
-
-
-@pytest.fixture
-def killed(server: subprocess.Popen[str]) -> Kill:
+def killed(directory: Path, *, kind: str = "bf16", steps: int = 4, placement: Any = "nvme") -> None:
     """Leaves what `killed_run` says in a directory."""
-
-    def kill(directory: Path, *, kind: str = "bf16", steps: int = 4, placement: Any = "nvme"):
-        job = {"directory": str(directory), "kind": kind, "steps": steps, "placement": placement}
-        server.stdin.write(json.dumps(job) + "\n")
-        server.stdin.flush()
-        assert server.stdout.readline() == "0\n"
-
-    return kill
+    process = context().Process(target=train, args=(directory, kind, steps, placement))
+    process.start()
+    process.join()
+    assert process.exitcode == 0
 
 
 def expected(directory: Path, kind: str, first: int, stop: int) -> tuple[Any, Any]:
@@ -69,7 +49,7 @@ def volume_of(each: Run) -> Any:
 
 @pytest.mark.parametrize("placement", ["nvme", MIXED], ids=["nvme", "mixed"])
 @pytest.mark.parametrize("kind", ["bf16", "conv", "frozen"])
-def test_it_goes_on_in_the_files_that_are_there(killed, tmp_path, kind, placement):
+def test_it_goes_on_in_the_files_that_are_there(tmp_path, kind, placement):
     options = {"placement": placement, "nvme_nbytes": ROOM} if placement != "nvme" else {}
     killed(tmp_path, kind=kind, placement=placement)
     left = names(tmp_path)
@@ -94,7 +74,7 @@ def test_it_goes_on_in_the_files_that_are_there(killed, tmp_path, kind, placemen
     assert infinity.checkpoint.inspect(tmp_path / "c", verify=True)[0].is_whole
 
 
-def test_no_byte_of_the_state_is_copied(killed, tmp_path):
+def test_no_byte_of_the_state_is_copied(tmp_path):
     """Nothing is read by the engine, nothing written, when a checkpoint is restored in place."""
     killed(tmp_path)
     with run(
@@ -156,7 +136,7 @@ def copy_the_commit(directory: Path) -> None:
 @pytest.mark.parametrize(
     "change", [link_elsewhere, damage_a_neighbour, lose_a_file, copy_the_commit]
 )
-def test_what_is_not_as_expected_is_streamed(killed, tmp_path, change):
+def test_what_is_not_as_expected_is_streamed(tmp_path, change):
     killed(tmp_path)
     left = names(tmp_path)
     change(tmp_path)
@@ -173,7 +153,7 @@ def test_what_is_not_as_expected_is_streamed(killed, tmp_path, change):
     assert kept == {path: path.read_bytes() for path in tmp_path.glob("*.swap")}
 
 
-def test_another_layout_is_streamed_into_the_files_that_are_there(killed, tmp_path):
+def test_another_layout_is_streamed_into_the_files_that_are_there(tmp_path):
     """What the checkpoints need is frozen there, so nothing is written over it meanwhile."""
     killed(tmp_path)
     left = names(tmp_path)
@@ -192,7 +172,7 @@ def test_another_layout_is_streamed_into_the_files_that_are_there(killed, tmp_pa
     assert_same(wanted[1], state)
 
 
-def test_a_damaged_page_is_found_before_anything_changes(killed, tmp_path):
+def test_a_damaged_page_is_found_before_anything_changes(tmp_path):
     killed(tmp_path)
     (path,) = commits(tmp_path).iterdir()
     name, offset, _ = table(path)[2]["runs"][0]
@@ -212,7 +192,7 @@ def test_a_damaged_page_is_found_before_anything_changes(killed, tmp_path):
     assert got == expected(tmp_path, "bf16", 2, 5)[0]
 
 
-def test_what_a_crash_left_half_made_is_removed_first(killed, tmp_path):
+def test_what_a_crash_left_half_made_is_removed_first(tmp_path):
     killed(tmp_path)
     (path,) = commits(tmp_path).iterdir()
     shutil.copytree(path, path.parent / ".step-00000005.partial", copy_function=os.link)
@@ -230,7 +210,7 @@ def test_what_a_crash_left_half_made_is_removed_first(killed, tmp_path):
     assert got == expected(tmp_path, "bf16", 4, 6)[0]
 
 
-def test_checkpoints_of_the_user_are_never_removed(killed, tmp_path):
+def test_checkpoints_of_the_user_are_never_removed(tmp_path):
     """More of them than there are spare generations: the state is streamed, and all of them stay."""
     killed(tmp_path)
     (only,) = (tmp_path / "c").iterdir()

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
-import subprocess
-import sys
 import weakref
 from pathlib import Path
 from typing import Any
@@ -33,6 +30,7 @@ from infinity.checkpoint import (
 from infinity.errors import ConfigError, CorruptionError, StorageError
 from infinity.testing.models import Mlp
 from tests.checkpoint.harness import Net, assert_same, content, run
+from tests.forked import Script
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 KINDS = ("fp32", "bf16", "fp16", "conv", "frozen", "tied", "mixed")
@@ -265,18 +263,9 @@ dist.destroy_process_group()
 def test_shards_of_fsdp_are_put_together(tmp_path: Path) -> None:
     """Written by FSDP2 on two ranks, in rows that do not divide evenly."""
     out = str(tmp_path / "fsdp")
-    command = [sys.executable, "-c", SHARDED]
-    root = str(Path(__file__).resolve().parents[2])
-    environment = {**os.environ, "PYTHONPATH": root}
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank), out, str(tmp_path / "store")],
-            env=environment, stderr=subprocess.PIPE, text=True,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
+    ranks = [Script(SHARDED, rank, out, tmp_path / "store") for rank in range(2)]
     for rank in ranks:
-        _, errors = rank.communicate(timeout=120)
+        _, errors = rank.communicate()
         assert rank.returncode == 0, errors
     expected = torch.load(f"{out}.pt")
     model = infinity.offload(Mlp(width=31, layers=2), swap(tmp_path))

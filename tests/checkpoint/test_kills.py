@@ -8,27 +8,27 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import infinity
+from tests.forked import run_script
 
 LINKED_KILLS = int(os.environ.get("INFINITY_KILLS", "6"))
-ROOT = Path(__file__).resolve().parents[2]
+LIVES = """
+import json, sys
+from pathlib import Path
+from tests.checkpoint import kill_loop
+print(json.dumps(kill_loop.main(Path(sys.argv[1]), sys.argv[2], *map(int, sys.argv[3:]))))
+"""
 
 
 def lives(
-    directory: Path, kills: int, seed: int = 0, *, mode: str = "copied", steps: int = 100
+    directory: Path, kills: int, seed: int = 0, *, mode: str = "copied", steps: int
 ) -> dict[str, int]:
     directory.mkdir()
-    numbers = map(str, (steps, kills, seed))
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.checkpoint.kill_loop", str(directory), mode, *numbers],
-        capture_output=True, text=True, check=False, cwd=ROOT, timeout=270 + 10 * kills,
-    )  # fmt: skip
+    done = run_script(LIVES, directory, mode, steps, kills, seed, timeout=270 + 10 * kills)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -43,14 +43,14 @@ def outcomes(directory: Path) -> dict[int, tuple[float, float]]:
 
 
 def test_a_run_that_is_killed_again_and_again_ends_with_the_same_bits(tmp_path):
-    """Sixteen kills, half of them at a random effect on files, against a run without any."""
-    assert lives(tmp_path / "whole", 0) == {
+    """Ten kills, half of them at a random effect on files, against a run without any."""
+    assert lives(tmp_path / "whole", 0, steps=60) == {
         "killed": 0, "in_checkpoint": 0, "lives": 1, "adopted": 0,
     }  # fmt: skip
-    report = lives(tmp_path / "killed", 16)
+    report = lives(tmp_path / "killed", 10, steps=60)
 
-    assert report["killed"] == 16
-    assert report["in_checkpoint"] >= 3, "kills that hit a checkpoint in the making"
+    assert report["killed"] == 10
+    assert report["in_checkpoint"] >= 2, "kills that hit a checkpoint in the making"
     assert outcomes(tmp_path / "killed") == outcomes(tmp_path / "whole")
     final = [(tmp_path / name / "final").read_text() for name in ("killed", "whole")]
     assert final[0] == final[1]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+
+from tests.forked import run_script
 
 _MIB = 1 << 20
 
@@ -56,9 +56,7 @@ print(json.dumps(growth))
 def test_a_checkpoint_is_never_in_memory(tmp_path):
     """384 MiB of state through a 48 MiB arena: resident memory grows by the arena's untouched
     pages at most, and 16 MiB for Python's and the allocator's own."""
-    done = subprocess.run(
-        [sys.executable, "-c", _CHILD, str(tmp_path)], capture_output=True, text=True, check=False
-    )
+    done = run_script(_CHILD, tmp_path)
     assert done.returncode == 0, done.stderr
     growth = json.loads(done.stdout)
     saved = sum(path.stat().st_size for path in (tmp_path / "checkpoints").rglob("*"))

@@ -19,12 +19,12 @@ The plain training of the same model would need the whole state; `state >= 6 * b
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
 import pytest
+
+from tests.forked import run_script
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -168,12 +168,7 @@ def test_peak_memory_is_the_budget_and_a_stated_overhead(name: str, tmp_path: Pa
             "precision": {"compute": options["compute"]},
         },
     }  # fmt: skip
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, json.dumps(case)],
-        capture_output=True,
-        text=True,
-        timeout=170,
-    )
+    done = run_script(PROGRAM, json.dumps(case), timeout=170)
     assert done.returncode == 0, done.stderr[-4000:]
     seen = json.loads(done.stdout.strip().splitlines()[-1])
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import subprocess
-import sys
 from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from infinity.testing.simulated_device import SimulatedDevice
 from infinity.trace.summary import summarize
 from infinity.training import program
 from infinity.training.tracing import TracePlan, Tracing
+from tests.forked import run_script
 
 THREAD = ("compute", "engine", "updates", "stalls")
 
@@ -244,9 +244,7 @@ def test_the_commands_do_it_all(table, tmp_path):
     config.write_text(json.dumps(table))
 
     def command(*arguments: str) -> subprocess.CompletedProcess[str]:
-        code = "from infinity.cli import main; main()"
-        line = [sys.executable, "-c", code, *arguments]
-        return subprocess.run(line, capture_output=True, text=True, timeout=120, check=False)
+        return run_script("from infinity.cli import main; main()", *arguments)
 
     done = command("train", str(config), "--trace", str(trace), "--trace-steps", "2:3")
     assert done.returncode == 0, done.stderr

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+
+from tests.forked import run_script
 
 _MIB = 1 << 20
 
@@ -54,10 +54,7 @@ def test_import_and_export_hold_one_tensor_of_many(tmp_path):
     Budget: one tensor read, one that the allocator has not given back, one in the making, and
     8 MiB for headers and Python.
     """
-    done = subprocess.run(
-        [sys.executable, "-c", _CHILD, str(tmp_path)],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    done = run_script(_CHILD, tmp_path)
     assert done.returncode == 0, done.stderr
     growth = json.loads(done.stdout)
 
