@@ -45,7 +45,6 @@ class Arena:
             raise _too_large(capacity_nbytes, available_host_nbytes()) from error
         self.address: int = self._core.address
         self.capacity_nbytes = capacity_nbytes
-        self.huge_page_nbytes = _huge_page_nbytes(self.address, capacity_nbytes)
 
     def __enter__(self) -> Arena:
         return self
@@ -59,6 +58,11 @@ class Arena:
         if self._core is None:
             raise ValueError("the arena is closed")
         return self._core
+
+    @property
+    def huge_page_nbytes(self) -> int:
+        """Bytes that huge pages back now. Asks the kernel about all mappings: milliseconds."""
+        return _huge_page_nbytes(self.core.address, self.capacity_nbytes)
 
     def memory(self, offset_nbytes: int, nbytes: int) -> memoryview:
         """A writable view of bytes, without a copy."""

@@ -220,15 +220,13 @@ def test_poison_costs_less_than_a_second_remap() -> None:
 @needs_remap
 @pytest.mark.skipif(not has_huge_pages(), reason="transparent huge pages are 'never' here")
 def test_moves_of_whole_huge_pages_keep_them_whole() -> None:
-    from infinity.storage.arena import _huge_page_nbytes
-
     with Arena(16 * MIB) as arena, Window(8 * MIB) as window:
         for cycle in range(50):
             offset = cycle % 4 * 2 * MIB
             window.map(arena, offset, 8 * MIB)
             assert window.memory(0, 1)[0] == 0
             window.unmap(arena, offset, 8 * MIB)
-        assert _huge_page_nbytes(arena.address, arena.capacity_nbytes) == 16 * MIB
+        assert arena.huge_page_nbytes == 16 * MIB
 
 
 @needs_remap
