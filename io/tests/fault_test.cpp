@@ -100,6 +100,11 @@ TEST(EveryAnswerOfTheKernelMayBeBad) {
   on_each_backend([](Backend backend) {
     for (const bool is_scattered : {false, true}) {
       for (const Kind& kind : kKinds) {
+        // In one piece or in many an error is an error: EIO stands for all that are given up at once.
+        if (is_scattered && kind.repeats == 1 && kind.expected == -kind.answer &&
+            kind.expected != EIO) {
+          continue;
+        }
         std::uint64_t rung = 1;
         bool has_failed = false;
         for (Outcome outcome = climb(backend, kind, rung, is_scattered);
