@@ -13,7 +13,7 @@ demo:
 	.venv/bin/infinity train examples/demo.toml
 
 test: setup
-	$(PYTHON) -m pytest -n 2 --durations=10
+	$(PYTHON) -m pytest -n 2 --dist worksteal --durations=10
 
 lint: setup
 	$(PYTHON) -m ruff check .
