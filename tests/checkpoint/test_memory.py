@@ -10,7 +10,7 @@ _MIB = 1 << 20
 
 # In a process of its own: the high-water mark of resident memory belongs to the whole process.
 _CHILD = """
-import json, sys
+import ctypes, json, sys
 from pathlib import Path
 import torch
 import infinity
@@ -21,6 +21,7 @@ def high_water_nbytes():
 
 def growth_nbytes(work):
     def once():
+        ctypes.CDLL(None).malloc_trim(0)  # Or what was freed is taken again, and is no growth.
         open("/proc/self/clear_refs", "w").write("5")  # The mark falls to what is resident now.
         before = high_water_nbytes()
         work()
