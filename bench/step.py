@@ -43,6 +43,7 @@ from infinity.training.allocator import keep_freed_memory
 KINDS = ("parameters", "master", "moments")
 VOCABULARY = 50257
 PIECE_NBYTES = 16 << 20
+_WARM_UP = 4  # Micro-batches.
 
 
 def main() -> None:
@@ -124,13 +125,15 @@ class Side:
 
 
 def measure(sides: dict[str, Side], tokens: int, words: argparse.Namespace) -> dict[str, Any]:
-    """Rounds of host, NVMe and bare bytes by turns, after one that is not counted."""
+    """Rounds of host, NVMe and bare bytes by turns, after one of a few micro-batches that is not
+    counted."""
     source = torch.Generator().manual_seed(tokens)
     ids = torch.randint(VOCABULARY, (tokens // words.sequence, words.sequence), generator=source)
     micro_batches = list(ids.split(words.micro_batch))
     rounds: list[dict[str, dict[str, float]]] = []
     for number in range(words.rounds + 1):
-        each = {where: side.step(micro_batches) for where, side in sides.items()}
+        here = micro_batches if number > 0 else micro_batches[:_WARM_UP]
+        each = {where: side.step(here) for where, side in sides.items()}
         assert each["host"]["loss"] == each["nvme"]["loss"], "placement changed the loss"
         moved = each["nvme"]["read_nbytes"], each["nvme"]["written_nbytes"]
         each["bytes"] = {"seconds": bare_s(*map(int, moved), words)}
