@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,9 @@ import pytest
 # One compute thread, before torch is there to read it: what is computed is tiny, and a parallel region
 # costs more than its sums. Equality with several threads is shown by tests that set them.
 os.environ["OMP_NUM_THREADS"] = "1"
+
+# A shell starts what it puts in the background with Ctrl-C ignored, and every child would inherit it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Tests must never reach out for a model or a tokenizer.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
