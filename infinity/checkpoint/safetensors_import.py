@@ -236,6 +236,7 @@ class ImportPlan:
                         write(parameter_name, tensor)
                     for module, buffer_name in target.buffers:
                         _set_buffer(module, buffer_name, tensor)
+                    del tensor  # Not held while the next is read.
         finally:
             self.source.close()
 
