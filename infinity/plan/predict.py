@@ -91,6 +91,7 @@ def forecast(config: SwapConfig, model: Model, hardware: Hardware, batch: Batch)
     spare_nbytes = num_spares * _rewritten_nbytes(model, placement)
     _refuse_full_tiers(model, hardware, budgets, spare_nbytes)
     job = _job(config, model, hardware, batch, budgets, window_nbytes)
+    parked = _parked(config, model, batch)
     return Forecast(
         model=model,
         hardware=hardware,
@@ -106,8 +107,9 @@ def forecast(config: SwapConfig, model: Model, hardware: Hardware, batch: Batch)
         warnings=(
             *_said_of_tiles(whole, model),
             *_warnings(config, model, hardware, batch, window_nbytes),
+            *_said_of_parked(parked, hardware, budgets),
         ),
-        parked=_parked(config, model, batch),
+        parked=parked,
     )
 
 
@@ -119,6 +121,21 @@ def _parked(config: SwapConfig, model: Model, batch: Batch) -> tuple[str, int] |
         return None
     blocks = sum(site.attention_width > 0 for site in model.sites)
     return tier, blocks * _input_nbytes(config, model, batch)
+
+
+def _said_of_parked(
+    parked: tuple[str, int] | None, hardware: Hardware, budgets: Budgets
+) -> list[str]:
+    if parked is None or hardware.shares_host_memory:
+        return []
+    tier, nbytes = parked
+    if tier == "host" and nbytes > budgets.working_nbytes:
+        return [
+            f"layer inputs take {format_nbytes(nbytes)} of the host, which has "
+            f"{format_nbytes(budgets.working_nbytes)} to work in: this batch does not fit; set "
+            "placement.activations to nvme, or make the batch smaller"
+        ]
+    return []
 
 
 def _input_nbytes(config: SwapConfig, model: Model, batch: Batch) -> int:

@@ -89,6 +89,10 @@ def test_a_batch_that_does_not_fit_is_no_advice() -> None:
     change = "micro-batches twice as large"
     assert change in [each["change"] for each in ordinary["advice"]]
     assert change not in [each["change"] for each in full["advice"]]
+    layers = ("--model", "deepseek-v3", "--hardware", "8xh100-8nvme", "--tokens", "524288",
+              "--set", "schedule.micro_batch=16", "--set")  # fmt: skip
+    assert "layer inputs take" in plan(*layers, "placement.activations=host")
+    assert "layer inputs take" not in plan(*layers, "placement.activations=nvme")
 
 
 def test_the_list_names_what_is_shipped() -> None:
