@@ -48,7 +48,7 @@ from infinity.checkpoint.state_random import random_state
 from infinity.engine.durability import is_elsewhere
 from infinity.engine.engine import Engine
 from infinity.engine.optimizer import AdamW
-from infinity.engine.ranked import Together
+from infinity.engine.rank_group import Together
 from infinity.engine.registry import engine_of
 from infinity.engine.state_access import StateAccess
 from infinity.errors import ConfigError, RankError, UnsupportedError

@@ -34,7 +34,9 @@ from infinity.engine.initialise import initialise
 from infinity.engine.machinery import Machinery
 from infinity.engine.master import Masters
 from infinity.engine.passes import Passes
-from infinity.engine.ranked import RankedGradients, RankedMasters, RankedUpdater, RankGroup
+from infinity.engine.rank_group import RankGroup
+from infinity.engine.ranked import RankedMasters, RankedUpdater
+from infinity.engine.ranked_gradients import RankedGradients
 from infinity.engine.registry import is_offloaded
 from infinity.engine.slot import Slot
 from infinity.engine.tiling import Tiling

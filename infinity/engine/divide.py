@@ -13,7 +13,7 @@ import torch
 
 from infinity.config import SwapConfig
 from infinity.config.values import Capacity
-from infinity.engine.ranked import RankGroup
+from infinity.engine.rank_group import RankGroup
 from infinity.errors import ConfigError, StorageError
 from infinity.ranks.rendezvous import Group, connect, path_of_rank
 from infinity.ranks.store import RankedStore, serving_nbytes

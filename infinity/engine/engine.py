@@ -40,7 +40,7 @@ from infinity.engine.interrupts import uninterrupted
 from infinity.engine.layer_major import Conductor
 from infinity.engine.machinery import Machinery
 from infinity.engine.parameter_grads import ParameterGrads
-from infinity.engine.ranked import Together
+from infinity.engine.rank_group import Together
 from infinity.engine.shared_activations import SharedActivations
 from infinity.engine.slot import Slot
 from infinity.engine.state_access import StateAccess

@@ -9,7 +9,7 @@ from infinity.engine.activations import Activations
 from infinity.engine.gradients import Gradients
 from infinity.engine.master import Masters
 from infinity.engine.passes import Passes
-from infinity.engine.ranked import RankGroup
+from infinity.engine.rank_group import RankGroup
 from infinity.engine.update import Updater
 from infinity.observe import Counters
 from infinity.schedule.executor import Executor

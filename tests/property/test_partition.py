@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infinity.engine.ranked import block_sums, num_blocks
+from infinity.engine.ranked_gradients import block_sums, num_blocks
 from infinity.ranks.inbox import Inbox
 from infinity.sizes import PAGE_NBYTES
 from infinity.state.partition import STAGES, Partition, partition

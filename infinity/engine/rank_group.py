@@ -1,0 +1,174 @@
+"""The ranks that train together, as one engine sees them: where they meet and what they agree on.
+
+docs/design/0005-one-sided-exchange.md says why ranks meet so seldom.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import numpy
+
+from infinity.engine.ranked_gradients import WIRE_DTYPES, RankedGradients
+from infinity.errors import InfinityError, RankError
+from infinity.ranks.parcels import Fill
+from infinity.ranks.store import RankedStore
+from infinity.schedule.executor import Executor
+from infinity.state.units import Unit
+
+
+@dataclass(slots=True)
+class Together:
+    """What ranks tell each other at the end of a block: `mine`, and after it `of_all`, by rank."""
+
+    mine: bytes = b""
+    of_all: list[bytes] = field(default_factory=list)
+
+
+class RankGroup:
+    """The ranks that train together, as the engine sees them."""
+
+    def __init__(self, store: RankedStore, executor: Executor, gradients: RankedGradients) -> None:
+        self._store = store
+        self._executor = executor
+        self._gradients = gradients
+        self.partition = store.partition
+        self.links = store.links
+        self._is_filling = True  # Until weights have their first values.
+        self._unagreed: set[int] = set()  # Units that were set and that others do not see yet.
+
+    def open(self) -> None:
+        """Begins to serve the others, and waits until all of them do."""
+        self.links.open(self)
+        self.barrier("infinity.offload")
+
+    def begin_step(self) -> None:
+        self._gradients.begin_step()
+
+    # What others want: see links.Service.
+
+    def serve(self, unit: int, piece: int, *, to: int) -> tuple[int, Iterable[memoryview]]:
+        return self._store.serve(unit, piece, to=to)
+
+    def deliver(
+        self, rank: int, tensor: int, dtype: int, generation: int, nbytes: int, receive: Fill
+    ) -> None:
+        parcel = self._store.receive(WIRE_DTYPES[dtype], nbytes, receive, giver=rank)
+        self._gradients.deliver(rank, tensor, generation, parcel)
+
+    def barrier(self, what: str) -> None:
+        """Returns when every rank has come here. Raises RankError."""
+        self._meet(what, b"")
+
+    def _meet(self, what: str, content: bytes) -> list[bytes]:
+        """Every rank's content. Gradients may be on their way: what they need is room."""
+        return self.links.all_gather(what, content, meanwhile=self._gradients.take_in)
+
+    def gather_numbers(self, what: str, number: float) -> list[float]:
+        """Every rank's number, in rank order."""
+        theirs = self._meet(what, numpy.float64(number).tobytes())
+        return [float(numpy.frombuffer(each, numpy.float64)[0]) for each in theirs]
+
+    @contextmanager
+    def together(self, what: str) -> Iterator[Together]:
+        """The block on every rank: all of them leave it well, or all with an error.
+
+        Returns when every rank's block is over. A rank whose block is well raises InfinityError
+        with the words of the first that failed; RankError where one is gone.
+        """
+        shared, failure = Together(), None
+        try:
+            yield shared
+        except RankError:
+            raise
+        except Exception as error:
+            failure = error
+        words = "" if failure is None else f"{type(failure).__name__}: {failure}"
+        head = len(words.encode()).to_bytes(4, "little")
+        theirs = self._meet(what, head + words.encode() + shared.mine)
+        if failure is not None:
+            raise failure
+        for rank, content in enumerate(theirs):
+            nbytes = 4 + int.from_bytes(content[:4], "little")
+            if nbytes > 4:
+                raise InfinityError(f"{what} failed on rank {rank}: {content[4:nbytes].decode()}")
+        shared.of_all = [content[4:] for content in theirs]
+
+    def forget_outdated(self) -> None:
+        """Drops copies of this rank's shards that were written past the executor."""
+        for index in self._store.rewritten:
+            self._executor.discard(len(self.partition.wholes) + index)
+        self._store.rewritten.clear()
+
+    def forget_gathered(self) -> None:
+        """Drops weights that were put together from shards: the shards are others now."""
+        if self.partition.stage == 3:
+            for unit in self.partition.wholes:
+                self._executor.discard(unit.index)
+
+    def refuse_different(self, what: str, content: bytes, *, remedy: str) -> None:
+        """Raises InfinityError on every rank where `content` is not the same everywhere."""
+        theirs = self._meet(what, content)
+        for rank, other in enumerate(theirs):
+            if other != theirs[0]:
+                raise InfinityError(f"{what}: rank {rank} has something else than rank 0. {remedy}")
+
+    @contextmanager
+    def setting(self, units: Iterable[int]) -> Iterator[None]:
+        """Around a change of units' weights from outside, which all ranks make alike."""
+        if self._is_filling:
+            yield
+            return
+        self.barrier("weights are about to be set")
+        yield
+        self._unagreed.update(units)
+        self.agree()
+
+    def agree(self) -> None:
+        """What was set becomes what all ranks see, but for units that an outer gather holds."""
+        idle = [unit for unit in sorted(self._unagreed) if not self._executor.is_held(unit)]
+        self._unagreed.difference_update(idle)
+        if idle:
+            self._agree_on(idle)
+
+    def agree_on_first_weights(self) -> None:
+        """Every parameter has its value, set here without a word to the others."""
+        self._agree_on(range(len(self.partition.wholes)))
+        self._is_filling = False
+
+    def _agree_on(self, units: Iterable[int]) -> None:
+        """Every rank sees what the owners have, after weights of these units were set from outside.
+        Nobody holds them."""
+        wholes = [self.partition.wholes[unit] for unit in units]
+        publish(self._store, self._executor, wholes)
+        self.barrier("weights were set")
+        refresh(self._store, self._executor, wholes)
+        self.barrier("weights are agreed on")
+
+
+def publish(store: RankedStore, executor: Executor, wholes: Iterable[Unit]) -> None:
+    """What this rank owns of the units rests where others are served from. Nobody holds them."""
+    if store.partition.stage < 3:
+        for unit in wholes:
+            executor.take_off_device(unit.index)
+    executor.finish_writes()
+
+
+def refresh(store: RankedStore, executor: Executor, wholes: Iterable[Unit]) -> None:
+    """Makes this rank's whole weights those that their owners have published.
+
+    What is put together from shards when it is needed is dropped; what every rank keeps whole is
+    brought up to date.
+    """
+    for unit in wholes:
+        if store.partition.stage == 3:
+            executor.discard(unit.index)
+        elif unit.state_numel:
+            weights = executor.check_out(unit.index, read=True)
+            try:
+                store.gather_weights(unit.index, weights, is_mine_there=True).wait()
+            finally:
+                executor.check_in(unit.index, dirty_nbytes=unit.trainable_nbytes)
+    executor.finish_writes()
