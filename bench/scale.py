@@ -153,7 +153,7 @@ def draw(found: list[dict[str, Any]], words: argparse.Namespace) -> None:
     import matplotlib
 
     matplotlib.use("agg")
-    from matplotlib import pyplot
+    from matplotlib import pyplot, ticker
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 3.4), constrained_layout=True)
     numbers = [each["num_parameters"] for each in found]
@@ -164,9 +164,14 @@ def draw(found: list[dict[str, Any]], words: argparse.Namespace) -> None:
     right.plot(numbers, memory, "o-", label="peak RSS")
     right.plot(numbers, state, "--", color="grey", label="training state")
     right.set(ylabel="GiB", title=f"memory, host budget {words.host}", yscale="log")
+    right.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+    right.yaxis.set_major_formatter("{x:g}")
+    right.yaxis.set_minor_locator(ticker.NullLocator())
     right.legend()
     for axes in (left, right):
         axes.set(xscale="log", xlabel="parameters")
+        axes.xaxis.set_minor_locator(ticker.NullLocator())
+        axes.set_xticks(numbers, [each["name"] for each in found])
         axes.grid(alpha=0.3)
         axes.set_ylim(bottom=0 if axes is left else None)
     figure.savefig(words.plot, dpi=120)
