@@ -46,6 +46,7 @@ def main() -> None:
     parser.add_argument("--host", default="1GiB")
     parser.add_argument("--sequence", type=int, default=256)
     parser.add_argument("--steps", type=int, default=3, help="counted, after two that are not")
+    parser.add_argument("--tile", default="auto", help="[schedule] tile of the engine")
     parser.add_argument("--only", nargs="+", choices=[name for name, *_ in SHAPES])
     parser.add_argument("--save", type=Path)
     parser.add_argument("--plot", type=Path)
@@ -55,7 +56,8 @@ def main() -> None:
     if words.worker:
         print("\n" + json.dumps(train(**words.worker)))
         return
-    results = Results(words.save, {key: getattr(words, key) for key in ("host", "sequence")})
+    settings = {key: getattr(words, key) for key in ("host", "sequence", "tile")}
+    results = Results(words.save, settings)
     for name, layers, width in QUICK if words.quick else SHAPES:
         if words.only and name not in words.only:
             continue
@@ -67,7 +69,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory(dir=words.path, prefix="infinity-scale-") as scratch:
             case = {
                 "layers": layers, "width": width, "swap": scratch, "host": words.host,
-                "sequence": words.sequence, "steps": words.steps,
+                "sequence": words.sequence, "steps": words.steps, "tile": words.tile,
             }  # fmt: skip
             line = [sys.executable, str(Path(__file__).resolve()), "--worker", json.dumps(case)]
             answer = subprocess.run(line, stdout=subprocess.PIPE, text=True, check=True).stdout
@@ -76,7 +78,7 @@ def main() -> None:
 
 
 def train(
-    layers: int, width: int, swap: str, host: str, sequence: int, steps: int
+    layers: int, width: int, swap: str, host: str, sequence: int, steps: int, tile: str
 ) -> dict[str, Any]:
     """In a process of its own: medians over the counted steps."""
     import torch
@@ -90,6 +92,7 @@ def train(
         "tiers": {"host": {"capacity": host}, "nvme": [{"path": swap}]},
         "placement": {"gradients": "nvme"},
         "precision": {"compute": "bfloat16"},
+        "schedule": {"tile": tile},
     }
     shape = GPT2Config(
         n_layer=layers, n_embd=width, n_head=width // 64, n_positions=sequence, use_cache=False,
