@@ -54,7 +54,7 @@ class HostPool:
                 )
         return block
 
-    def _reclaim(self, wanted_nbytes: int = 0) -> bool:
+    def _reclaim(self, wanted_nbytes: int) -> bool:
         return any(reclaim(wanted_nbytes) for reclaim in self._reclaimers)
 
     def carve(self, block: Block, offset_nbytes: int, nbytes: int) -> Block:

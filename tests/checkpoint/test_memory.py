@@ -10,10 +10,11 @@ _MIB = 1 << 20
 
 # In a process of its own: the high-water mark of resident memory belongs to the whole process.
 _CHILD = """
-import ctypes, json, sys
+import json, sys
 from pathlib import Path
 import torch
 import infinity
+from infinity.training.allocator import give_back
 
 def high_water_nbytes():
     with open("/proc/self/status") as status:
@@ -21,7 +22,7 @@ def high_water_nbytes():
 
 def growth_nbytes(work):
     def once():
-        ctypes.CDLL(None).malloc_trim(0)  # Or what was freed is taken again, and is no growth.
+        give_back()  # Or what was freed is taken again, and is no growth.
         open("/proc/self/clear_refs", "w").write("5")  # The mark falls to what is resident now.
         before = high_water_nbytes()
         work()
