@@ -102,9 +102,9 @@ def is_packed(module: nn.Module) -> bool:
 def why_not_cut(module: nn.Module) -> str | None:
     """None for packed experts that a tile can be made of."""
     kind = type(module).__name__
-    own = {name: each for name, each in module._parameters.items() if each is not None}
+    own = [each for each in module._parameters.values() if each is not None]
     num_experts = module.__dict__.get("num_experts")
-    if any(not each.dim() or each.shape[0] != num_experts for each in own.values()):
+    if any(not each.dim() or each.shape[0] != num_experts for each in own):
         return f"a parameter of its {kind} has not one row per expert"
     if any(True for child in module.children() for _ in (*child.parameters(), *child.buffers())):
         return f"its {kind} has modules with state of their own"

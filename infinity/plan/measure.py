@@ -27,7 +27,7 @@ from infinity.errors import ConfigError, UnsupportedError
 from infinity.plan.hardware import Device, Hardware, Host, Nvme
 from infinity.plan.model import Model
 from infinity.plan.predict import Batch
-from infinity.plan.rehearsal import Rehearsed, rehearse
+from infinity.plan.rehearsal import Rehearsed, rehearse, timed_shape
 from infinity.sizes import MIB
 from infinity.storage.arena import Arena, available_host_nbytes
 from infinity.storage.engine import open_configured
@@ -37,7 +37,6 @@ _ARENA_NBYTES = 256 * MIB
 _EXTENT_NBYTES = 16 * MIB
 _NUM_ROUNDS = 3
 _LEAST_S = 0.3
-_MOST_TOKENS = 4096
 _MOST_FFN_RATIO = 16  # Stacked experts are far larger than what a token sees of them.
 _HEAD_DIM = 64
 
@@ -149,8 +148,7 @@ def _sum_gbps() -> float:
 def _flops_of_a_block_alike(model: Model, batch: Batch, dtype: torch.dtype) -> float:
     """Of forward and backward of a plain block as wide and as large as the model's largest one:
     matrix products, and what goes with them, counted as products alone."""
-    length = min(batch.sequence_length, _MOST_TOKENS)
-    count = max(1, min(batch.num_tokens, _MOST_TOKENS) // length)
+    count, length = timed_shape(batch)
     hidden = model.checkpoint_width
     blocks = {unit for site in model.sites if site.attention_width for unit in site.units}
     params = max((sum(t.numel for t in model.units[unit].tensors) for unit in blocks), default=0)

@@ -90,8 +90,8 @@ def forecast(config: SwapConfig, model: Model, hardware: Hardware, batch: Batch)
     num_spares = wanted_spares(config, is_linked=True)
     spare_nbytes = num_spares * _rewritten_nbytes(model, placement)
     _refuse_full_tiers(model, hardware, budgets, spare_nbytes)
-    job = _job(config, model, hardware, batch, budgets, window_nbytes)
     parked = _parked(config, model, batch)
+    job = _job(config, model, hardware, batch, budgets, window_nbytes, parked)
     return Forecast(
         model=model,
         hardware=hardware,
@@ -259,6 +259,7 @@ def _job(
     batch: Batch,
     budgets: Budgets,
     window_nbytes: int | None,
+    parked: tuple[str, int] | None,
 ) -> Job:
     # Several micro-batches through one block are summed on the device, in float32.
     micro_batch = config.schedule.micro_batch
@@ -273,7 +274,6 @@ def _job(
     if not hardware.shares_host_memory:
         assert window_nbytes is not None
         device_cache_nbytes = window_nbytes - budgets.placement.placed_nbytes["device"]
-    parked = _parked(config, model, batch)
     parked_nbytes = _input_nbytes(config, model, batch) if parked is not None else 0
     return Job(
         units=units,

@@ -64,8 +64,7 @@ def rehearse(
     host_nbytes = _STATE_NBYTES * num_params + 64 * MIB
     if host_nbytes > available_host_nbytes() // 2:
         return None
-    length = min(batch.sequence_length, _MOST_TOKENS)
-    count = max(1, min(batch.num_tokens, _MOST_TOKENS) // length)
+    count, length = timed_shape(batch)
     with ExitStack() as stack:
         table = config.to_dict()
         table = {key: table[key] for key in ("tiers", "placement", "precision", "io", "schedule")}
@@ -91,6 +90,12 @@ def rehearse(
         update=updated / steps[Lane.UPDATES],
         hold=2 * weight_nbytes / steps[Lane.ENGINE],
     )
+
+
+def timed_shape(batch: Batch) -> tuple[int, int]:
+    """Sequences, and tokens of each, of a micro-batch; of a larger one as many as tell enough."""
+    length = min(batch.sequence_length, _MOST_TOKENS)
+    return max(1, min(batch.num_tokens, _MOST_TOKENS) // length), length
 
 
 def _own_blocks(model: Model, dtype: torch.dtype) -> Any:

@@ -212,7 +212,7 @@ class _Draft:
         self._ring: list[tuple[int, ...]] = []  # What frees the ring's segments, oldest first.
         self._gradients_out: list[int] = []
         self._parked: dict[int, int] = {}  # By use: when its input is where it waits.
-        self._computed: list[int] = []  # Of the pass, in order.
+        self._computed: list[int] = []  # Forwards and backwards of uses, in order.
         self._host, self._device = self._visits()
         self._host_free: dict[int, tuple[int, ...]] = {}  # Visit -> what its room waits for.
         self._device_free: dict[int, tuple[int, ...]] = {}
