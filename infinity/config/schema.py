@@ -60,6 +60,7 @@ UpdatesMode = Literal["deferred", "at_step"]
 UpdatePlace = Literal["host", "device"]
 RankBudgets = Literal["node", "rank"]
 ReduceDtype = Literal["auto", "bfloat16"]
+RankExchange = Literal["auto", "collective", "one_sided"]
 OptimizerName = Literal["adamw"]
 LrSchedule = Literal["constant", "linear", "cosine"]
 IoEngineName = Literal["auto", "io_uring", "threads"]
@@ -324,6 +325,13 @@ class Ranks(Section):
         description='What gradients are sent in. "auto": their own dtype, sums of several float32. '
         '"bfloat16" rounds them before they are sent, which is approximate and halves the bytes of '
         "float32 ones. They are summed in float32 in any case.",
+    )
+    exchange: Annotated[RankExchange, Choice(RankExchange)] = Field(
+        "auto",
+        description="How weights (stage 3) and gradients (stages 2 and 3) go from rank to rank. "
+        '"collective": between the devices, where all ranks need the same, and one by one '
+        'otherwise. "one_sided": one by one, between the hosts. "auto": collective between CUDA '
+        "devices. The bits are the same.",
     )
     inbox: Annotated[Literal["auto"] | int, AutoOr(Size())] = Field(
         "auto",

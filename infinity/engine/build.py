@@ -17,11 +17,13 @@ from torch.nn.parameter import is_lazy
 from infinity.config import SwapConfig
 from infinity.config.schema import NvmeTier
 from infinity.engine.activations import Activations
+from infinity.engine.bundles import Bundles
 from infinity.engine.discover import Anatomy, Found, UnitRule, dissect, storage_strides
 from infinity.engine.divide import (
     Division,
     config_of_rank,
     divide,
+    is_collective,
     refuse_different_weights,
     remove_directories,
 )
@@ -43,6 +45,8 @@ from infinity.engine.tiling import Tiling
 from infinity.engine.update import Updater
 from infinity.errors import CapacityError, ConfigError, UnsupportedError
 from infinity.observe import Counters
+from infinity.ranks.collectives import Collectives
+from infinity.ranks.gathering import Gathering
 from infinity.ranks.rendezvous import Group, find_group, process_group
 from infinity.ranks.store import RankedStore
 from infinity.schedule.executor import Executor
@@ -159,6 +163,12 @@ def _lay_out(
     tiling: Tiling,
 ) -> _LaidOut:
     """Units that the budgets can hold; cuts the model's modules into tiles where it has to be."""
+    on_devices = ranks is not None and is_collective(
+        config,
+        ranks,
+        has_own_memory=not _shares_host_memory(config, device),
+        is_cuda=device is None and _kind(config) == "cuda",
+    )
 
     def attempt(limit_nbytes: int | None) -> _LaidOut:
         tiling.cut(limit_nbytes)
@@ -172,7 +182,7 @@ def _lay_out(
         ]
         division = None
         if ranks is not None:
-            division = divide(laid_out, ranks, config)
+            division = divide(laid_out, ranks, config, is_collective=on_devices)
             laid_out = list(division.partition.wholes)
         budgets = _budgets(config, laid_out, anatomy, device, division)
         return anatomy, laid_out, division, budgets
@@ -263,18 +273,25 @@ def _budgets(
     division: Division | None,
 ) -> Budgets:
     """Asks this machine for its sizes."""
-    is_cpu = device.shares_host_memory if device is not None else _kind(config) == "cpu"
+    is_cpu = _shares_host_memory(config, device)
+    device_nbytes = _device_nbytes(config, is_given=is_cpu or device is not None)
+    if device_nbytes is not None and division is not None and division.buffers is not None:
+        device_nbytes -= division.buffers.nbytes
     return Budgets(
         config,
         units if division is None else division.partition.units,
         held_nbytes=anatomy.held_nbytes([rounded_nbytes(u.weight_nbytes) for u in units]),
         shares_host_memory=is_cpu,
-        device_nbytes=_device_nbytes(config, is_given=is_cpu or device is not None),
+        device_nbytes=device_nbytes,
         available_host_nbytes=available_host_nbytes() // (division.sharing if division else 1),
         gathered_nbytes=division.gathered_nbytes if division else 0,
         serving_nbytes=division.serving_nbytes if division else 0,
         given_nbytes=division.given_nbytes if division else 0,
     )
+
+
+def _shares_host_memory(config: SwapConfig, device: OwnDevice | None) -> bool:
+    return device.shares_host_memory if device is not None else _kind(config) == "cpu"
 
 
 def _device_nbytes(config: SwapConfig, *, is_given: bool) -> int | None:
@@ -332,6 +349,9 @@ def _assemble(
         store = StateStore(units, **homes)
     else:
         store = division.store(resources, inbox_nbytes=budgets.inbox_nbytes, **homes)
+    collectives = bundles = gathering = None
+    if division is not None:
+        collectives, bundles, gathering = _exchange(division, store, device, counters, resources)
     pool = HostPool(host, is_tight=budgets.is_tight)
     placed_on_device = budgets.placement.placed_nbytes["device"]
     window = budgets.device_nbytes
@@ -345,6 +365,7 @@ def _assemble(
             None if window is None or device.shares_host_memory else window - placed_on_device
         ),
         is_outdated_by_step=division is not None and division.partition.stage == 3,
+        gathering=gathering,
     )
     is_ranked = isinstance(store, RankedStore)
     passes = Passes(counters.tracer)
@@ -352,6 +373,7 @@ def _assemble(
     if is_ranked:
         taking["reduce_dtype"] = _DTYPES.get(config.ranks.reduce_dtype)
         taking["passes"] = passes
+        taking["bundles"] = bundles
     gradients = (RankedGradients if is_ranked else Gradients)(store, **taking)
     updater = (RankedUpdater if is_ranked else Updater)(
         store,
@@ -392,8 +414,36 @@ def _assemble(
         passes,
         counters,
         resources,
-        RankGroup(store, executor, gradients) if is_ranked else None,
+        RankGroup(store, executor, gradients, collectives) if is_ranked else None,
     )
+
+
+def _exchange(
+    division: Division,
+    store: Any,
+    device: DeviceAdapter,
+    counters: Counters,
+    resources: ExitStack,
+) -> tuple[Collectives | None, Bundles | None, Gathering | None]:
+    """What ranks do at once between their devices, if they do."""
+    found = division.exchange(store.links, device, resources, counters)
+    if found is None:
+        return None, None, None
+    collectives, exchange = found
+    partition = division.partition
+    bundles = Bundles(
+        collectives,
+        exchange,
+        counters,
+        shares=partition.shares(),
+        rank=partition.rank,
+        count=partition.count,
+        most_nbytes=max(unit.weight_nbytes for unit in partition.wholes),
+    )
+    gathering = None
+    if partition.stage == 3:
+        gathering = Gathering(store, collectives=collectives, exchange=exchange, counters=counters)
+    return collectives, bundles, gathering
 
 
 def _open_volume(

@@ -10,16 +10,23 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 from infinity.config import SwapConfig
 from infinity.config.values import Capacity
 from infinity.engine.rank_group import RankGroup
 from infinity.errors import ConfigError, StorageError
+from infinity.observe import Counters
+from infinity.ranks.collectives import Collectives, device_group
+from infinity.ranks.links import Links
 from infinity.ranks.rendezvous import Group, connect, path_of_rank
 from infinity.ranks.store import RankedStore, serving_nbytes
 from infinity.state.partition import Partition, partition
 from infinity.state.units import Unit
+from infinity.tiers.device import DeviceAdapter
+from infinity.tiers.exchange import Buffers, DeviceExchange
 from infinity.tiers.ranges import rounded_nbytes
+from infinity.tiers.streams import StreamDevice
 
 if TYPE_CHECKING:
     from infinity.engine.engine import Engine
@@ -35,6 +42,7 @@ class Division:
     partition: Partition
     group: Group
     sharing: int  # Ranks that share this machine's memory by their configuration.
+    is_collective: bool  # Their devices exchange with each other.
 
     @property
     def gathered_nbytes(self) -> int:
@@ -53,6 +61,26 @@ class Division:
         in a backward, in the dtype of the weights, of the last backward and of this one."""
         return 2 * sum(unit.trainable_nbytes for unit in self.partition.wholes)
 
+    @property
+    def buffers(self) -> Buffers | None:
+        """What the device keeps for the exchange with others."""
+        if not self.is_collective:
+            return None
+        largest_nbytes = max(unit.weight_nbytes for unit in self.partition.wholes)
+        return Buffers(self.partition.count, largest_nbytes)
+
+    def exchange(
+        self, links: Links, device: DeviceAdapter, resources: ExitStack, counters: Counters
+    ) -> tuple[Collectives, DeviceExchange] | None:
+        """What the devices do together, if they do; closed with `resources`. A collective call."""
+        if self.buffers is None:
+            return None
+        assert isinstance(device, StreamDevice)
+        group = device_group(self.group, device.torch_device)
+        collectives = Collectives(links, group, counters)
+        resources.callback(collectives.close)
+        return collectives, DeviceExchange(device, collectives, self.buffers)
+
     def store(self, resources: ExitStack, **homes: Any) -> RankedStore:
         """The store of this rank, its links connected and closed with `resources`.
 
@@ -65,13 +93,39 @@ class Division:
         return store
 
 
-def divide(units: Sequence[Unit], group: Group, config: SwapConfig) -> Division:
+def divide(
+    units: Sequence[Unit], group: Group, config: SwapConfig, *, is_collective: bool
+) -> Division:
     """This rank's part of the units, as `[ranks]` says."""
     return Division(
         partition(units, rank=group.rank, count=group.count, stage=config.ranks.stage),
         group,
         group.node_count if config.ranks.budgets == "node" else 1,
+        is_collective,
     )
+
+
+def is_collective(config: SwapConfig, group: Group, *, has_own_memory: bool, is_cuda: bool) -> bool:
+    """Whether the devices of the ranks exchange with each other. A collective call: raises
+    ConfigError where ranks differ."""
+    wanted = config.ranks.exchange
+    if wanted == "collective" and not has_own_memory:
+        raise ConfigError(
+            'ranks.exchange: "collective" is between devices with memory of their own, and this '
+            'one computes on host memory; set it to "auto" or "one_sided"'
+        )
+    mine = config.ranks.stage > 1 and (
+        wanted == "collective" or (wanted == "auto" and is_cuda and dist.is_nccl_available())
+    )
+    of_all: list[Any] = [None] * group.count
+    dist.all_gather_object(of_all, mine, group=group.process_group)
+    for rank, theirs in enumerate(of_all):
+        if theirs != of_all[0]:
+            raise ConfigError(
+                f"ranks.exchange: rank {rank} would exchange otherwise than rank 0; give all ranks "
+                "one configuration and devices of one kind"
+            )
+    return mine
 
 
 def config_of_rank(config: SwapConfig, group: Group) -> SwapConfig:

@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 
 import numpy
 
-from infinity.engine.ranked_gradients import WIRE_DTYPES, RankedGradients
+from infinity.engine.ranked_gradients import RankedGradients, from_wire_code
 from infinity.errors import InfinityError, RankError
+from infinity.ranks.collectives import Collectives
 from infinity.ranks.parcels import Fill
 from infinity.ranks.store import RankedStore
 from infinity.schedule.executor import Executor
@@ -30,7 +31,14 @@ class Together:
 class RankGroup:
     """The ranks that train together, as the engine sees them."""
 
-    def __init__(self, store: RankedStore, executor: Executor, gradients: RankedGradients) -> None:
+    def __init__(
+        self,
+        store: RankedStore,
+        executor: Executor,
+        gradients: RankedGradients,
+        collectives: Collectives | None,
+    ) -> None:
+        self._collectives = collectives
         self._store = store
         self._executor = executor
         self._gradients = gradients
@@ -43,9 +51,19 @@ class RankGroup:
         """Begins to serve the others, and waits until all of them do."""
         self.links.open(self)
         self.barrier("infinity.offload")
+        if self._collectives is not None:
+            self._collectives.open()
 
     def begin_step(self) -> None:
-        self._gradients.begin_step()
+        """All ranks enter the step: whatever was on its way between them has come."""
+        collectives = self._collectives
+        if collectives is None:
+            self._gradients.begin_step(b"")
+            return
+        self._gradients.offer_rest()
+        collectives.end_step(self._gradients.take_in)
+        self._executor.end_training()
+        collectives.agree(self._gradients.begin_step(collectives.verdict()))
 
     # What others want: see links.Service.
 
@@ -53,10 +71,15 @@ class RankGroup:
         return self._store.serve(unit, piece, to=to)
 
     def deliver(
-        self, rank: int, tensor: int, dtype: int, generation: int, nbytes: int, receive: Fill
+        self, rank: int, tensor: int, code: int, generation: int, nbytes: int, receive: Fill
     ) -> None:
-        parcel = self._store.receive(WIRE_DTYPES[dtype], nbytes, receive, giver=rank)
-        self._gradients.deliver(rank, tensor, generation, parcel)
+        dtype, number = from_wire_code(code)
+        parcel = self._store.receive(dtype, nbytes, receive, giver=rank)
+        self._gradients.deliver(rank, tensor, generation, number, parcel)
+
+    def hear(self, rank: int, content: bytes) -> None:
+        assert self._collectives is not None
+        self._collectives.hear(rank, content)
 
     def barrier(self, what: str) -> None:
         """Returns when every rank has come here. Raises RankError."""

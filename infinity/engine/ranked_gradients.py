@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import math
 import time
+from collections import defaultdict
 from typing import Any
 
 import numpy
 import torch
 
+from infinity.engine.bundles import Bundles, Contribution
 from infinity.engine.gradients import Gradients, in_memory_order
 from infinity.engine.passes import Passes
 from infinity.errors import RankError, UnsupportedError
@@ -25,8 +27,17 @@ from infinity.tiers.pool import HostPool
 _SUMMED_NUMEL = 256 * STATE_GRANULE  # At a time: fp64 copies are made of them.
 _LEAD_S = 10.0  # How long a rank that is ahead waits for others, once in a step.
 _LOOK_S = 0.02  # Between looks at what has come, while waiting for room.
-# By the number that says on the wire what a part of a gradient is of.
-WIRE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_WIRE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def wire_code(dtype: torch.dtype, number: int) -> int:
+    """What says on the wire what a part of a gradient is of, and which contribution it is."""
+    return number * len(_WIRE_DTYPES) + _WIRE_DTYPES.index(dtype)
+
+
+def from_wire_code(code: int) -> tuple[torch.dtype, int]:
+    number, index = divmod(code, len(_WIRE_DTYPES))
+    return _WIRE_DTYPES[index], number
 
 
 class RankedGradients(Gradients):
@@ -37,6 +48,9 @@ class RankedGradients(Gradients):
     where micro-batches go through block by block, when those of all of them are. The owner's sum
     over ranks is that of `Inbox`; each contribution is divided by the number of ranks first, as
     DistributedDataParallel does, so two ranks give its bits. `owned` has the sums, for shard units.
+
+    With `bundles` ranks exchange what they give between their devices, where all of them give the
+    same; the order of the sums is the same either way.
 
     Presence and norms are those of the whole group, from `begin_step` on.
     """
@@ -49,11 +63,13 @@ class RankedGradients(Gradients):
         device: DeviceAdapter,
         reduce_dtype: torch.dtype | None,
         passes: Passes,
+        bundles: Bundles | None,
         **parts: Any,
     ) -> None:
         super().__init__(store, pool=pool, device=device, **parts)
         self._reduce_dtype = reduce_dtype  # None: as they come.
         self._passes = passes
+        self._bundles = bundles
         self.owned = Gradients(store, pool=pool, device=device, **parts)
         self._ranked_device = device
         self._partition: Partition = store.partition
@@ -69,6 +85,8 @@ class RankedGradients(Gradients):
         self._inbox: Inbox[Parcel] = Inbox(
             self._partition.count, combine=self._combine, drop=self._parcels.drop
         )
+        # By tensor: contributions of this rank since the last step, or since it was cleared.
+        self._numbers: defaultdict[int, int] = defaultdict(int)
         # How far this rank is: steps it has entered, backward passes since that are over.
         self._num_steps = self._num_backwards = 0
         self._may_give = self._waits_for_others = True
@@ -87,29 +105,70 @@ class RankedGradients(Gradients):
                 super().add(unit, spec, gradient)
         else:
             _refuse_sparse(spec, gradient)
-            self._give(spec, in_memory_order(gradient.detach(), spec))
+            contribution = self._contribution(spec, in_memory_order(gradient.detach(), spec))
+            if self._bundles is not None and self._bundles.is_on and spec.numel:
+                self._bundles.add(unit, contribution)
+                self._take_bundles()
+            else:
+                self._give(contribution)
         self._given.add(spec)
 
-    def _give(self, spec: TensorSpec, flat: torch.Tensor) -> None:
-        """Sends the parts of a gradient to their owners and adds what may be added already."""
-        self._await_turn()
+    def _contribution(self, spec: TensorSpec, flat: torch.Tensor) -> Contribution:
+        """The next of this rank to a tensor, as it is sent."""
         flat = flat if self._reduce_dtype is None else flat.to(self._reduce_dtype)
         index = self._index[spec]
-        generation = self._inbox.generation(index)
+        number = self._numbers[index]
+        self._numbers[index] += 1
+        return Contribution(spec, index, self._inbox.generation(index), number, flat)
+
+    def _take_bundles(self, *, all_of_them: bool = False) -> None:
+        """Adds what ranks have summed up, and gives away one by one what was called off."""
+        if self._bundles is None:
+            return
+        for answered in self._bundles.take(all_of_them=all_of_them):
+            contributions = answered.bundle.contributions
+            if answered.means is None:
+                for each in contributions:
+                    self._give(each)
+            else:
+                for each, mean in zip(contributions, answered.means, strict=True):
+                    self._add_sum(each, mean)
+                self.owned.write_out(self._partition.mine[answered.bundle.unit.index].unit)
+
+    def _add_sum(self, contribution: Contribution, mean: torch.Tensor) -> None:
+        """The mean over all ranks of one contribution of each, of the part that is this rank's."""
+        index, number = contribution.index, contribution.number
+        if index not in self._mine or self._inbox.is_outdated(index, contribution.generation):
+            return
+        if self._inbox.pass_over(index, number):
+            unit, share = self._mine[index]
+            self.owned.add(unit, share.part, mean)
+        else:
+            parcel = self._keep(self._on_host(mean), is_mean=True)
+            self._inbox.deliver_sum(index, number, parcel)
+
+    def _on_host(self, flat: torch.Tensor) -> torch.Tensor:
+        on_host = torch.empty(flat.shape, dtype=flat.dtype)
+        self._ranked_device.copy(flat, on_host).wait()
+        return on_host
+
+    def _give(self, contribution: Contribution) -> None:
+        """Sends the parts of a gradient to their owners and adds what may be added already."""
+        self._await_turn()
+        spec, index, flat = contribution.spec, contribution.index, contribution.flat
+        generation, number = contribution.generation, contribution.number
         if not self._ranked_device.shares_host_memory and self._partition.stage > 1:
-            on_host = torch.empty(flat.shape, dtype=flat.dtype)
-            self._ranked_device.copy(flat, on_host).wait()
-            flat = on_host
+            flat = self._on_host(flat)
         for share in self._shares[spec]:
             part = flat[share.start : share.stop]
             if share.rank == self._partition.rank:
                 # A view would keep the whole gradient in memory.
-                self.deliver(share.rank, index, generation, self._keep(part.clone()))
+                self.deliver(share.rank, index, generation, number, self._keep(part.clone()))
             else:
                 content = memoryview(part.view(torch.uint8).numpy())
-                dtype = WIRE_DTYPES.index(part.dtype)
+                code = wire_code(part.dtype, number)
                 self._links.put(
-                    share.rank, index, dtype, generation, content, meanwhile=self.take_in
+                    share.rank, index, code, generation, content, meanwhile=self.take_in
                 )
         self._sum_up(all_are_there=False)
 
@@ -125,10 +184,10 @@ class RankedGradients(Gradients):
             )
         self._may_give = True
 
-    def _keep(self, values: torch.Tensor) -> Parcel:
-        """This rank's own contribution. Where there is no room, what can be summed makes some."""
+    def _keep(self, values: torch.Tensor, *, is_mean: bool = False) -> Parcel:
+        """A parcel of this rank's own. Where there is no room, what can be summed makes some."""
         deadline_s = time.monotonic() + PATIENCE_S
-        while (parcel := self._parcels.put(values)) is None:
+        while (parcel := self._parcels.put(values, is_mean=is_mean)) is None:
             self.take_in()
             self._links.check()
             self._parcels.await_room(_LOOK_S)
@@ -136,9 +195,9 @@ class RankedGradients(Gradients):
                 raise self._parcels.no_room(values.nbytes)
         return parcel
 
-    def deliver(self, rank: int, tensor: int, generation: int, parcel: Parcel) -> None:
+    def deliver(self, rank: int, tensor: int, generation: int, number: int, parcel: Parcel) -> None:
         """A part of a gradient that this rank owns, from `rank`. Any thread."""
-        self._inbox.deliver(tensor, rank, generation, parcel)
+        self._inbox.deliver(tensor, rank, generation, number, parcel)
 
     def _part_of_mean(self, parcel: Parcel) -> torch.Tensor:
         """A contribution, divided by the number of ranks: fp32, memory that may be changed."""
@@ -150,7 +209,7 @@ class RankedGradients(Gradients):
         return self._parcels.merge((one, other), total)
 
     def take_in(self) -> None:
-        """Adds up what has come from other ranks."""
+        """Adds up what has come from other ranks one by one."""
         self._sum_up(all_are_there=False)
 
     def _sum_up(self, *, all_are_there: bool) -> None:
@@ -162,8 +221,17 @@ class RankedGradients(Gradients):
 
     # -- The step ----------------------------------------------------------------------------------
 
-    def begin_step(self) -> None:
-        """All ranks enter the step: sums are complete, and everybody knows which there are."""
+    def offer_rest(self) -> None:
+        """This rank's backward passes are over."""
+        if self._bundles is not None:
+            self._bundles.close_all()
+
+    def begin_step(self, verdict: bytes) -> bytes:
+        """All ranks enter the step: sums are complete, and everybody knows which there are.
+
+        `verdict` is for all ranks; returns that of rank 0.
+        """
+        self._take_bundles(all_of_them=True)
         if self._partition.stage == 1:
             for unit in self._partition.wholes:
                 self._give_sums(unit)
@@ -171,20 +239,24 @@ class RankedGradients(Gradients):
         generations = [self._inbox.generation(index) for index in range(len(self._specs))]
         mine = numpy.array(generations, dtype=numpy.int64)
         theirs = self._links.all_gather(
-            "optimizer.step()", given.tobytes() + mine.tobytes(), meanwhile=self.take_in
+            "optimizer.step()",
+            given.tobytes() + mine.tobytes() + verdict,
+            meanwhile=self.take_in,
         )
         for rank, content in enumerate(theirs):
             flags = numpy.frombuffer(content, numpy.bool_, len(self._specs))
             given = given | flags
-            counts = numpy.frombuffer(content, numpy.int64, offset=len(self._specs))
+            counts = numpy.frombuffer(content, numpy.int64, len(mine), offset=given.nbytes)
             self._refuse_other_generation(rank, mine, counts)
         self._sum_up(all_are_there=True)
         self._num_steps, self._num_backwards = self._num_steps + 1, 0
         self._may_give = self._waits_for_others = True
         self._known.update(self._specs[index] for index in numpy.flatnonzero(given))
         self._given.clear()
+        self._numbers.clear()
         self._all_norms = None
         self._fill_in_zeros()
+        return theirs[0][given.nbytes + mine.nbytes :]
 
     def _fill_in_zeros(self) -> None:
         """A gradient that its giver has made zero since never came, and is there all the same."""
@@ -197,7 +269,8 @@ class RankedGradients(Gradients):
         for spec in unit.trainable():
             if super().has(spec):
                 dtype = self._sent_as.pop(spec) or torch.float32
-                self._give(spec, super().view(unit, spec).to(dtype, copy=True))  # For its way.
+                flat = super().view(unit, spec).to(dtype, copy=True)  # For its way.
+                self._give(self._contribution(spec, flat))
                 super().forget(spec)
 
     def _give_away(self, unit: Unit) -> None:
@@ -274,6 +347,7 @@ class RankedGradients(Gradients):
         super().forget(spec)
         self._sent_as.pop(spec, None)
         self._inbox.forget(index)
+        self._numbers.pop(index, None)
         self._given.discard(spec)
         self._known.discard(spec)
         if index in self._mine:
@@ -298,6 +372,8 @@ class RankedGradients(Gradients):
     def write_out(self, unit: Unit) -> None:
         if self._partition.stage == 1:
             super().write_out(unit)
+        elif self._bundles is not None and not self._passes.is_layer_major:
+            self._bundles.close(unit)
         elif self._passes.is_layer_major:
             self._end_sums([unit])
             self.finish_copies()
@@ -312,6 +388,8 @@ class RankedGradients(Gradients):
             self.finish_copies()
             for unit in list(self._buffers):
                 self._give_away(unit)
+            self.offer_rest()
+            self._take_bundles()
             self._num_backwards, self._may_give = self._num_backwards + 1, False
             self._links.note_backward(self._num_steps, self._num_backwards)
         self._sum_up(all_are_there=False)

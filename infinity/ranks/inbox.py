@@ -1,11 +1,12 @@
 """Gradients that ranks gave to this one, summed in an order that no timing can change.
 
 A rank gives a tensor's gradient once per backward; its n-th contribution since the last step has
-number n. Contributions of one number are summed by a fixed tree over the ranks, ((0 + 1) + (2 + 3))
-and so on, where a rank that gives nothing is passed over; then numbers are added up in their order.
-An addition does not depend on which side comes first, so two neighbours are summed as soon as both
-are there, and the first that comes needs no room but the sum's own. What waits for ranks that are
-behind is then at most log2(N) parts of 1/N for every backward they are behind, not N - 1.
+number n, and says so. Contributions of one number are summed by a fixed tree over the ranks,
+((0 + 1) + (2 + 3)) and so on, where a rank that gives nothing is passed over; then numbers are
+added up in their order. An addition does not depend on which side comes first, so two neighbours
+are summed as soon as both are there, and the first that comes needs no room but the sum's own. What
+waits for ranks that are behind is then at most log2(N) parts of 1/N for every backward they are
+behind, not N - 1.
 
 That some rank will not give its n-th contribution is only known when all ranks have entered the
 step.
@@ -29,16 +30,17 @@ _Node = tuple[int, int]  # Level and index: the sum over ranks [index << level, 
 class _Tensor(Generic[Content]):
     """Contributions to one tensor, and how far its sum has come."""
 
-    given: list[int]  # By rank: how many contributions came since the last step.
+    count: int = 0  # Numbers up to the highest that came since the last step.
     generation: int = 0
     nodes: dict[int, dict[_Node, Content]] = field(default_factory=dict)  # By number.
-    ahead: list[tuple[int, int, Content]] = field(default_factory=list)  # Rank and generation.
+    # Rank, generation and number.
+    ahead: list[tuple[int, int, int, Content]] = field(default_factory=list)
     is_fresh: bool = True  # Nothing was summed in this generation before the last step.
     number: int = 0  # The next that goes into the sum.
     slot: _Node | None = None  # Of number 0: what the sum's own place holds.
 
     def restart(self) -> None:
-        self.given = [0] * len(self.given)
+        self.count = 0
         self.nodes.clear()
         self.number = 0
         self.slot = None
@@ -67,22 +69,48 @@ class Inbox(Generic[Content]):
 
     # -- In ----------------------------------------------------------------------------------------
 
-    def deliver(self, tensor: int, rank: int, generation: int, content: Content) -> None:
-        """Takes a contribution. One rank's contributions to a tensor come in their order."""
+    def deliver(
+        self, tensor: int, rank: int, generation: int, number: int, content: Content
+    ) -> None:
+        """Takes a contribution."""
         with self._lock:
             entry = self._entry(tensor)
             if generation < entry.generation:
                 self._drop(content)
             elif generation > entry.generation:
-                entry.ahead.append((rank, generation, content))
+                entry.ahead.append((rank, generation, number, content))
             else:
-                self._place(entry, rank, content)
+                self._place(entry, rank, number, content)
                 self._touched.add(tensor)
 
-    def _place(self, entry: _Tensor[Content], rank: int, content: Content) -> None:
+    def is_outdated(self, tensor: int, generation: int) -> bool:
+        """Whether what is of this generation is not wanted any more."""
+        return generation < self.generation(tensor)
+
+    def pass_over(self, tensor: int, number: int) -> bool:
+        """The sum over all ranks of this number was made elsewhere: if it is the next to be added,
+        the caller adds it. False where others come before it, and `deliver_sum` takes it."""
+        with self._lock:
+            entry = self._entry(tensor)
+            if entry.number != number or entry.nodes.get(number) or entry.slot is not None:
+                return False
+            entry.number = number + 1
+            entry.count = max(entry.count, number + 1)
+            self._touched.add(tensor)  # Later numbers may have waited for this one.
+            return True
+
+    def deliver_sum(self, tensor: int, number: int, content: Content) -> None:
+        """Takes the sum over all ranks of one number, of the present generation."""
+        with self._lock:
+            entry = self._entry(tensor)
+            entry.nodes.setdefault(number, {})[self._top, 0] = content
+            entry.count = max(entry.count, number + 1)
+            self._touched.add(tensor)
+
+    def _place(self, entry: _Tensor[Content], rank: int, number: int, content: Content) -> None:
         """Puts a contribution into its tree, summed with every neighbour that is there."""
-        nodes = entry.nodes.setdefault(entry.given[rank], {})
-        entry.given[rank] += 1
+        nodes = entry.nodes.setdefault(number, {})
+        entry.count = max(entry.count, number + 1)
         level, index = 0, rank
         while level < self._top:
             neighbour = (level, index ^ 1)
@@ -104,11 +132,11 @@ class Inbox(Generic[Content]):
             entry.restart()
             entry.is_fresh = True
             ahead, entry.ahead = entry.ahead, []
-            for rank, generation, content in ahead:
+            for rank, generation, number, content in ahead:
                 if generation == entry.generation:
-                    self._place(entry, rank, content)
+                    self._place(entry, rank, number, content)
                 else:
-                    entry.ahead.append((rank, generation, content))
+                    entry.ahead.append((rank, generation, number, content))
             self._touched.add(tensor)
 
     def generation(self, tensor: int) -> int:
@@ -136,12 +164,12 @@ class Inbox(Generic[Content]):
         with self._lock:
             content = self._next_of(entry, all_are_there)
             if content is None and all_are_there:
-                entry.is_fresh = entry.is_fresh and not any(entry.given)
+                entry.is_fresh = entry.is_fresh and not entry.count
                 entry.restart()
             return content
 
     def _next_of(self, entry: _Tensor[Content], all_are_there: bool) -> Content | None:
-        while entry.number < max(entry.given):
+        while entry.number < entry.count:
             nodes = entry.nodes.setdefault(entry.number, {})
             if entry.is_fresh and entry.number == 0:
                 content = self._next_into_slot(entry, nodes, all_are_there)
@@ -194,7 +222,7 @@ class Inbox(Generic[Content]):
         return self._combine(*there) if len(there) == 2 else next(iter(there), None)
 
     def _entry(self, tensor: int) -> _Tensor[Content]:
-        return self._tensors.setdefault(tensor, _Tensor([0] * self._count))
+        return self._tensors.setdefault(tensor, _Tensor())
 
     def _has_ranks(self, node: _Node) -> bool:
         return node[1] << node[0] < self._count

@@ -55,11 +55,12 @@ class Kind(IntEnum):
     HELLO = 1  # (rank, purpose): the server's secret
     GET = 2  # (unit, piece)
     DATA = 3  # the answer to GET
-    PUT = 4  # (tensor, dtype, generation): a part of a gradient
+    PUT = 4  # (tensor, code, generation): a part of a gradient
     NOTE = 5  # (length of the tag): tag and content
     BEAT = 6
     BYE = 7  # (rank + 1 that failed, or 0): why
     OVER = 8  # (step, count): how many backward passes since that step are over
+    WORD = 9  # what `Service.hear` is told
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,13 +89,16 @@ class Service(Protocol):
         self,
         rank: int,
         tensor: int,
-        dtype: int,
+        code: int,
         generation: int,
         nbytes: int,
         receive: Callable[[memoryview], None],
     ) -> None:
         """Takes a part of a gradient that `rank` gives: `nbytes`, by calls of `receive`, each of
         which fills the memory it is given."""
+
+    def hear(self, rank: int, content: bytes) -> None:
+        """What `rank` tells this one, in the order in which it does."""
 
 
 class Job:
@@ -277,6 +281,11 @@ class Links:
 
     # -- Failure -----------------------------------------------------------------------------------
 
+    @property
+    def is_broken(self) -> bool:
+        """Whether `check` raises."""
+        return self._failure is not None
+
     def check(self) -> None:
         """Raises RankError when a rank is known to be gone."""
         if self._failure is not None:
@@ -336,13 +345,14 @@ class Links:
         self,
         rank: int,
         tensor: int,
-        dtype: int,
+        code: int,
         generation: int,
         content: memoryview,
         *,
         meanwhile: Callable[[], None],
     ) -> None:
-        """Gives a part of a gradient to its owner. `content` stays unchanged until it is sent.
+        """Gives a part of a gradient to its owner, who is told `code`. `content` stays unchanged
+        until it is sent.
 
         Waits while much is on its way, and calls `meanwhile` now and then: where no rank has room
         for what it is given, each has to make some.
@@ -351,7 +361,11 @@ class Links:
         with self._changed:
             self._queued_nbytes += content.nbytes
         self._counters.add("ranks_reduced_nbytes", content.nbytes)
-        self._submit(rank, Kind.PUT, (tensor, dtype, generation), content)
+        self._submit(rank, Kind.PUT, (tensor, code, generation), content)
+
+    def tell(self, rank: int, content: bytes) -> None:
+        """Says something to another rank; see `Service.hear`. Does not wait."""
+        self._submit(rank, Kind.WORD, (0, 0, 0), memoryview(content))
 
     def note_backward(self, step: int, count: int) -> None:
         """Tells the others that `count` backward passes since a step are over on this rank."""
@@ -562,6 +576,8 @@ class Links:
             with self._changed:
                 self._notes[peer.rank].append(note)
                 self._changed.notify_all()
+        elif kind is Kind.WORD:
+            service.hear(peer.rank, bytes(content))
         elif kind is Kind.BYE:
             if first:
                 self._fail(RankError(first - 1, content.decode()))

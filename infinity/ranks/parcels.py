@@ -102,9 +102,9 @@ class Parcels:
             parcel.scratch = self._spill(nbytes, fill, window)
         return parcel
 
-    def put(self, values: torch.Tensor) -> Parcel | None:
+    def put(self, values: torch.Tensor, *, is_mean: bool = False) -> Parcel | None:
         """A parcel of a flat host tensor, which becomes its own. None when there is no room."""
-        parcel = Parcel(values.dtype, values.numel(), is_mean=False)
+        parcel = Parcel(values.dtype, values.numel(), is_mean=is_mean)
         if self._take_room(parcel.nbytes, patience_s=0.0):
             parcel.values = values
         elif self._volume is not None:

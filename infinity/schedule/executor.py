@@ -6,12 +6,20 @@ A unit's weights are, at any moment, in one of these states:
   ABSENT     none                  empty           READING
   READING    being filled          empty           READY (read done), ABSENT (failed)
   READY      valid                 empty           ATTACHED, ABSENT (evicted)
+  GATHERING  none                  being filled    ATTACHED, ABSENT (called off)
   ATTACHED   valid, or freed once  valid           READY (detached), ABSENT (detached, evicted)
              copied to a device
              with own memory
 
 `holds` counts the uses in progress; a held unit is ATTACHED and never evicted. A unit that rests on
 the host always has its block; one that rests on the device is always ATTACHED.
+
+Note [Gathering]
+  Where ranks put weights together on their devices (`Gathering`), a whole unit needs no host block:
+  what is read ahead is this rank's shard, a unit of its own that is never held, and the rest comes
+  from the other devices. Begun, it takes its room on the device; if ranks do not all come it is
+  called off, and the unit is read from its owners into a host block like any other that rests
+  elsewhere. Only in training passes: others are a rank's own business.
 
 Note [Dirty weights]
   `check_out` hands the host bytes to the optimizer (or to a user who modifies them) and `check_in`
@@ -28,7 +36,7 @@ import contextlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import NoReturn
+from typing import NoReturn, Protocol
 
 import torch
 
@@ -48,7 +56,41 @@ class State(Enum):
     ABSENT = auto()
     READING = auto()
     READY = auto()
+    GATHERING = auto()
     ATTACHED = auto()
+
+
+class Gather(Protocol):
+    """One unit's weights on their way from all ranks to all devices."""
+
+    arrival: Copy  # Once settled.
+    departure: Copy  # Of this rank's shard: its bytes are not read any more.
+
+    def settle(self, *, is_patient: bool) -> bool:
+        """Waits for the other ranks, a while or not at all. False: it was called off."""
+
+
+class Gathering(Protocol):
+    """Puts units together on the devices of all ranks."""
+
+    is_on: bool  # Else nothing may begin.
+
+    def covers(self, unit: int) -> bool:
+        """Whether the unit is divided over ranks."""
+
+    def shard_of(self, unit: int) -> int:
+        """The unit that is this rank's part of it."""
+
+    def is_outdated(self, unit: int) -> bool:
+        """Whether this rank's part was written past the executor, until `renew`."""
+
+    def renew(self, unit: int) -> None: ...
+
+    def begin(
+        self, unit: int, region: Region, mine: torch.Tensor, reading: Transfer | None
+    ) -> Gather:
+        """Gives the region its memory, and fills it when all ranks have begun. `mine`: this rank's
+        part, which is being read until `reading` is over."""
 
 
 @dataclass(eq=False, slots=True)
@@ -64,6 +106,7 @@ class Weights:
     block: Block | None = None
     reading: Transfer | None = None
     writing: Transfer | None = None
+    gather: Gather | None = None  # While GATHERING; of a shard, that of its whole.
     copying: Copy = FINISHED
     dirty_nbytes: int = 0  # The head of the block that is newer than where it rests.
     is_checked_out: bool = False
@@ -83,7 +126,10 @@ class Executor:
         window_nbytes: int,
         device_window_nbytes: int | None,
         is_outdated_by_step: bool = False,
+        gathering: Gathering | None = None,
     ) -> None:
+        self._gathering = gathering
+        self._is_training = False  # In a training pass: other ranks are as well.
         self._store = store
         self._pool = pool
         self._device = device
@@ -93,7 +139,11 @@ class Executor:
         self._is_outdated_by_step = is_outdated_by_step
         self._device_window_nbytes = device_window_nbytes
         self._attached_nbytes = 0
-        self.traces = {"train": Trace(), "eval": Trace()}
+        shards = {}
+        if gathering is not None:
+            wholes = (unit.index for unit in store.units if gathering.covers(unit.index))
+            shards = {gathering.shard_of(whole): whole for whole in wholes}
+        self.traces = {"train": Trace(shards), "eval": Trace(shards)}
         self._trace = self.traces["train"]
         self.weights = [self._weights_of(unit) for unit in store.units]
         self._nbytes = [unit.weight_nbytes for unit in store.units]
@@ -114,6 +164,13 @@ class Executor:
         """A forward of the whole model starts; `kind` is "train" or "eval"."""
         self._trace = self.traces[kind]
         self._trace.begin()
+        self._is_training = kind == "train"
+
+    def end_training(self) -> None:
+        """Other ranks come to nothing any more before the next pass: ends what is under way."""
+        self._is_training = False
+        for weights in self.weights:
+            self._settle(weights)
 
     def hold(self, unit: int, priority: Priority) -> bool:
         """Makes the unit's weights usable on the device until `release`.
@@ -152,6 +209,13 @@ class Executor:
 
     def _bring_in(self, weights: Weights, priority: Priority) -> None:
         self._counters.add("fetches", 1)
+        if weights.state is State.ABSENT and self._is_gathered(weights):
+            shard = self._renewed_shard(weights)
+            if shard.state is State.ABSENT:
+                self._start_read(shard, self._require(shard), priority)
+            self._start_gather(weights)
+        if weights.state is State.GATHERING:
+            self._finish_gather(weights, is_patient=self._is_training)
         if weights.state is State.ABSENT:
             self._start_read(weights, self._require(weights), priority)
         if weights.state is State.READING:
@@ -190,6 +254,75 @@ class Executor:
             raise
         weights.reading, weights.state = None, State.READY
 
+    # -- Gathering -------------------------------------------------------------------------------
+
+    def _is_gathered(self, weights: Weights) -> bool:
+        gathering = self._gathering
+        return (
+            gathering is not None
+            and self._is_training
+            and gathering.is_on
+            and gathering.covers(weights.unit.index)
+            and weights.block is None
+        )
+
+    def _shard_of(self, weights: Weights) -> Weights:
+        assert self._gathering is not None
+        return self.weights[self._gathering.shard_of(weights.unit.index)]
+
+    def _renewed_shard(self, weights: Weights) -> Weights:
+        """This rank's part of a unit, which is ABSENT where it was read before it was written."""
+        assert self._gathering is not None
+        index, shard = weights.unit.index, self._shard_of(weights)
+        if shard.gather is None and self._gathering.is_outdated(index):
+            self.discard(shard.unit.index)
+            self._gathering.renew(index)
+        return shard
+
+    def _start_gather(self, weights: Weights, *, is_ahead: bool = False) -> bool:
+        """Begins to put a unit together whose shard is there, or on its way. Returns whether there
+        was room, which is only asked for ahead of its use."""
+        assert self._gathering is not None
+        if not self._make_device_room(weights.unit, is_ahead=is_ahead):
+            if is_ahead:
+                return False
+            self._refuse_device(weights.unit)
+        shard = self._shard_of(weights)
+        mine = self._bytes_of(shard)
+        weights.gather = shard.gather = self._gathering.begin(
+            weights.unit.index, weights.region, mine, shard.reading
+        )
+        self._attached_nbytes += weights.unit.weight_nbytes
+        weights.state = State.GATHERING
+        return True
+
+    def _bytes_of(self, shard: Weights) -> torch.Tensor:
+        if shard.block is not None:
+            return self._pool.tensor(shard.block)
+        home = self._store.home(shard.unit, Piece.PARAMETERS)
+        assert isinstance(home, DeviceHome)
+        return home.memory
+
+    def _finish_gather(self, weights: Weights, *, is_patient: bool) -> None:
+        gather, shard = weights.gather, self._shard_of(weights)
+        assert gather is not None
+        is_there = False
+        try:
+            with self._counters.timed("ranks_wait_s", f"ranks put {weights.unit.name} together"):
+                is_there = gather.settle(is_patient=is_patient)
+        finally:
+            weights.gather = shard.gather = None
+            weights.state = State.ATTACHED
+            if is_there:
+                weights.copying, shard.copying = gather.arrival, gather.departure
+            else:
+                self._detach(weights)
+
+    def _settle(self, weights: Weights) -> None:
+        """Nothing is under way: the others are not waited for."""
+        if weights.state is State.GATHERING:
+            self._finish_gather(weights, is_patient=False)
+
     # -- Device ----------------------------------------------------------------------------------
 
     def _attach(self, weights: Weights) -> None:
@@ -225,11 +358,15 @@ class Executor:
         while (
             window_nbytes is not None and self._attached_nbytes + unit.weight_nbytes > window_nbytes
         ):
-            idle = self._idle_on_device()
+            idle = list(self._idle_on_device(State.ATTACHED))
+            if not idle and not is_ahead:
+                idle = list(self._idle_on_device(State.GATHERING))
             victim = self._choose(idle, unit.weight_nbytes, nearer_than=nearer_than)
             if victim is None:
                 return False
-            self._detach(self.weights[victim])
+            self._settle(self.weights[victim])
+            if self.weights[victim].state is State.ATTACHED:
+                self._detach(self.weights[victim])
         return True
 
     def _refuse_device(self, unit: Unit) -> NoReturn:
@@ -242,13 +379,9 @@ class Executor:
             detail=f"parameters of {unit.name!r} (in use: {', '.join(self.held())})",
         )
 
-    def _idle_on_device(self) -> Iterable[int]:
+    def _idle_on_device(self, state: State) -> Iterable[int]:
         for weights in self.weights:
-            if (
-                weights.state is State.ATTACHED
-                and not weights.holds
-                and not weights.rests_on_device
-            ):
+            if weights.state is state and not weights.holds and not weights.rests_on_device:
                 yield weights.unit.index
 
     # -- Fetching ahead, and letting go ------------------------------------------------------------
@@ -261,11 +394,18 @@ class Executor:
         has_device_room = not self._device.shares_host_memory
         for index in self._trace.upcoming(this_pass=self._is_outdated_by_step):
             weights = self.weights[index]
-            ahead_nbytes += weights.unit.weight_nbytes
+            is_gathered = self._is_gathered(weights)
+            source = self._renewed_shard(weights) if is_gathered else weights
+            ahead_nbytes += source.unit.weight_nbytes
             if ahead_nbytes > self._window_nbytes:
                 return
-            if weights.state is State.ABSENT and not self._read_ahead(weights, priority):
+            is_absent = weights.state is State.ABSENT and source.state is State.ABSENT
+            if is_absent and not self._read_ahead(source, priority):
                 return
+            if is_gathered:
+                if weights.state is State.ABSENT and has_device_room:
+                    has_device_room = self._start_gather(weights, is_ahead=True)
+                continue
             if weights.state is State.READING and weights.reading and weights.reading.done():
                 self._finish_read(weights)
             if weights.state is State.READY and has_device_room:
@@ -299,6 +439,8 @@ class Executor:
         for weights in self.weights:
             if weights.block is None or weights.rests_on_host or weights.is_checked_out:
                 continue
+            if weights.gather is not None:
+                continue
             if weights.holds == 0 or not self._device.shares_host_memory:
                 yield weights.unit.index
 
@@ -309,6 +451,7 @@ class Executor:
         """
         for weights in self.weights:
             assert not weights.holds and not weights.is_checked_out and not weights.dirty_nbytes
+            self._settle(weights)
             if weights.rests_on_host or weights.rests_on_device:
                 continue
             self._finish_write(weights)
@@ -378,6 +521,7 @@ class Executor:
             resting = self._store.resting(weights.unit, Piece.PARAMETERS)
             assert resting is not None
             return resting
+        self._settle(weights)
         if weights.state is State.ATTACHED and not weights.rests_on_device:
             self._detach(weights)
         self._finish_write(weights)
@@ -434,12 +578,15 @@ class Executor:
     def prefetch_anew(self) -> None:
         """After a step that made weights outdated: fetches for the pass to come."""
         self._trace.begin()
+        self._is_training = True  # Probably; it is said when the pass begins.
         self._prefetch(Priority.FORWARD)
+        self._is_training = False
 
     def take_off_device(self, unit: int) -> None:
         """Puts an idle unit's host bytes back to their own address, for others to read them."""
         weights = self.weights[unit]
         assert not weights.holds, weights.unit.name
+        self._settle(weights)
         if weights.state is State.ATTACHED and not weights.rests_on_device:
             self._detach(weights)
 
@@ -449,6 +596,7 @@ class Executor:
         assert not weights.holds and not weights.is_checked_out, weights.unit.name
         if weights.rests_on_host or weights.rests_on_device:
             return
+        self._settle(weights)
         if weights.state is State.READING:
             self._finish_read(weights)
         if weights.state is State.ATTACHED:
@@ -523,6 +671,8 @@ class Executor:
         """Waits for everything in flight and lets go of all regions. Errors of reads are
         dropped."""
         for weights in self.weights:
+            with contextlib.suppress(Exception):
+                self._settle(weights)
             if weights.holds:
                 weights.holds = 0
                 self._device.end_use(weights.region)

@@ -7,7 +7,7 @@ next pass. Pure data structure: no torch, no I/O, no clock.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 # A pass that never ends (a loop that enters below the root module) must not grow the record.
 _RECORD_LIMIT = 1 << 20
@@ -15,9 +15,13 @@ NEVER = 1 << 60
 
 
 class Trace:
-    """Cyclic sequence of unit indexes with a cursor at the next expected use."""
+    """Cyclic sequence of unit indexes with a cursor at the next expected use.
 
-    def __init__(self) -> None:
+    `stands_for`: units that are never used themselves, and the one that each is needed for.
+    """
+
+    def __init__(self, stands_for: Mapping[int, int] | None = None) -> None:
+        self._stands_for = {} if stands_for is None else stands_for
         self._order: tuple[int, ...] = ()
         self._places: dict[int, list[int]] = {}
         self._cursor = 0
@@ -53,7 +57,7 @@ class Trace:
 
     def distance(self, unit: int) -> int:
         """Uses of other units expected before the next use of this one; NEVER if none is known."""
-        places = self._places.get(unit)
+        places = self._places.get(self._stands_for.get(unit, unit))
         if not places:
             return NEVER
         index = bisect_left(places, self._cursor)

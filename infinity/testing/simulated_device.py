@@ -206,7 +206,7 @@ class SimulatedStreams:
         self._random = random.Random(seed)
         self._delay_s = delay_s
         self._moments = itertools.count(1)
-        self._names = iter(("in", "out"))
+        self._names = iter(("in", "out", "link"))
         self._failure: BaseException | None = None
         self.noting = threading.RLock()  # Guards what is known of the order.
         self.host = _Order("the host")
@@ -277,6 +277,36 @@ class SimulatedStreams:
         self.copies = [each for each in self.copies if self.host.seen.get(each[2], 0) < each[3]]
         self.copies.append((start, end, stream.name, stream.seen[stream.name]))
 
+    def run(
+        self,
+        stream: SimulatedStream,
+        work: Callable[[], None],
+        used: Sequence[ResizedRegion],
+        made: ResizedRegion | None = None,
+    ) -> None:
+        touched = [*used] if made is None else [*used, made]
+
+        def carry_out() -> None:
+            time.sleep(delay_s)
+            try:
+                with torch.no_grad():
+                    work()
+            except BaseException as error:
+                self._failure = self._failure or error
+
+        with self.noting:
+            delay_s = self._random.random() * self._delay_s
+            stream.come_after(self.host.seen)
+            for memory in touched:
+                assert isinstance(memory, SimulatedMemory) and memory.is_attached
+                for name, moment in memory.last_uses.items():
+                    stream.require(name, moment, "ranks exchange memory that is still in use")
+            stream.submit(carry_out)
+            for memory in touched:
+                assert isinstance(memory, SimulatedMemory)
+                memory.last_uses[stream.name] = stream.seen[stream.name]
+            stream.brought = made if isinstance(made, SimulatedMemory) else None
+
     def refuse_free(self, start: int, end: int) -> None:
         """Before the host gives [start, end) to others."""
         with self.noting:
@@ -327,15 +357,15 @@ class SimulatedDevice(StreamDevice):
 
         host.free = checked  # type: ignore[method-assign]
 
-    def _is_on_host(self, tensor: torch.Tensor) -> bool:
+    def is_on_host(self, tensor: torch.Tensor) -> bool:
         return self.host.owns(tensor)
 
-    def attach(self, region: Region, block: Block) -> Copy:
+    def take(self, region: Region) -> None:
         self.attached += 1
         self.attached_high_water = max(self.attached_high_water, self.attached)
         self.attached_nbytes += region.nbytes
         self.attached_high_water_nbytes = max(self.attached_high_water_nbytes, self.attached_nbytes)
-        return super().attach(region, block)
+        super().take(region)
 
     def end_use(self, region: Region) -> None:
         memory = getattr(region, "memory", None)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -60,6 +61,16 @@ class AcceleratorStreams:
     def copy(self, stream: Any, source: torch.Tensor, target: torch.Tensor) -> None:
         with self._module.stream(stream):
             target.copy_(source, non_blocking=True)
+
+    def run(
+        self,
+        stream: Any,
+        work: Callable[[], None],
+        used: Sequence[ResizedRegion],
+        made: ResizedRegion | None = None,
+    ) -> None:
+        with self._module.stream(stream), torch.no_grad():
+            work()
 
     def empty_region(self, stream: Any, nbytes: int) -> ResizedRegion:
         return StreamMemoryRegion(self._module, stream, nbytes)

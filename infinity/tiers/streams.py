@@ -5,8 +5,9 @@ CUDA is one (`tiers/cuda.py`); the simulated one, which finds out what is not or
 
 Note [Streams]
   Three streams: the one that computes, whichever is current, `in` for host -> device and `out` for
-  device -> host. A stream waits for another by an event, and the host for none of them, but in
-  `Copy.wait`.
+  device -> host; and a fourth, `link`, where ranks exchange between their devices
+  (tiers/exchange.py). A stream waits for another by an event, and the host for none of them, but
+  in `Copy.wait`.
 
   * Memory of regions is taken and given back on `in`, so it goes from region to region, and never
     to activations or from them: what is reserved for weights does not grow with time. The
@@ -32,7 +33,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -71,6 +72,16 @@ class Streams(Protocol):
     def copy(self, stream: Stream, source: torch.Tensor, target: torch.Tensor) -> None:
         """Issues a copy between host and device on the stream; returns at once."""
 
+    def run(
+        self,
+        stream: Stream,
+        work: Callable[[], None],
+        used: Sequence[ResizedRegion],
+        made: ResizedRegion | None = None,
+    ) -> None:
+        """Issues on the stream all that `work` issues, which works in the memory of `used` and
+        fills that of `made`."""
+
     def empty_region(self, stream: Stream, nbytes: int) -> ResizedRegion:
         """A region that takes its memory on the stream."""
 
@@ -108,13 +119,13 @@ class StreamCopy:
         event: Event,
         *,
         owner: Stream | None,
-        keep: torch.Tensor,
+        keep: object,
         traced: _TracedCopy | None,
     ) -> None:
         self._streams = streams
         self._event = event
-        self._owner = owner  # The stream that the kept tensor's memory goes back to.
-        self._keep: torch.Tensor | None = keep  # On the device.
+        self._owner = owner  # The stream that the memory of what is kept goes back to.
+        self._keep: object = keep  # Tensors on the device.
         self._traced = traced
 
     def done(self) -> bool:
@@ -126,6 +137,10 @@ class StreamCopy:
         if self._owner is not None and self._owner != current:
             self._owner.wait_event(self._event)
         self._keep = None
+
+    def order_stream(self, stream: Stream) -> None:
+        """What is issued on the stream from now on comes after the copy."""
+        stream.wait_event(self._event)
 
     def wait(self) -> None:
         self._event.synchronize()
@@ -176,7 +191,7 @@ class StreamDevice:
         self.host = host
         self.counters = counters
         self.torch_device = streams.device
-        self._streams = streams
+        self.streams = streams
         self._in = streams.new_stream()
         self._out = streams.new_stream()
         self._clock: _DeviceClock | None = None  # Made when a trace needs it: it waits once.
@@ -187,23 +202,29 @@ class StreamDevice:
     # -- Regions -----------------------------------------------------------------------------------
 
     def reserve(self, nbytes: int) -> Region:
-        return StreamRegion(self._streams.empty_region(self._in, nbytes))
+        return StreamRegion(self.streams.empty_region(self._in, nbytes))
 
     def reserve_resident(self, memory: torch.Tensor) -> Region:
         return ResidentRegion(memory)
 
-    def attach(self, region: Region, block: Block) -> Copy:
+    def take(self, region: Region) -> None:
+        """Gives the region its memory, which is ordered on the stream of `bring`."""
         assert isinstance(region, StreamRegion) and not region.is_attached and not region.uses
         region.memory.take_memory()
+
+    def attach(self, region: Region, block: Block) -> Copy:
+        self.take(region)
+        assert isinstance(region, StreamRegion)
         on_host = self.host.tensor(block, nbytes=region.nbytes)
         return self._issue(self._in, on_host, all_of(region.memory))
 
     def end_use(self, region: Region) -> None:
         if isinstance(region, StreamRegion):
-            self._note_use(region, self._streams.current())
+            self.note_use(region, self.streams.current())
 
-    def _note_use(self, region: StreamRegion, stream: Stream) -> None:
-        event = self._streams.new_event()
+    def note_use(self, region: StreamRegion, stream: Stream) -> None:
+        """What was issued on the stream so far is all that it does with the region for now."""
+        event = self.streams.new_event()
         event.record(stream)
         region.uses[stream] = event
 
@@ -214,7 +235,7 @@ class StreamDevice:
             self._out.wait_event(event)
         on_host = self.host.tensor(block, nbytes=region.nbytes)
         copy = self._issue(self._out, on_host, all_of(region.memory))
-        self._note_use(region, self._out)
+        self.note_use(region, self._out)
         return copy
 
     def detach(self, region: Region) -> None:
@@ -230,13 +251,13 @@ class StreamDevice:
         return torch.zeros(nbytes, dtype=torch.uint8, device=self.torch_device)
 
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> Copy:
-        inward = self._is_on_host(source)
+        inward = self.is_on_host(source)
         stream, on_host, on_device = (
             (self._in, source, target) if inward else (self._out, target, source)
         )
-        owner = self._streams.current()
+        owner = self.streams.current()
         with self._copying:
-            event = self._streams.new_event()
+            event = self.streams.new_event()
             event.record(owner)
             stream.wait_event(event)
             copy = self._issue(stream, on_host.detach(), on_device.detach(), owner)
@@ -245,7 +266,27 @@ class StreamDevice:
             self._under_way.append(copy)
         return copy
 
-    def _is_on_host(self, tensor: torch.Tensor) -> bool:
+    # -- Between the devices of several ranks: see tiers/exchange.py -------------------------------
+
+    def bring(self, on_host: torch.Tensor, on_device: torch.Tensor) -> StreamCopy:
+        """Issues a copy to memory that nothing else uses, but for what `inward_waits` has said."""
+        return self._issue(self._in, on_host, on_device)
+
+    def inward_waits(self, event: Event) -> None:
+        self._in.wait_event(event)
+
+    def inward_event(self) -> Event:
+        event = self.streams.new_event()
+        event.record(self._in)
+        return event
+
+    def watch_link(self, link: Stream, keep: object, *, owner: Stream | None = None) -> StreamCopy:
+        """The end of what was issued on the link. `keep`: tensors whose memory is `owner`'s."""
+        event = self.streams.new_event()
+        event.record(link)
+        return StreamCopy(self.streams, event, owner=owner, keep=keep, traced=None)
+
+    def is_on_host(self, tensor: torch.Tensor) -> bool:
         return tensor.device != self.torch_device
 
     def _issue(
@@ -263,10 +304,10 @@ class StreamDevice:
         if traced is not None:
             traced.begun.record(stream)
         source, target = (on_host, on_device) if inward else (on_device, on_host)
-        self._streams.copy(stream, source, target)
-        event = self._streams.new_event(is_timed=traced is not None)
+        self.streams.copy(stream, source, target)
+        event = self.streams.new_event(is_timed=traced is not None)
         event.record(stream)
-        copy = StreamCopy(self._streams, event, owner=owner, keep=on_device, traced=traced)
+        copy = StreamCopy(self.streams, event, owner=owner, keep=on_device, traced=traced)
         self.counters.add("device_in_nbytes" if inward else "device_out_nbytes", nbytes)
         lane = Lane.COPIES_IN if inward else Lane.COPIES_OUT
         self.counters.tracer.watch(copy, lambda _: lane, "copy", asked_ns)
@@ -276,13 +317,13 @@ class StreamDevice:
         """Events with times for a copy, while somebody traces."""
         if not self.counters.tracer.is_on:
             return None
-        self._clock = self._clock or _DeviceClock(self._streams)
-        return _TracedCopy(self._clock, self._streams.new_event(is_timed=True), nbytes)
+        self._clock = self._clock or _DeviceClock(self.streams)
+        return _TracedCopy(self._clock, self.streams.new_event(is_timed=True), nbytes)
 
     # -- The end -----------------------------------------------------------------------------------
 
     def synchronize(self) -> None:
-        self._streams.synchronize()
+        self.streams.synchronize()
 
     def close(self) -> None:
         self.synchronize()

@@ -6,6 +6,8 @@ given. `DistributedDataParallel` and `fully_shard` are held against it separatel
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -37,6 +39,21 @@ OTHERS = [
     Case(2, {"gradients": "device", "moments": "device"}, simulated=True, skips=True),
     Case(3, budgets="rank", capacity="16MiB"),
 ]
+# Between devices: where ranks run alike, and where offers are called off.
+BETWEEN_DEVICES = [
+    dataclasses.replace(case, simulated=True, exchange="collective")
+    for case in (
+        Case(2, MIXED),
+        Case(3),
+        Case(3, NVME, compute="bfloat16"),
+        Case(3, MIXED, layer_major=True, accumulation=3, steps=2),
+        Case(3, reduce_dtype="bfloat16", accumulation=2, steps=2),
+        Case(2, skips=True, steps=4),
+        Case(3, accumulation=3, skips=True),
+        Case(3, NVME, model="experts", steps=4),
+        Case(3, lazy_ranks=(1,)),
+    )
+]
 
 
 @pytest.mark.parametrize("count", [2, 3, 4])
@@ -45,7 +62,7 @@ def test_ranks_have_the_bits_of_a_sum_in_rank_order(count: int) -> None:
     what else may differ between ranks, without drives, which take most of the time."""
     cases = {
         2: [GRID[0], GRID[4], GRID[8], *(case for case in OTHERS if not case.placement)],
-        3: [*GRID, *OTHERS],
+        3: [*GRID, *OTHERS, *BETWEEN_DEVICES],
         4: [GRID[2], GRID[3], GRID[7], *(case for case in OTHERS if not case.placement)],
     }[count]
     assert {case.stage for case in cases} == set(STAGES)
@@ -58,6 +75,7 @@ def test_ranks_have_the_bits_of_a_sum_in_rank_order(count: int) -> None:
             if case.inbox != "auto":
                 assert found.counters["ranks_inbox_high_water_nbytes"] <= case.inbox
                 assert found.counters["ranks_inbox_spilled_nbytes"] > case.inbox
+            assert (found.counters.get("ranks_collectives", 0) > 0) == (case in BETWEEN_DEVICES)
 
 
 def test_ranks_that_see_one_batch_have_the_bits_of_one_rank() -> None:

@@ -52,6 +52,7 @@ class Case:
     reduce_dtype: str = "auto"
     budgets: str = "node"
     capacity: str = "48MiB"
+    exchange: str = "auto"
 
     def __str__(self) -> str:
         where = "-".join(sorted(set(self.placement.values()))) or "host"
@@ -91,6 +92,7 @@ def offloaded(
             "budgets": case.budgets,
             "inbox": case.inbox,
             "reduce_dtype": case.reduce_dtype,
+            "exchange": case.exchange,
         },
         "tiers": {"host": {"capacity": case.capacity}, "device": {"kind": "cpu"}},
         "placement": {"master": "host", "moments": "host", "parameters": "host"} | case.placement,

@@ -93,9 +93,9 @@ def detach_at_once(device: StreamDevice, region: StreamRegion) -> None:
 def end_use_before(device: StreamDevice, region: Any) -> None:
     """Notes the use as it was when the region was attached."""
     if isinstance(region, StreamRegion):
-        event = device._streams.new_event()
+        event = device.streams.new_event()
         event.record(device._in)
-        region.uses[device._streams.current()] = event
+        region.uses[device.streams.current()] = event
 
 
 def order_without_wait(copy: StreamCopy) -> None:

@@ -179,7 +179,7 @@ def test_the_inbox_has_one_sum_whatever_the_timing(
     inbox = text_inbox(count)
     total = ""
     if not is_fresh:  # A step was made, and its gradient not cleared.
-        inbox.deliver(7, 0, 0, "before")
+        inbox.deliver(7, 0, 0, 0, "before")
         [(_, total)] = inbox.take(all_are_there=True)
     numbers, parts_of_first = [0] * count, 0
 
@@ -195,7 +195,7 @@ def test_the_inbox_has_one_sum_whatever_the_timing(
 
     most = 0
     for rank in arrivals:
-        inbox.deliver(7, rank, 0, f"{rank}.{numbers[rank]}")
+        inbox.deliver(7, rank, 0, numbers[rank], f"{rank}.{numbers[rank]}")
         numbers[rank] += 1
         if data.draw(st.booleans()):
             take(all_are_there=False)
@@ -209,13 +209,13 @@ def test_the_inbox_has_one_sum_whatever_the_timing(
 
 def test_what_is_forgotten_is_not_summed_and_what_is_ahead_waits() -> None:
     inbox = text_inbox(2)
-    inbox.deliver(0, 0, 0, "old of rank 0")
-    inbox.deliver(0, 1, 1, "new of rank 1, which is ahead")
+    inbox.deliver(0, 0, 0, 0, "old of rank 0")
+    inbox.deliver(0, 1, 1, 0, "new of rank 1, which is ahead")
     assert [content for _, content in inbox.take(all_are_there=False)] == ["old of rank 0"]
-    inbox.deliver(0, 0, 0, "old, never taken")
+    inbox.deliver(0, 0, 0, 1, "old, never taken")
     inbox.forget(0)
-    inbox.deliver(0, 0, 0, "old, late")
-    inbox.deliver(0, 0, 1, "new of rank 0")
+    inbox.deliver(0, 0, 0, 2, "old, late")
+    inbox.deliver(0, 0, 1, 0, "new of rank 0")
     taken = [content for _, content in inbox.take(all_are_there=False)]
     assert taken == ["(new of rank 0 + new of rank 1, which is ahead)"]
     assert kept(inbox) == 0

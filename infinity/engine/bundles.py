@@ -1,0 +1,183 @@
+"""Gradients of a unit that ranks exchange between their devices, all of them at once.
+
+What the backward gives of one unit is a bundle. It is offered when it is complete or the unit's
+backward is over, and given to its owners on all ranks at once when every rank has offered the same:
+the same tensors, for the same time since the last step. Else it is called off, and its gradients
+are given one by one.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from infinity.observe import Counters
+from infinity.ranks.collectives import PATIENCE_S, Collectives, Offer
+from infinity.state.partition import Share
+from infinity.state.units import TensorSpec, Unit
+from infinity.tiers.device import Copy
+from infinity.tiers.exchange import DeviceExchange
+
+SUMMING = 1  # The kind of these offers; see matching.Key.
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Contribution:
+    """What one backward of this rank gives to a tensor: `flat`, on the device, of any dtype.
+
+    `index` is the tensor's, `number` and `generation` are those of ranks/inbox.py.
+    """
+
+    spec: TensorSpec
+    index: int
+    generation: int
+    number: int
+    flat: torch.Tensor
+
+    @property
+    def nbytes(self) -> int:
+        return self.flat.numel() * self.flat.element_size()
+
+
+@dataclass(eq=False, slots=True)
+class Bundle:
+    """Contributions to tensors of one unit, of one dtype."""
+
+    unit: Unit
+    contributions: list[Contribution] = field(default_factory=list)
+    offer: Offer | None = None
+    summed: Copy | None = None  # Once issued.
+    mean: torch.Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(each.nbytes for each in self.contributions)
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """A bundle that is over. `means`, on the device: of the part that this rank owns of each
+    contribution's tensor, the mean of what all ranks gave; None where it was called off."""
+
+    bundle: Bundle
+    means: list[torch.Tensor] | None
+
+
+class Bundles:
+    """The bundles of this rank. By the training thread, or autograd's while that waits.
+
+    `shares`: who owns which elements of a tensor. At most `most_nbytes` of gradients are kept
+    beside those of the last bundle.
+    """
+
+    def __init__(
+        self,
+        collectives: Collectives,
+        exchange: DeviceExchange,
+        counters: Counters,
+        *,
+        shares: Mapping[TensorSpec, Sequence[Share]],
+        rank: int,
+        count: int,
+        most_nbytes: int,
+    ) -> None:
+        self._collectives = collectives
+        self._exchange = exchange
+        self._counters = counters
+        self._shares = shares
+        self._rank = rank
+        self._count = count
+        self._most_nbytes = most_nbytes
+        self._open: dict[Unit, Bundle] = {}
+        self._offered: deque[Bundle] = deque()
+
+    @property
+    def is_on(self) -> bool:
+        return self._collectives.is_on
+
+    def add(self, unit: Unit, contribution: Contribution) -> None:
+        bundle = self._open.get(unit)
+        if bundle is not None and not _fits(bundle, contribution):
+            self.close(unit)
+            bundle = None
+        if bundle is None:
+            bundle = self._open[unit] = Bundle(unit)
+        bundle.contributions.append(contribution)
+        if len(bundle.contributions) == sum(1 for spec in unit.trainable() if spec.numel):
+            self.close(unit)
+
+    def close(self, unit: Unit) -> None:
+        """No more comes to the unit's bundle."""
+        bundle = self._open.pop(unit, None)
+        if bundle is None:
+            return
+        bundle.contributions.sort(key=lambda each: each.index)  # Autograd's order may differ.
+        given = [
+            [
+                each.flat[share.start : share.stop]
+                for each in bundle.contributions
+                for share in self._shares[each.spec]
+                if share.rank == rank
+            ]
+            for rank in range(self._count)
+        ]
+        first = bundle.contributions[0].flat
+        mine_numel = sum(tensor.numel() for tensor in given[self._rank])
+        mean = torch.empty(mine_numel, dtype=torch.float32, device=first.device)
+        ready, owner = self._exchange.ready()
+        others_nbytes = bundle.nbytes - mine_numel * first.element_size()
+
+        def issue() -> None:
+            bundle.summed = self._exchange.sum(given, mean, ready=ready, owner=owner)
+            self._counters.add("ranks_reduced_nbytes", others_nbytes)
+
+        bundle.mean = mean
+        bundle.offer = self._collectives.offer((SUMMING, unit.index, _what(bundle)), issue)
+        self._offered.append(bundle)
+
+    def close_all(self) -> None:
+        for unit in list(self._open):
+            self.close(unit)
+
+    def take(self, *, all_of_them: bool = False) -> Iterator[Answered]:
+        """What is over, in the order in which it was offered. `all_of_them`: waits."""
+        while self._offered and (
+            all_of_them or self._is_over(self._offered[0]) or self._has_too_much()
+        ):
+            bundle = self._offered.popleft()
+            assert bundle.offer is not None and bundle.mean is not None
+            if not self._collectives.settle(bundle.offer, patience_s=PATIENCE_S):
+                yield Answered(bundle, None)
+                continue
+            assert bundle.summed is not None
+            bundle.summed.order()
+            numels = [
+                sum(s.stop - s.start for s in self._shares[each.spec] if s.rank == self._rank)
+                for each in bundle.contributions
+            ]
+            yield Answered(bundle, list(bundle.mean.split(numels)))
+
+    def _is_over(self, bundle: Bundle) -> bool:
+        assert bundle.offer is not None
+        is_there = bundle.offer.is_issued and bundle.summed is not None and bundle.summed.done()
+        return is_there or bundle.offer.is_called_off
+
+    def _has_too_much(self) -> bool:
+        return sum(each.nbytes for each in list(self._offered)[:-1]) > self._most_nbytes
+
+
+def _fits(bundle: Bundle, contribution: Contribution) -> bool:
+    return bundle.contributions[0].flat.dtype is contribution.flat.dtype and all(
+        each.spec is not contribution.spec for each in bundle.contributions
+    )
+
+
+def _what(bundle: Bundle) -> int:
+    """The same on all ranks whose bundles have the same layout and numbers."""
+    text = [str(bundle.contributions[0].flat.dtype)]
+    text += [f"{each.index} {each.generation} {each.number}" for each in bundle.contributions]
+    return zlib.crc32("\n".join(text).encode())

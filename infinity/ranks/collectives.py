@@ -1,0 +1,297 @@
+"""Operations of all ranks at once, between their devices: offered, matched, and begun in one order.
+
+What a rank offers is begun on every rank when all have offered it (`matching.py`), by a thread of
+this object, in the order in which rank 0 says so. The thread only issues; what it issues is ordered
+on the device. So no rank ever enters a collective operation that another does not, whatever way
+each takes through the model, and a rank whose offer is called off asks the owners one by one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import struct
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from infinity.errors import ConfigError, InfinityError, RankError
+from infinity.observe import Counters
+from infinity.ranks.links import Links
+from infinity.ranks.matching import Key, Matchmaker, Verb, Verdict
+from infinity.ranks.rendezvous import Group
+
+# A rank that waits for others takes its offer back after this: one of them may be in a barrier of
+# the program's own, which this rank does not come to while it waits.
+PATIENCE_S = 5.0
+# Of an operation that every rank has begun. Whoever is slower is stuck.
+TIMEOUT_S = 120.0
+_LOOK_S = 0.02
+_WATCH_S = 0.5  # How soon a thread that waits in an operation is let go when a rank is gone.
+# After a step in which a larger part of the offers than one in RARE was called off nothing is
+# offered for some steps, twice as many every time.
+_RARE = 8
+_MOST_PAUSED = 64
+_WORD = struct.Struct("<BxxxIIII")  # verb, step, key
+_NO_KEY: Key = (0, 0, 0)
+
+
+class Offer:
+    """An operation that this rank is ready for: `act` issues it. Made by `Collectives`."""
+
+    def __init__(self, key: Key, act: Callable[[], None]) -> None:
+        self.key = key
+        self.act: Callable[[], None] | None = act
+        self.answer: Verb | None = None
+        self.is_issued = False
+
+    @property
+    def is_called_off(self) -> bool:
+        return self.answer is Verb.CANCEL
+
+
+class Collectives:
+    """This rank's side of what all ranks do at once. Offers come from the training thread.
+
+    `group` has the devices' backend. A collective call: all ranks make one, and `open` it.
+    """
+
+    def __init__(self, links: Links, group: Any, counters: Counters) -> None:
+        self._links = links
+        self._group = group
+        self._counters = counters
+        self._matchmaker = Matchmaker(links.count) if links.rank == 0 else None
+        self._changed = threading.Condition()  # Guards all that follows, and the matchmaker.
+        self._pending: dict[Key, Offer] = {}
+        self._begun: queue.SimpleQueue[Offer | None] = queue.SimpleQueue()
+        self._num_begun = 0  # In the queue, or about to be issued.
+        self._step = 0
+        self._paused_steps = 0
+        self._pause = 1
+        self._answered = self._called_off = 0  # Of rank 0's matchmaker, before this step.
+        self._thread: threading.Thread | None = None
+        self._is_closed = False
+
+    def open(self) -> None:
+        """After the links: sees that the backend works, and begins to carry out what is begun."""
+        self._thread = threading.Thread(target=self._run, name="infinity-collectives", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Takes back what is offered, when all ranks have come so far; or ends at once what waits
+        for a rank that is gone. Before the links are closed. Idempotent."""
+        if self._thread is None or self._is_closed:
+            return
+        with contextlib.suppress(InfinityError):
+            self.end_step()
+        self._is_closed = True
+        self._begun.put(None)
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+        if self._links.is_broken:
+            self._abort()
+
+    # -- Offers ------------------------------------------------------------------------------------
+
+    @property
+    def is_on(self) -> bool:
+        """Whether anything is offered in this step. The same on all ranks."""
+        return self._paused_steps == 0
+
+    def offer(self, key: Key, act: Callable[[], None]) -> Offer:
+        """Makes an offer. `act` is called by another thread, soon after every rank has made the
+        same; all that it needs stays as it is until the offer is answered."""
+        assert self.is_on and key not in self._pending
+        self._links.check()
+        offer = Offer(key, act)
+        with self._changed:
+            self._pending[key] = offer
+            self._say(Verb.OFFER, key)
+        return offer
+
+    def settle(self, offer: Offer, *, patience_s: float = PATIENCE_S) -> bool:
+        """Waits for the others, and returns whether the operation was issued; else it was called
+        off. Raises RankError."""
+        with self._changed:
+            if offer.answer is None:
+                if patience_s:
+                    self._say(Verb.AWAIT, offer.key)
+                    self._wait(lambda: offer.answer is not None, patience_s)
+                if offer.answer is None:
+                    self._say(Verb.WITHDRAW, offer.key)
+            self._wait(lambda: offer.is_issued or offer.is_called_off)
+        return offer.is_issued
+
+    def end_step(self, meanwhile: Callable[[], None] | None = None) -> None:
+        """This rank offers no more in this step: returns when all that it has offered is issued or
+        called off. `meanwhile` is called now and then."""
+        if self.is_on:
+            with self._changed:
+                self._say(Verb.DONE, _NO_KEY)
+                self._step += 1
+            while not self._is_idle(_LOOK_S):
+                if meanwhile is not None:
+                    meanwhile()
+
+    def _is_idle(self, timeout_s: float) -> bool:
+        with self._changed:
+            return self._wait(lambda: not self._pending and not self._num_begun, timeout_s)
+
+    def _wait(self, is_reached: Callable[[], bool], timeout_s: float = float("inf")) -> bool:
+        """With the lock. Raises RankError when a rank is gone."""
+        deadline_s = time.monotonic() + timeout_s
+        while not is_reached():
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0:
+                return False
+            self._changed.wait(min(left_s, _LOOK_S))
+            self._links.check()
+        return True
+
+    # -- When to try -------------------------------------------------------------------------------
+
+    def verdict(self) -> bytes:
+        """Of rank 0, which all ranks give to `agree`: whether ranks went the same way in the step
+        that ends."""
+        if self._matchmaker is None:
+            return b""
+        with self._changed:
+            begun, cancelled = self._matchmaker.begun, self._matchmaker.cancelled
+            answered = begun + cancelled - self._answered
+            called_off = cancelled - self._called_off
+            self._answered, self._called_off = begun + cancelled, cancelled
+        return bytes([called_off * _RARE <= answered])
+
+    def agree(self, verdict: bytes) -> None:
+        """Where ranks go ways of their own, offers only cost time: none for some steps."""
+        if self._paused_steps:
+            self._paused_steps -= 1
+        elif verdict[0]:
+            self._pause = 1
+        else:
+            self._paused_steps, self._pause = self._pause, min(2 * self._pause, _MOST_PAUSED)
+
+    # -- Words -------------------------------------------------------------------------------------
+
+    def _say(self, verb: Verb, key: Key) -> None:
+        """To the matchmaker. With the lock, so that words leave in their order."""
+        if self._matchmaker is None:
+            self._links.tell(0, _WORD.pack(verb, self._step, *key))
+        else:
+            self._pass_on(self._matchmaker.hear(0, verb, self._step, key))
+
+    def hear(self, rank: int, content: bytes) -> None:
+        """A word from another rank. By the thread that serves it."""
+        code, step, *numbers = _WORD.unpack(content)
+        verb, key = Verb(code), (numbers[0], numbers[1], numbers[2])
+        with self._changed:
+            if verb in (Verb.BEGIN, Verb.CANCEL):
+                self._take(verb, key)
+            else:
+                assert self._matchmaker is not None
+                self._pass_on(self._matchmaker.hear(rank, verb, step, key))
+
+    def _pass_on(self, verdicts: list[Verdict]) -> None:
+        """With the lock: every rank hears verdicts in one order."""
+        for each in verdicts:
+            for rank in each.ranks:
+                if rank == self._links.rank:
+                    self._take(each.verb, each.key)
+                else:
+                    self._links.tell(rank, _WORD.pack(each.verb, each.step, *each.key))
+
+    def _take(self, verb: Verb, key: Key) -> None:
+        offer = self._pending.pop(key)
+        offer.answer = verb
+        if verb is Verb.BEGIN:
+            self._num_begun += 1
+            self._begun.put(offer)
+        else:
+            offer.act = None
+            self._counters.add("ranks_called_off", 1)
+        self._changed.notify_all()
+
+    # -- Operations --------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while True:
+            try:
+                offer = self._begun.get(timeout=_WATCH_S)
+            except queue.Empty:
+                if self._links.is_broken:
+                    self._abort()
+                    return
+                continue
+            if offer is None:
+                return
+            try:
+                assert offer.act is not None
+                offer.act()
+            except RankError:
+                return  # The links know of it.
+            except BaseException as error:
+                self._links.abort(f"{type(error).__name__}: {error}")
+                self._abort()
+                return
+            with self._changed:
+                offer.act, offer.is_issued = None, True
+                self._num_begun -= 1
+                self._changed.notify_all()
+            self._counters.add("ranks_collectives", 1)
+            del offer
+
+    def all_gather(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Every rank's `source`, uint8 (n,), into `target`, uint8 (count * n,), in rank order. On
+        the devices, in the stream that is current."""
+        with self._told():
+            _all_gather(target, source, group=self._group)
+
+    def all_to_all(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Row r of `source` to row `rank` of rank r's `target`: both (count, n), of one dtype."""
+        with self._told():
+            dist.all_to_all_single(
+                target.view(torch.uint8), source.view(torch.uint8), group=self._group
+            )
+
+    @contextlib.contextmanager
+    def _told(self) -> Any:
+        """What a backend says of a rank that is gone is less than what the links know."""
+        try:
+            yield
+        except RuntimeError as error:
+            deadline_s = time.monotonic() + 2 * _WATCH_S
+            while time.monotonic() < deadline_s:
+                self._links.check()
+                time.sleep(_LOOK_S)
+            raise InfinityError(f"between devices of ranks: {error}") from error
+
+    def _abort(self) -> None:
+        """Lets go of whatever waits in an operation."""
+        with contextlib.suppress(Exception):
+            self._group.abort()
+
+
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def device_group(group: Group, device: torch.device) -> Any:
+    """A process group of its own for the ranks' devices: what others do with theirs is in another
+    order. A collective call. Raises ConfigError."""
+    backend = dist.get_default_backend_for_device(device)
+    if not dist.is_backend_available(backend):
+        raise ConfigError(
+            f'ranks.exchange: "collective" between {device.type} devices needs the backend '
+            f"{backend!r} of torch.distributed, which this build of PyTorch lacks; "
+            'set it to "one_sided"'
+        )
+    return dist.new_group(
+        dist.get_process_group_ranks(group.process_group),
+        timeout=timedelta(seconds=TIMEOUT_S),
+        backend=backend,
+        use_local_synchronization=True,
+    )
