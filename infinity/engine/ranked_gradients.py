@@ -273,6 +273,16 @@ class RankedGradients(Gradients):
                 self._give(self._contribution(spec, flat))
                 super().forget(spec)
 
+    def _bundle_sums(self, unit: Unit) -> None:
+        """Offers to the other devices what was summed on this one, where that is possible."""
+        if self._bundles is None or not self._bundles.is_on:
+            return
+        for spec, flat in self._sums.pop(unit, {}).items():
+            del self._sent_as[spec]
+            self._bundles.add(unit, self._contribution(spec, flat))
+        self._bundles.close(unit)
+        self._take_bundles()
+
     def _give_away(self, unit: Unit) -> None:
         """In stages 2 and 3 sums rest nowhere: they are in the unit's buffer until given."""
         if unit in self._buffers:
@@ -372,9 +382,11 @@ class RankedGradients(Gradients):
     def write_out(self, unit: Unit) -> None:
         if self._partition.stage == 1:
             super().write_out(unit)
-        elif self._bundles is not None and not self._passes.is_layer_major:
-            self._bundles.close(unit)
-        elif self._passes.is_layer_major:
+        elif not self._passes.is_layer_major:
+            if self._bundles is not None:
+                self._bundles.close(unit)
+        else:
+            self._bundle_sums(unit)
             self._end_sums([unit])
             self.finish_copies()
             self._give_away(unit)
@@ -384,6 +396,8 @@ class RankedGradients(Gradients):
         if self._partition.stage == 1:
             super().write_out_all()
         else:
+            for unit in list(self._sums):
+                self._bundle_sums(unit)
             self._end_sums(list(self._summing))
             self.finish_copies()
             for unit in list(self._buffers):
