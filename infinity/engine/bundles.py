@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import torch
 
 from infinity.observe import Counters
-from infinity.ranks.collectives import PATIENCE_S, Collectives, Offer
+from infinity.ranks.collectives import Collectives, Offer
 from infinity.state.partition import Share
 from infinity.state.units import TensorSpec, Unit
 from infinity.tiers.device import Copy
@@ -150,7 +150,7 @@ class Bundles:
         ):
             bundle = self._offered.popleft()
             assert bundle.offer is not None and bundle.mean is not None
-            if not self._collectives.settle(bundle.offer, patience_s=PATIENCE_S):
+            if not self._collectives.settle(bundle.offer):
                 yield Answered(bundle, None)
                 continue
             assert bundle.summed is not None

@@ -114,14 +114,14 @@ class Collectives:
             self._say(Verb.OFFER, key)
         return offer
 
-    def settle(self, offer: Offer, *, patience_s: float = PATIENCE_S) -> bool:
-        """Waits for the others, and returns whether the operation was issued; else it was called
-        off. Raises RankError."""
+    def settle(self, offer: Offer, *, is_patient: bool = True) -> bool:
+        """Waits for the others, a while or not at all, and returns whether the operation was
+        issued; else it was called off. Raises RankError."""
         with self._changed:
             if offer.answer is None:
-                if patience_s:
+                if is_patient:
                     self._say(Verb.AWAIT, offer.key)
-                    self._wait(lambda: offer.answer is not None, patience_s)
+                    self._wait(lambda: offer.answer is not None, PATIENCE_S)
                 if offer.answer is None:
                     self._say(Verb.WITHDRAW, offer.key)
             self._wait(lambda: offer.is_issued or offer.is_called_off)

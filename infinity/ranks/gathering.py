@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from infinity.observe import Counters
-from infinity.ranks.collectives import PATIENCE_S, Collectives
+from infinity.ranks.collectives import Collectives
 from infinity.ranks.store import RankedStore
 from infinity.state.partition import Shard
 from infinity.state.store import Transfer
@@ -90,7 +90,7 @@ class Gather:
         self._offer = collectives.offer((GATHERING, unit, 0), issue)
 
     def settle(self, *, is_patient: bool) -> bool:
-        return self._collectives.settle(self._offer, patience_s=PATIENCE_S * is_patient)
+        return self._collectives.settle(self._offer, is_patient=is_patient)
 
 
 def stretches_of(shards: Sequence[Shard]) -> list[Stretch]:

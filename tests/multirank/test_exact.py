@@ -7,14 +7,28 @@ given. `DistributedDataParallel` and `fully_shard` are held against it separatel
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 import torch
 
+import infinity
 from infinity.state.partition import STAGES
 
+from .models import batch, loss_of
 from .processes import run_ranks
-from .work import MIXED, NVME, Case, assert_same, expected, train_all
+from .work import (
+    LR,
+    MIXED,
+    MODELS,
+    NVME,
+    Case,
+    assert_same,
+    expected,
+    offloaded,
+    read_weights,
+    train_all,
+)
 
 PLACEMENTS = ({}, NVME, MIXED)
 GRID = [Case(stage, placement) for stage in STAGES for placement in PLACEMENTS]
@@ -118,3 +132,44 @@ def test_the_norm_does_not_depend_on_ranks_and_clips() -> None:
     for name, weight in wanted.weights.items():
         # One step of Adam moves by lr whatever the scale; the clip reaches it through eps alone.
         assert torch.allclose(of_stage[2].weights[name], weight, atol=1e-6), name
+
+
+def _goes_its_own_way(rank: int, exchange: str) -> tuple[dict[str, torch.Tensor], float]:
+    """One rank is out of batches and waits in a barrier of the program's own; another evaluates
+    between steps while this one trains on; weights are read by one rank alone, and set by all."""
+    import torch.distributed as dist
+
+    from infinity.ranks import collectives
+
+    collectives.PATIENCE_S = 0.3
+    case = Case(3, steps=4, exchange=exchange, simulated=True)
+    width = MODELS[case.model].width
+    model = offloaded(case, Path())
+    optimizer = infinity.AdamW(model, lr=LR)
+    for step in range(case.steps):
+        for micro in range(1 + (rank == 0)):
+            loss_of(model, batch(10 * step + rank + micro, width)).backward()
+        dist.barrier()
+        optimizer.step()
+        optimizer.zero_grad()
+        if rank == 0 and step == 1:
+            with torch.no_grad():
+                model(batch(5, width))
+            with infinity.gather(model):
+                assert torch.isfinite(model.head.weight).all()
+        if step == 2:
+            with infinity.gather(model.head, modify=True), torch.no_grad():
+                model.head.weight.mul_(0.5)
+    found = read_weights(model)
+    called_off = infinity.engine_of(model).counters.snapshot().get("ranks_called_off", 0)
+    infinity.engine_of(model).close()
+    return found, called_off
+
+
+def test_ranks_that_wait_elsewhere_do_not_hang_and_have_the_same_bits() -> None:
+    wanted = run_ranks(2, _goes_its_own_way, "one_sided")
+    found = run_ranks(2, _goes_its_own_way, "collective")
+    assert found[0][1] > 0, "no offer was called off"
+    for (weights, _), (reference, _) in zip(found, wanted, strict=True):
+        assert weights.keys() == reference.keys()
+        assert all(torch.equal(weights[name], reference[name]) for name in weights)

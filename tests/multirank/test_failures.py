@@ -29,14 +29,19 @@ def _killed(signal_number: int, note: str) -> None:
 
 
 def _die_in(
-    rank: int, phase: str, signal_number: int | None, silence_s: float | None, note: str
+    rank: int,
+    phase: str,
+    signal_number: int | None,
+    silence_s: float | None,
+    exchange: str,
+    note: str,
 ) -> None:
     """Trains until rank VICTIM dies in `phase` of the second step."""
     if silence_s is not None:
         from infinity.ranks import links
 
         links.BEAT_S, links.SILENCE_S = silence_s / 4, silence_s
-    case = Case(3, steps=50)
+    case = Case(3, steps=50, exchange=exchange, simulated=exchange == "collective")
     model = offloaded(case, None)  # type: ignore[arg-type]
     engine = infinity.engine_of(model)
 
@@ -64,19 +69,33 @@ def _die_in(
 
 
 def _deaths(
-    directory: Path, phase: str, signal_number: int | None, silence_s: float | None = None
+    directory: Path,
+    phase: str,
+    signal_number: int | None,
+    *,
+    silence_s: float | None = None,
+    exchange: str = "one_sided",
 ) -> list[str]:
     """What the other ranks say, soon after the death."""
     others, note = {0, 1, 3}, directory / "death"
-    with Ranks(4, _die_in, phase, signal_number, silence_s, str(note)) as ranks:
+    with Ranks(4, _die_in, phase, signal_number, silence_s, exchange, str(note)) as ranks:
         outcomes = ranks.outcomes(others)
         assert time.monotonic() - float(note.read_text()) < TIME_LIMIT_S
     return [outcomes[rank][1][0] for rank in sorted(others)]
 
 
-@pytest.mark.parametrize("phase", ["forward", "backward", "step", "between"])
-def test_a_killed_rank_is_named_by_all_others(phase: str, tmp_path: Path) -> None:
-    for message in _deaths(tmp_path, phase, signal.SIGKILL):
+@pytest.mark.parametrize(
+    ("phase", "exchange"),
+    [
+        ("forward", "one_sided"),
+        ("forward", "collective"),
+        ("backward", "collective"),
+        ("step", "one_sided"),
+        ("between", "collective"),
+    ],
+)
+def test_a_killed_rank_is_named_by_all_others(phase: str, exchange: str, tmp_path: Path) -> None:
+    for message in _deaths(tmp_path, phase, signal.SIGKILL, exchange=exchange):
         assert message.startswith(f"RankError: rank {VICTIM} "), message
         assert "killed or has crashed" in message
 
@@ -88,7 +107,8 @@ def test_an_exception_on_one_rank_is_told_to_all_others(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_is_stuck_is_named_by_all_others(tmp_path: Path) -> None:
-    for message in _deaths(tmp_path, "between", signal.SIGSTOP, silence_s=8.0):
+    deaths = _deaths(tmp_path, "forward", signal.SIGSTOP, silence_s=8.0, exchange="collective")
+    for message in deaths:
         assert message.startswith(f"RankError: rank {VICTIM} "), message
         assert "said nothing" in message
 
