@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from parity import exchanges
 from parity.harness import offloaded, swap_config
 from torch import Tensor, nn
 
@@ -289,3 +290,17 @@ def test_an_exception_in_the_backward_lets_go(swap_directory: Path) -> None:
         hook.remove()
         assert not infinity.engine_of(model).resident_units()
         step(model, infinity.AdamW(model, lr=1e-3), batch(0))
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_devices_of_several_ranks_exchange(on_device: bool) -> None:
+    """Their streams on one device, and no backend: what is asked of CUDA's own order."""
+
+    def make(host: Any, counters: Any) -> Any:
+        from infinity.tiers.cuda import CudaDevice
+
+        return CudaDevice(host, counters)
+
+    from tests.loopback import Loopback, cuda_event
+
+    exchanges.run(make, Loopback(2, cuda_event), on_device=on_device)

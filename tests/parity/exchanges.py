@@ -1,0 +1,117 @@
+"""A few units put together and summed between devices of one process, on any stream device."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+from collections.abc import Callable, Sequence
+
+import torch
+
+from infinity.observe import Counters
+from infinity.storage.arena import Arena
+from infinity.tiers.device import all_of
+from infinity.tiers.exchange import Buffers, DeviceExchange, Stretch, mean_of
+from infinity.tiers.host import HostTier
+from infinity.tiers.streams import StreamDevice, StreamRegion
+from tests.loopback import Loopback
+
+WHOLE_NBYTES = 40_000
+LARGEST_NBYTES = 12_288  # So a unit takes several rounds.
+
+
+def stretches_of(count: int) -> list[Stretch]:
+    """Parts of unlike sizes, the first rank's in two stretches, in another order than the ranks."""
+    bounds = [0, 7_000, *(7_000 + 33_000 * r // count for r in range(1, count)), WHOLE_NBYTES]
+    found = [Stretch(0, 0, 0, 5_000), Stretch(0, 5_000, 5_000, bounds[1] - 5_000)]
+    places = list(itertools.pairwise(bounds[1:]))
+    for rank, (low, high) in enumerate(reversed(places)):
+        first = bounds[1] if rank == 0 else 0
+        found.append(Stretch(rank, first, low, high - low))
+    return found
+
+
+def part_of(whole: torch.Tensor, rank: int, stretches: Sequence[Stretch]) -> torch.Tensor:
+    return torch.cat([whole[s.place : s.place + s.nbytes] for s in stretches if s.rank == rank])
+
+
+def run(
+    make: Callable[[HostTier, Counters], StreamDevice], loopback: Loopback, *, on_device: bool
+) -> None:
+    """Three units, one after the other through room for one, and gradients of two dtypes; raises
+    AssertionError for a byte that is wrong. `on_device`: a rank's part rests there."""
+    count, errors = loopback.count, []
+    source = torch.Generator().manual_seed(0)
+    wholes = [
+        torch.randint(0, 256, (WHOLE_NBYTES,), generator=source).to(torch.uint8) for _ in range(3)
+    ]
+    stretches = stretches_of(count)
+    gradients = {  # By dtype and rank: what each gives, by the rank it is for.
+        dtype: [
+            [torch.randn(3_000 + 100 * to, generator=source).to(dtype) for to in range(count)]
+            for _ in range(count)
+        ]
+        for dtype in (torch.float32, torch.bfloat16)
+    }
+
+    def of_rank(rank: int) -> None:
+        arena = Arena(256 << 10)
+        host = HostTier(arena, Counters())
+        device = make(host, Counters())
+        try:
+            exchange = DeviceExchange(device, loopback.rank(rank), Buffers(count, LARGEST_NBYTES))
+            _put_together(exchange, device, host, rank)
+            _sum(exchange, device, rank)
+            device.synchronize()
+        except BaseException as error:
+            errors.append(error)
+            loopback._barrier.abort()
+        finally:
+            with contextlib.suppress(Exception):  # It says once more what went wrong.
+                device.close()
+            arena.close()
+
+    def _put_together(
+        exchange: DeviceExchange, device: StreamDevice, host: HostTier, rank: int
+    ) -> None:
+        region = device.reserve(WHOLE_NBYTES)
+        for whole in wholes:
+            mine = part_of(whole, rank, stretches)
+            block = host.allocate(mine.numel(), "shard")
+            assert block is not None
+            on_host = host.tensor(block, nbytes=mine.numel())
+            on_host.copy_(mine)
+            exchange.take(region)
+            resting = device.allocate(mine.numel()).copy_(mine) if on_device else on_host
+            ready, _ = exchange.ready()
+            ready.synchronize()
+            arrival, departure = exchange.gather(region, resting, stretches)
+            departure.wait()
+            host.free(block)
+            arrival.order()
+            assert isinstance(region, StreamRegion)
+            found = all_of(region.memory).clone()
+            device.end_use(region)
+            device.detach(region)
+            assert torch.equal(found.cpu(), whole), "weights came otherwise"
+
+    def _sum(exchange: DeviceExchange, device: StreamDevice, rank: int) -> None:
+        for dtype, given in gradients.items():
+            mine = [each.to(device.torch_device) for each in given[rank]]
+            halves = [[*each.split(1_700)] for each in mine]
+            mean = torch.empty(mine[rank].numel(), device=device.torch_device)
+            ready, owner = exchange.ready()
+            exchange.sum(halves, mean, ready=ready, owner=owner).order()
+            wanted = mean_of([theirs[rank] for theirs in given])
+            assert torch.equal(mean.cpu(), wanted), f"{dtype}: sums differ"
+
+    threads = [threading.Thread(target=of_rank, args=(rank,)) for rank in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise next(
+            (e for e in errors if not isinstance(e, threading.BrokenBarrierError)), errors[0]
+        )

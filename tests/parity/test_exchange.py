@@ -1,0 +1,64 @@
+"""Devices of several ranks exchange the right bytes, and no ordering of theirs is dispensable."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from infinity.testing.simulated_device import SimulatedDevice
+from infinity.tiers.exchange import mean_of
+from infinity.tiers.streams import StreamCopy, StreamDevice
+from tests.loopback import Loopback
+
+from . import exchanges
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def simulated(host: Any, counters: Any) -> SimulatedDevice:
+    device = SimulatedDevice(3, delay_s=1e-3)
+    device.open(host, counters)
+    return device
+
+
+@pytest.mark.parametrize("count", [2, 3, 4])
+@pytest.mark.parametrize("on_device", [False, True])
+def test_weights_are_put_together_and_gradients_summed(count: int, on_device: bool) -> None:
+    exchanges.run(simulated, Loopback(count), on_device=on_device)
+
+
+def test_a_mean_is_summed_by_the_tree_of_the_inbox() -> None:
+    rows = [torch.randn(1000) for _ in range(4)]
+    parts = [row * 0.25 for row in rows]
+    wanted = (parts[0] + parts[1]) + (parts[2] + parts[3])
+    assert torch.equal(mean_of(rows), wanted)
+    third = torch.tensor(1.0 / 3)
+    parts = [row * third for row in rows[:3]]
+    assert torch.equal(mean_of(rows[:3]), (parts[0] + parts[1]) + parts[2])
+
+
+def no_wait(*args: Any, **kwargs: Any) -> None:
+    return None
+
+
+def order_without_wait(copy: StreamCopy) -> None:
+    copy._keep = None
+
+
+MUTATIONS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
+    "a-part-comes-into-a-buffer-that-is-still-sent": (StreamDevice, "inward_waits", no_wait),
+    "a-part-is-sent-before-it-has-come": (StreamCopy, "order_stream", no_wait),
+    "the-exchange-is-not-noted-as-a-use": (StreamDevice, "note_use", no_wait),
+    "computation-does-not-wait": (StreamCopy, "order", order_without_wait),
+}
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_an_ordering_that_is_missing_is_told(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner, attribute, instead = MUTATIONS[name]
+    monkeypatch.setattr(owner, attribute, instead)
+    with pytest.raises(AssertionError):
+        exchanges.run(simulated, Loopback(2), on_device=False)
