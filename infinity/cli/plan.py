@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -148,18 +149,18 @@ def _batch(
 ) -> Any:
     """That of the file, where it trains the file's model; the options go first."""
     from infinity.plan import Batch
+    from infinity.schedule.job import UNKNOWN_BATCH, batch_of
 
-    train, data = config.train, config.data
-    if train is None or data is None or by_name:
+    own = UNKNOWN_BATCH if by_name else batch_of(config)
+    if own == UNKNOWN_BATCH:
         sequence = sequence or 2048
         return Batch(tokens or 16 * sequence, sequence, accumulation or 1)
-    sequence = sequence or data.sequence_length
-    return Batch(
-        tokens or train.batch_size * sequence,
-        sequence,
-        accumulation or train.accumulation,
-        # By layers, a batch goes through once whatever its micro-batches, and is recomputed.
-        recomputes=train.activation_checkpointing or config.schedule.micro_batch is not None,
+    sequence = sequence or own.sequence_length
+    return replace(
+        own,
+        num_tokens=tokens or own.num_tokens // own.sequence_length * sequence,
+        sequence_length=sequence,
+        num_micro_batches=accumulation or own.num_micro_batches,
     )
 
 

@@ -57,7 +57,7 @@ ComputeDtype = Literal["float32", "bfloat16"]
 GradientDtype = Literal["float32"]
 MomentFormat = Literal["float32", "8bit"]
 UpdatesMode = Literal["deferred", "at_step"]
-UpdatePlace = Literal["host", "device"]
+UpdatePlace = Literal["auto", "host", "device"]
 RankBudgets = Literal["node", "rank"]
 ReduceDtype = Literal["auto", "bfloat16"]
 RankExchange = Literal["auto", "collective", "one_sided"]
@@ -282,10 +282,11 @@ class Schedule(Section):
         "changes a result.",
     )
     update_on: Annotated[UpdatePlace, Choice(UpdatePlace)] = Field(
-        "host",
-        description='Who computes the update: the processor, or "device", to which state is '
-        "streamed, where the processor is slower than the link. Moments of eight bits stay with "
-        "the host. Never changes a result.",
+        "auto",
+        description='Who computes the update: the processor, "host", or "device", to which state '
+        'is streamed. "auto" times both, and the link, for half a second when a model is offloaded '
+        "to a device with memory of its own, and takes the device where it is clearly faster. "
+        "Moments of eight bits stay with the host. Never changes a result.",
     )
     micro_batch: Annotated[int, Integer(1)] | None = Field(
         None,

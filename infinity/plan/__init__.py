@@ -7,7 +7,8 @@
 from infinity.plan.advice import Advice, advise
 from infinity.plan.hardware import Hardware, load_hardware
 from infinity.plan.model import ModelShape, load_model, scaled_gpt
-from infinity.plan.predict import Batch, Forecast, forecast
+from infinity.plan.predict import Forecast, forecast
+from infinity.schedule.job import Batch
 
 __all__ = [
     "Advice",

@@ -11,7 +11,8 @@ from infinity.config.values import Capacity
 from infinity.errors import InfinityError
 from infinity.plan.hardware import Hardware, Nvme
 from infinity.plan.model import Model
-from infinity.plan.predict import Batch, Forecast, forecast
+from infinity.plan.predict import Forecast, forecast
+from infinity.schedule.job import Batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +26,7 @@ class Advice:
 def advise(config: SwapConfig, model: Model, base: Forecast) -> list[Advice]:
     """Every change that can be predicted, the most helpful first."""
     found = []
-    for change, (changed, hardware, batch) in _changes(config, base.hardware, base.batch):
+    for change, (changed, hardware, batch) in _changes(config, base):
         try:
             other = forecast(changed, model, hardware, batch)
         except InfinityError:
@@ -39,7 +40,8 @@ def advise(config: SwapConfig, model: Model, base: Forecast) -> list[Advice]:
 _Case = tuple[SwapConfig, Hardware, Batch]
 
 
-def _changes(config: SwapConfig, hardware: Hardware, batch: Batch) -> Iterator[tuple[str, _Case]]:
+def _changes(config: SwapConfig, base: Forecast) -> Iterator[tuple[str, _Case]]:
+    hardware, batch = base.hardware, base.batch
     host = hardware.host
     doubled = host.model_copy(update={"memory": 2 * host.memory})
     yield (
@@ -68,10 +70,10 @@ def _changes(config: SwapConfig, hardware: Hardware, batch: Batch) -> Iterator[t
             (config, hardware.model_copy(update={"device": links}), batch),
         )
     if device.update_gbps is not None and not hardware.shares_host_memory:
-        is_there = config.schedule.update_on == "device"
+        other = "host" if base.update_place.is_on_device else "device"
         yield (
-            f"updates on the {'host' if is_there else 'device'} (schedule.update_on)",
-            (_with_updates_on(config, "host" if is_there else "device"), hardware, batch),
+            f"updates on the {other} (schedule.update_on)",
+            (_with_updates_on(config, other), hardware, batch),
         )
     if batch.num_micro_batches > 1 and config.schedule.micro_batch is None:
         yield (

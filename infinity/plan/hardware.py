@@ -11,7 +11,7 @@ from typing import Annotated
 from pydantic import BeforeValidator, Field
 
 from infinity.plan.files import Table, read_table
-from infinity.schedule.step import Rates
+from infinity.schedule.step import Rates, drive_rates
 from infinity.sizes import parse_nbytes
 
 Nbytes = Annotated[int, BeforeValidator(parse_nbytes)]
@@ -73,7 +73,10 @@ class Hardware(Table):
         """Everything together: with N devices a unit is cut in N parts, which move at once."""
         giga, inf = 1e9, float("inf")
         count, device, nvme = self.device.count, self.device, self.nvme
-        links = {} if nvme is None else _nvme_rates(nvme)
+        drives = {}
+        if nvme is not None:
+            mixed = None if nvme.mixed_gbps is None else nvme.mixed_gbps * giga
+            drives = drive_rates(nvme.read_gbps * giga, nvme.write_gbps * giga, mixed)
         gather = None
         if count > 1 and device.gather_gbps is not None:
             # Each device receives the other devices' parts of a unit.
@@ -87,17 +90,8 @@ class Hardware(Table):
             h2d=inf if device.h2d_gbps is None else count * device.h2d_gbps * giga,
             d2h=inf if device.d2h_gbps is None else count * device.d2h_gbps * giga,
             gather=gather,
-            **links,
+            **drives,
         )
-
-
-def _nvme_rates(nvme: Nvme) -> dict[str, float]:
-    taking_turns = 2 / (1 / nvme.read_gbps + 1 / nvme.write_gbps)
-    return {
-        "nvme_read": nvme.read_gbps * 1e9,
-        "nvme_write": nvme.write_gbps * 1e9,
-        "nvme_mixed": (nvme.mixed_gbps or taking_turns) * 1e9,
-    }
 
 
 def load_hardware(name: str) -> Hardware:

@@ -26,8 +26,8 @@ from infinity.config.schema import NvmeTier
 from infinity.errors import ConfigError, UnsupportedError
 from infinity.plan.hardware import Device, Hardware, Host, Nvme
 from infinity.plan.model import Model
-from infinity.plan.predict import Batch
 from infinity.plan.rehearsal import Rehearsed, rehearse, timed_shape
+from infinity.schedule.job import Batch, tuned_gbps
 from infinity.sizes import MIB
 from infinity.storage.arena import Arena, available_host_nbytes
 from infinity.storage.engine import open_configured
@@ -83,19 +83,11 @@ def measure(config: SwapConfig, model: Model, batch: Batch) -> Hardware:
 
 def _nvme(config: SwapConfig, arena: Arena) -> Nvme:
     tiers = config.tiers.nvme
-    if all(tier.read_gbps and tier.write_gbps for tier in tiers):
-        read, write = (_sum_of(tiers, key) for key in ("read_gbps", "write_gbps"))
-        mixed = _sum_of(tiers, "mixed_gbps") if all(tier.mixed_gbps for tier in tiers) else None
-    else:
-        read, write, mixed = _measured(config, arena)
+    read, write, mixed = tuned_gbps(tiers) or _measured(config, arena)
     capacity = sum(_free_nbytes(tier) for tier in tiers)
     return Nvme(
         drives=len(tiers), capacity=capacity, read_gbps=read, write_gbps=write, mixed_gbps=mixed
     )
-
-
-def _sum_of(tiers: Sequence[NvmeTier], key: str) -> float:
-    return float(sum(getattr(tier, key) for tier in tiers))
 
 
 def _free_nbytes(tier: NvmeTier) -> int:

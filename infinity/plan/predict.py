@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from infinity.config import SwapConfig
 from infinity.engine.durability import wanted_spares
@@ -15,31 +15,18 @@ from infinity.errors import CapacityError
 from infinity.plan.hardware import Hardware
 from infinity.plan.model import Model
 from infinity.plan.tiles import largest_nbytes, with_tiles
-from infinity.schedule.step import WRITE, Job, Prediction, UnitLoad, Use, predict
+from infinity.schedule.job import Batch, make_job
+from infinity.schedule.step import WRITE, Job, Prediction, Use, predict
+from infinity.schedule.update_place import UpdatePlace, choose, settled
 from infinity.sizes import format_nbytes
 from infinity.state.budgets import Budgets
-from infinity.state.placement import STATE_PIECES, Placement, resting_nbytes
+from infinity.state.placement import Placement, resting_nbytes
 from infinity.state.store import rewritten_nbytes
 from infinity.state.tiles import fit
-from infinity.state.units import Piece, Unit
 
 _CHECKPOINT_ITEM_NBYTES = 2
 # Of a device's memory, what the engine takes when the file leaves it to it.
 _DEVICE_PERCENT = 50.0
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """Tokens of one micro-batch on all devices together, and how many make a step."""
-
-    num_tokens: int
-    sequence_length: int
-    num_micro_batches: int = 1
-    recomputes: bool = True  # Activations, in the backward.
-
-    @property
-    def tokens_per_step(self) -> int:
-        return self.num_tokens * self.num_micro_batches
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +43,7 @@ class Forecast:
     num_spares: int
     spare_nbytes: int
     is_tight: bool
+    update_place: UpdatePlace
     job: Job
     step: Prediction
     warnings: tuple[str, ...]
@@ -91,7 +79,9 @@ def forecast(config: SwapConfig, model: Model, hardware: Hardware, batch: Batch)
     spare_nbytes = num_spares * _rewritten_nbytes(model, placement)
     _refuse_full_tiers(model, hardware, budgets, spare_nbytes)
     parked = _parked(config, model, batch)
-    job = _job(config, model, hardware, batch, budgets, window_nbytes, parked)
+    job = _job(config, model, batch, budgets, parked)
+    place = _update_place(config, hardware, job)
+    job = replace(job, updates_on_device=place.is_on_device)
     return Forecast(
         model=model,
         hardware=hardware,
@@ -102,6 +92,7 @@ def forecast(config: SwapConfig, model: Model, hardware: Hardware, batch: Batch)
         num_spares=num_spares,
         spare_nbytes=spare_nbytes,
         is_tight=budgets.is_tight,
+        update_place=place,
         job=job,
         step=predict(job, hardware.rates()),
         warnings=(
@@ -255,79 +246,28 @@ def _warnings(
 def _job(
     config: SwapConfig,
     model: Model,
-    hardware: Hardware,
     batch: Batch,
     budgets: Budgets,
-    window_nbytes: int | None,
     parked: tuple[str, int] | None,
 ) -> Job:
-    # Several micro-batches through one block are summed on the device, in float32.
-    micro_batch = config.schedule.micro_batch
-    is_summed = micro_batch is not None and batch.num_tokens > micro_batch * batch.sequence_length
-    units = tuple(_load(unit, budgets.placement, is_summed) for unit in model.units)
-    # With updates at the step the ring is there for it alone. A tight pool keeps nothing.
-    is_deferred = config.schedule.updates == "deferred"
-    cache_nbytes = budgets.working_nbytes - (budgets.ring_nbytes if is_deferred else 0)
-    if budgets.is_tight:
-        cache_nbytes = 0
-    device_cache_nbytes = None
-    if not hardware.shares_host_memory:
-        assert window_nbytes is not None
-        device_cache_nbytes = window_nbytes - budgets.placement.placed_nbytes["device"]
     parked_nbytes = _input_nbytes(config, model, batch) if parked is not None else 0
-    return Job(
-        units=units,
-        uses=tuple(
-            Use(
-                site.units,
-                site.forward_flops(batch.num_tokens, batch.sequence_length),
-                parked_nbytes if site.attention_width else 0,
-            )
-            for site in model.sites
-        ),
-        parked_on="device" if parked is None else parked[0],
-        num_micro_batches=batch.num_micro_batches,
-        backward_ratio=3.0 if batch.recomputes else 2.0,
-        weights_cache_nbytes=cache_nbytes,
-        device_cache_nbytes=device_cache_nbytes,
-        ring_nbytes=max(budgets.ring_nbytes, 1),
-        reads_ahead=budgets.window_nbytes > 0,
-        is_deferred=is_deferred,
-        # Moments of eight bits stay with the host.
-        updates_on_device=config.schedule.update_on == "device"
-        and config.precision.moments != "8bit",
-    )
+    uses = [
+        Use(
+            site.units,
+            site.forward_flops(batch.num_tokens, batch.sequence_length),
+            parked_nbytes if site.attention_width else 0,
+        )
+        for site in model.sites
+    ]
+    parked_on = "device" if parked is None else parked[0]
+    return make_job(config, budgets, model.units, uses, batch, parked_on=parked_on)
 
 
-def updated_nbytes(unit: Unit) -> int:
-    """What the optimizer's pass over a unit reads and writes."""
-    if not unit.state_numel:
-        return 0
-    moments_nbytes = unit.nbytes(Piece.EXP_AVG) + unit.nbytes(Piece.EXP_AVG_SQ)
-    changed_nbytes = unit.trainable_nbytes + moments_nbytes + unit.nbytes(Piece.MASTER)
-    return 2 * changed_nbytes + unit.nbytes(Piece.GRADIENTS)
-
-
-def _load(unit: Unit, placement: Placement, is_summed: bool) -> UnitLoad:
-    read: defaultdict[str, int] = defaultdict(int)
-    written: defaultdict[str, int] = defaultdict(int)
-    for piece in STATE_PIECES:
-        nbytes = unit.nbytes(piece)
-        if nbytes:
-            tier = placement.tier(unit, piece)
-            read[tier] += nbytes
-            if piece is not Piece.GRADIENTS:
-                written[tier] += nbytes
-    gradient_nbytes = unit.nbytes(Piece.GRADIENTS)
-    return UnitLoad(
-        name=unit.name,
-        weights=placement.tier(unit, Piece.PARAMETERS),
-        weight_nbytes=unit.weight_nbytes,
-        written_nbytes=unit.trainable_nbytes,
-        state_read_nbytes={tier: n for tier, n in read.items() if tier != "host"},
-        state_write_nbytes={tier: n for tier, n in written.items() if tier != "host"},
-        update_nbytes=updated_nbytes(unit),
-        gradients=placement.tier(unit, Piece.GRADIENTS) if gradient_nbytes else "host",
-        gradient_nbytes=gradient_nbytes,
-        leaving_nbytes=gradient_nbytes if is_summed else unit.trainable_nbytes,
-    )
+def _update_place(config: SwapConfig, hardware: Hardware, job: Job) -> UpdatePlace:
+    """As the engine would decide by the rates of this machine."""
+    place = settled(config.schedule.update_on, config.precision.moments, job)
+    if place is not None:
+        return place
+    if hardware.device.update_gbps is None:
+        return UpdatePlace("host", f"{hardware.name} has no device.update_gbps to compare it with")
+    return choose(job, hardware.rates())

@@ -26,7 +26,7 @@ from infinity.errors import CapacityError
 from infinity.observe.timeline import laid_out
 from infinity.observe.tracer import Lane, Span
 from infinity.plan.model import Model
-from infinity.plan.predict import Batch, updated_nbytes
+from infinity.schedule.job import Batch, updated_nbytes
 from infinity.sizes import MIB
 from infinity.storage.arena import available_host_nbytes
 from infinity.trace.summary import summarize

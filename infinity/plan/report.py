@@ -49,6 +49,7 @@ def to_dict(forecast: Forecast, advice: Sequence[Advice]) -> dict[str, Any]:
         "spare_nbytes": forecast.spare_nbytes,
         "parked_nbytes": {} if forecast.parked is None else dict([forecast.parked]),
         "is_tight": forecast.is_tight,
+        "updates": asdict(forecast.update_place),
         "moved_nbytes": step.moved_nbytes,
         "busy_s": step.busy_s,
         "step_s": step.step_s,
@@ -86,6 +87,7 @@ def to_text(forecast: Forecast, advice: Sequence[Advice]) -> str:
         f"step      {_duration(step.step_s)}, {_rate(forecast.tokens_per_s)} tokens/s, "
         f"{_rate(forecast.flops_per_s / 1e12)} TFLOPS of the model",
         f"binding   {_binding(forecast)}",
+        *_updates(forecast),
         *_helps(advice),
         *_endurance(forecast),
         *(f"warning   {text}" for text in forecast.warnings),
@@ -142,6 +144,13 @@ def _binding(forecast: Forecast) -> str:
         f"nothing alone; {_LANES[step.binding]} most, busy {share:.0%} of the step. The rest is "
         "waiting for one another"
     )
+
+
+def _updates(forecast: Forecast) -> list[str]:
+    if forecast.job.shares_host_memory:
+        return []
+    place = forecast.update_place
+    return [f"updates   on the {place.place}: {place.why}"]
 
 
 def _helps(advice: Sequence[Advice]) -> list[str]:

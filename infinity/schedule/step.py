@@ -57,6 +57,13 @@ class Rates:
         return max(min(alone_s, mixed_s), least_s)
 
 
+def drive_rates(read: float, write: float, mixed: float | None) -> dict[str, float]:
+    """What `Rates` says of the drives; without a figure of both directions at once they take
+    turns."""
+    mixed = 2 / (1 / read + 1 / write) if mixed is None else mixed
+    return {"nvme_read": read, "nvme_write": write, "nvme_mixed": mixed}
+
+
 @dataclass(frozen=True, slots=True)
 class UnitLoad:
     """One unit as the schedule sees it. `weights` is the tier they rest on; bytes by tier name."""
@@ -503,7 +510,8 @@ class _Draft:
             # Everything goes there, and what has changed returns.
             changed_nbytes = share((load.update_nbytes - load.gradient_nbytes) // 2)
             there = changed_nbytes + share(load.gradient_nbytes)
-            arrived = self._move(H2D, name, there, before)
+            # The device's memory that it comes to may be in use until then.
+            arrived = self._move(H2D, name, there, [*before, self._last_on.get(COMPUTE)])
             duration_s = share(load.update_nbytes) / self.rates.device_update
             updated = self._add(COMPUTE, name, duration_s, after=[arrived])
             updated = self._move(D2H, name, changed_nbytes, [updated])

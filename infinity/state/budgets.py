@@ -56,7 +56,7 @@ class Budgets:
             for kind in ("parameters", "master", "moments", "gradients")
         }
         self._refuse_missing_tier(config)
-        self.is_cpu = shares_host_memory
+        self.shares_host_memory = shares_host_memory
         self.device_nbytes = device_nbytes
         self.held_nbytes = held_nbytes
         smallest = smallest_working_nbytes(
@@ -115,7 +115,7 @@ class Budgets:
 
     def _staged_nbytes(self, units: Sequence[Unit]) -> int:
         """What sums of gradients on the host are added to through."""
-        if self.is_cpu or set(self.preferences["gradients"]) == {"device"}:
+        if self.shares_host_memory or set(self.preferences["gradients"]) == {"device"}:
             return 0
         largest = max(spec.numel for unit in units for spec in unit.tensors) * STATE_ITEM_NBYTES
         return rounded_nbytes(min(largest, STAGED_NBYTES))
@@ -208,14 +208,14 @@ class Budgets:
             )
 
     @property
-    def _device_window_nbytes(self) -> int | None:
+    def device_window_nbytes(self) -> int | None:
         """What weights that do not rest on the device may take there; None: unlimited."""
-        if self.is_cpu or self.device_nbytes is None:
+        if self.shares_host_memory or self.device_nbytes is None:
             return None
         return self.device_nbytes - self.placement.placed_nbytes["device"]
 
     def _refuse_small_device(self, units: Sequence[Unit]) -> None:
-        window_nbytes = self._device_window_nbytes
+        window_nbytes = self.device_window_nbytes
         if window_nbytes is not None and self.held_nbytes > window_nbytes:
             largest = max(units, key=lambda unit: unit.weight_nbytes)
             raise CapacityError(
@@ -229,12 +229,12 @@ class Budgets:
 
     def has_room_ahead(self, next_nbytes: int) -> bool:
         """Whether weights of so many bytes can be fetched beside those in use."""
-        window_nbytes = self._device_window_nbytes
+        window_nbytes = self.device_window_nbytes
         fits = window_nbytes is None or self.held_nbytes + next_nbytes <= window_nbytes
         return fits and not self.is_tight
 
     def _place(self, units: Sequence[Unit], smallest: int, comfortable: int) -> Placement:
-        window_nbytes = 0 if self.is_cpu else self.held_nbytes
+        window_nbytes = 0 if self.shares_host_memory else self.held_nbytes
         device_nbytes = self.device_nbytes
         if device_nbytes is not None:
             device_nbytes -= window_nbytes

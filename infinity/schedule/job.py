@@ -1,0 +1,124 @@
+"""From a configuration, units and where they rest to what the simulated step is asked. Pure."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from infinity.config import SwapConfig
+from infinity.config.schema import NvmeTier
+from infinity.schedule.step import Job, UnitLoad, Use
+from infinity.state.budgets import Budgets
+from infinity.state.placement import STATE_PIECES, Placement
+from infinity.state.units import Piece, Unit
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Tokens of one micro-batch on all devices together, and how many make a step."""
+
+    num_tokens: int
+    sequence_length: int
+    num_micro_batches: int = 1
+    recomputes: bool = True  # Activations, in the backward.
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.num_tokens * self.num_micro_batches
+
+
+# Of a program of the user's own nothing is known.
+UNKNOWN_BATCH = Batch(0, 1)
+
+
+def batch_of(config: SwapConfig) -> Batch:
+    """That of a file with `[train]` and `[data]`; else UNKNOWN_BATCH."""
+    train, data = config.train, config.data
+    if train is None or data is None:
+        return UNKNOWN_BATCH
+    return Batch(
+        train.batch_size * data.sequence_length,
+        data.sequence_length,
+        train.accumulation,
+        # By layers, a batch goes through once whatever its micro-batches, and is recomputed.
+        recomputes=train.activation_checkpointing or config.schedule.micro_batch is not None,
+    )
+
+
+def make_job(
+    config: SwapConfig,
+    budgets: Budgets,
+    units: Sequence[Unit],
+    uses: Sequence[Use],
+    batch: Batch,
+    *,
+    parked_on: str = "device",
+) -> Job:
+    """Steps of these units in these budgets, updated on the host."""
+    # Several micro-batches through one block are summed on the device, in float32.
+    micro_batch = config.schedule.micro_batch
+    is_summed = micro_batch is not None and batch.num_tokens > micro_batch * batch.sequence_length
+    # With updates at the step the ring is there for it alone. A tight pool keeps nothing.
+    is_deferred = config.schedule.updates == "deferred"
+    cache_nbytes = budgets.working_nbytes - (budgets.ring_nbytes if is_deferred else 0)
+    device_cache_nbytes: float | None = budgets.device_window_nbytes
+    if device_cache_nbytes is None and not budgets.shares_host_memory:
+        device_cache_nbytes = float("inf")
+    return Job(
+        units=tuple(_load(unit, budgets.placement, is_summed) for unit in units),
+        uses=tuple(uses),
+        num_micro_batches=batch.num_micro_batches,
+        backward_ratio=3.0 if batch.recomputes else 2.0,
+        weights_cache_nbytes=0 if budgets.is_tight else cache_nbytes,
+        device_cache_nbytes=device_cache_nbytes,
+        ring_nbytes=max(budgets.ring_nbytes, 1),
+        reads_ahead=budgets.window_nbytes > 0,
+        is_deferred=is_deferred,
+        parked_on=parked_on,
+    )
+
+
+def _load(unit: Unit, placement: Placement, is_summed: bool) -> UnitLoad:
+    read: defaultdict[str, int] = defaultdict(int)
+    written: defaultdict[str, int] = defaultdict(int)
+    for piece in STATE_PIECES:
+        nbytes = unit.nbytes(piece)
+        if nbytes:
+            tier = placement.tier(unit, piece)
+            read[tier] += nbytes
+            if piece is not Piece.GRADIENTS:
+                written[tier] += nbytes
+    gradient_nbytes = unit.nbytes(Piece.GRADIENTS)
+    return UnitLoad(
+        name=unit.name,
+        weights=placement.tiers.get((unit.index, Piece.PARAMETERS), "host"),
+        weight_nbytes=unit.weight_nbytes,
+        written_nbytes=unit.trainable_nbytes,
+        state_read_nbytes={tier: n for tier, n in read.items() if tier != "host"},
+        state_write_nbytes={tier: n for tier, n in written.items() if tier != "host"},
+        update_nbytes=updated_nbytes(unit),
+        gradients=placement.tier(unit, Piece.GRADIENTS) if gradient_nbytes else "host",
+        gradient_nbytes=gradient_nbytes,
+        leaving_nbytes=gradient_nbytes if is_summed else unit.trainable_nbytes,
+    )
+
+
+def updated_nbytes(unit: Unit) -> int:
+    """What the optimizer's pass over a unit reads and writes."""
+    if not unit.state_numel:
+        return 0
+    moments_nbytes = unit.nbytes(Piece.EXP_AVG) + unit.nbytes(Piece.EXP_AVG_SQ)
+    changed_nbytes = unit.trainable_nbytes + moments_nbytes + unit.nbytes(Piece.MASTER)
+    return 2 * changed_nbytes + unit.nbytes(Piece.GRADIENTS)
+
+
+def tuned_gbps(tiers: Sequence[NvmeTier]) -> tuple[float, float, float | None] | None:
+    """Reading, writing and both at once, over all paths together, in decimal GB/s, where `infinity
+    tune` wrote it into the file; None where it did not."""
+    if not all(tier.read_gbps and tier.write_gbps for tier in tiers):
+        return None
+    read, write, mixed = (
+        [getattr(tier, f"{name}_gbps") for tier in tiers] for name in ("read", "write", "mixed")
+    )
+    return sum(read), sum(write), sum(mixed) if all(mixed) else None
