@@ -43,6 +43,7 @@ from infinity.engine.registry import is_offloaded
 from infinity.engine.slot import Slot
 from infinity.engine.tiling import Tiling
 from infinity.engine.update import Updater
+from infinity.engine.update_rates import place_updates
 from infinity.errors import CapacityError, ConfigError, UnsupportedError
 from infinity.observe import Counters
 from infinity.ranks.collectives import Collectives
@@ -338,6 +339,11 @@ def _assemble(
     host = HostTier(arena, counters)
     device = _open_device(config, host, counters, own_device)
     resources.callback(device.close)
+    sharing = 1 if division is None else division.group.node_count
+    own_units = units if division is None else division.partition.units
+    update_place = place_updates(config, budgets, own_units, device, host, num_sharing=sharing)
+    if not device.shares_host_memory:
+        _log.info("updates %s", update_place)
     homes: dict[str, Any] = {
         "placement": budgets.placement,
         "host": host,
@@ -353,17 +359,13 @@ def _assemble(
     if division is not None:
         collectives, bundles, gathering = _exchange(division, store, device, counters, resources)
     pool = HostPool(host, is_tight=budgets.is_tight)
-    placed_on_device = budgets.placement.placed_nbytes["device"]
-    window = budgets.device_nbytes
     executor = Executor(
         store,
         pool=pool,
         device=device,
         counters=counters,
         window_nbytes=budgets.window_nbytes,
-        device_window_nbytes=(
-            None if window is None or device.shares_host_memory else window - placed_on_device
-        ),
+        device_window_nbytes=budgets.device_window_nbytes,
         is_outdated_by_step=division is not None and division.partition.stage == 3,
         gathering=gathering,
     )
@@ -384,11 +386,7 @@ def _assemble(
         chunk_nbytes=budgets.chunk_nbytes,
         num_berths=budgets.num_berths,
         reads_ahead=config.schedule.prefetch and not budgets.is_tight,
-        on_device=(
-            device
-            if config.schedule.update_on == "device" and not device.shares_host_memory
-            else None
-        ),
+        on_device=device if update_place.is_on_device else None,
     )
     activations = Activations(
         config.placement.activations, pool=pool, device=device, volume=volume, counters=counters
@@ -414,6 +412,7 @@ def _assemble(
         passes,
         counters,
         resources,
+        update_place,
         RankGroup(store, executor, gradients, collectives) if is_ranked else None,
     )
 

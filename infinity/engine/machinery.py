@@ -13,6 +13,7 @@ from infinity.engine.rank_group import RankGroup
 from infinity.engine.update import Updater
 from infinity.observe import Counters
 from infinity.schedule.executor import Executor
+from infinity.schedule.update_place import UpdatePlace
 from infinity.state.store import StateStore
 from infinity.tiers.device import DeviceAdapter
 from infinity.tiers.pool import HostPool
@@ -33,4 +34,5 @@ class Machinery:
     passes: Passes
     counters: Counters
     resources: ExitStack  # Closes device, volume, storage engine and arena, in that order.
+    update_place: UpdatePlace  # Of this rank.
     ranks: RankGroup | None = None

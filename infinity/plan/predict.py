@@ -265,7 +265,12 @@ def _job(
 
 def _update_place(config: SwapConfig, hardware: Hardware, job: Job) -> UpdatePlace:
     """As the engine would decide by the rates of this machine."""
-    place = settled(config.schedule.update_on, config.precision.moments, job)
+    place = settled(
+        config.schedule.update_on,
+        config.precision.moments,
+        shares_host_memory=hardware.shares_host_memory,
+        update_nbytes=sum(unit.update_nbytes for unit in job.units),
+    )
     if place is not None:
         return place
     if hardware.device.update_gbps is None:

@@ -66,6 +66,7 @@ def to_dict(forecast: Forecast, advice: Sequence[Advice]) -> dict[str, Any]:
 def to_text(forecast: Forecast, advice: Sequence[Advice]) -> str:
     """What a person reads, a dozen or two lines."""
     model, batch, step = forecast.model, forecast.batch, forecast.step
+    hardware = forecast.hardware
     lines = [
         f"{model.name}: {_count(model.num_params)} parameters"
         + (
@@ -73,7 +74,7 @@ def to_text(forecast: Forecast, advice: Sequence[Advice]) -> str:
             if model.active_params < 0.9 * model.num_params
             else ""
         ),
-        f"on {forecast.hardware.name}",
+        f"on {hardware.name}",
         f"{batch.tokens_per_step:,} tokens a step: {batch.num_micro_batches} x "
         f"{batch.num_tokens:,} in sequences of {batch.sequence_length:,}"
         + (", activations recomputed" if batch.recomputes else ""),
@@ -87,7 +88,7 @@ def to_text(forecast: Forecast, advice: Sequence[Advice]) -> str:
         f"step      {_duration(step.step_s)}, {_rate(forecast.tokens_per_s)} tokens/s, "
         f"{_rate(forecast.flops_per_s / 1e12)} TFLOPS of the model",
         f"binding   {_binding(forecast)}",
-        *_updates(forecast),
+        *([] if hardware.shares_host_memory else [f"updates   {forecast.update_place}"]),
         *_helps(advice),
         *_endurance(forecast),
         *(f"warning   {text}" for text in forecast.warnings),
@@ -144,13 +145,6 @@ def _binding(forecast: Forecast) -> str:
         f"nothing alone; {_LANES[step.binding]} most, busy {share:.0%} of the step. The rest is "
         "waiting for one another"
     )
-
-
-def _updates(forecast: Forecast) -> list[str]:
-    if forecast.job.shares_host_memory:
-        return []
-    place = forecast.update_place
-    return [f"updates   on the {place.place}: {place.why}"]
 
 
 def _helps(advice: Sequence[Advice]) -> list[str]:

@@ -36,24 +36,31 @@ class UpdatePlace:
     place: Place
     why: str
 
+    def __str__(self) -> str:
+        return f"on the {self.place}: {self.why}"
+
     @property
     def is_on_device(self) -> bool:
         return self.place == "device"
 
 
 def settled(
-    update_on: Literal["auto", "host", "device"], moments: str, job: Job
+    update_on: Literal["auto", "host", "device"],
+    moments: str,
+    *,
+    shares_host_memory: bool,
+    update_nbytes: int,
 ) -> UpdatePlace | None:
-    """What needs no rates, or None. `moments`: their format, as `[precision]` says it."""
-    if job.shares_host_memory:
+    """What needs no rates, or None. `moments`: their format, as `[precision]` says it;
+    `update_nbytes`: what a step's update reads and writes."""
+    if shares_host_memory:
         return UpdatePlace("host", "the device computes on the host's memory")
     if moments == "8bit":
         return UpdatePlace("host", "moments of eight bits stay with it")
     if update_on != "auto":
         return UpdatePlace(update_on, "schedule.update_on says so")
-    nbytes = sum(unit.update_nbytes for unit in job.units)
-    if nbytes < LEAST_UPDATE_NBYTES:
-        return UpdatePlace("host", f"an update touches no more than {format_nbytes(nbytes)}")
+    if update_nbytes < LEAST_UPDATE_NBYTES:
+        return UpdatePlace("host", f"an update touches {format_nbytes(update_nbytes)} and no more")
     return None
 
 

@@ -191,6 +191,10 @@ class _Run:
             prune(directory, checkpoint.keep)  # A crash may have come between.
         stream_weights(self._model, self._job.plan, self._config, resume=resume)
         self._engine = infinity.engine_of(self._model)
+        parts = self._engine.parts
+        self.summary.update_on = parts.update_place.place
+        if not parts.device.shares_host_memory:
+            self._reporter.note(f"updates {parts.update_place}")
         if self._trace_plan is not None:
             self._tracing = Tracing(
                 self._trace_plan, self._engine.counters.tracer, self._reporter.note

@@ -145,6 +145,7 @@ class Summary:
     interrupted_by: str | None = None
     resumed_at: int = 0
     checkpoint: str | None = None
+    update_on: str = "host"
 
     def to_dict(self) -> dict[str, Any]:
         losses = [record.outcome.loss for record in self.records]
@@ -159,6 +160,7 @@ class Summary:
             "interrupted_by": self.interrupted_by,
             "num_parameters": self.num_parameters,
             "num_tokens": num_tokens,
+            "update_on": self.update_on,
             "loss_first": losses[0] if losses else None,
             "loss_last": losses[-1] if losses else None,
             "loss_last_mean": last_mean,

@@ -48,8 +48,9 @@ OTHERS = [
     Case(3, reduce_dtype="bfloat16", simulated=True, steps=2),
     Case(3, lazy_ranks=(1,)),
     Case(1, model="experts", lazy_ranks=(0,)),
-    Case(3, simulated=True),
-    Case(2, MIXED, simulated=True),
+    # Every rank decides for itself where it updates.
+    Case(3, simulated=True, update_on=("host", "device")),
+    Case(2, MIXED, simulated=True, update_on=("device", "host", "auto")),
     Case(2, {"gradients": "device", "moments": "device"}, simulated=True, skips=True),
     Case(3, budgets="rank", capacity="16MiB"),
 ]

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import infinity
@@ -52,7 +53,11 @@ class Case:
     reduce_dtype: str = "auto"
     budgets: str = "node"
     capacity: str = "48MiB"
+<<<<<<< HEAD
     exchange: str = "auto"
+=======
+    update_on: tuple[str, ...] = ("auto",)  # By rank, in turn: what "auto" may come to.
+>>>>>>> a560f38 (schedule: update_on auto takes whoever is faster, by rates timed as the model is offloaded)
 
     def __str__(self) -> str:
         where = "-".join(sorted(set(self.placement.values()))) or "host"
@@ -98,8 +103,10 @@ def offloaded(
         "placement": {"master": "host", "moments": "host", "parameters": "host"} | case.placement,
         "precision": {"compute": case.compute, "moments": case.moments},
     }
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    config["schedule"] = {"update_on": case.update_on[rank % len(case.update_on)]}
     if case.tile:
-        config["schedule"] = {"tile": case.tile}
+        config["schedule"]["tile"] = case.tile
     if "nvme" in case.placement.values():
         config["tiers"]["nvme"] = [{"path": str(swap), "capacity": "64MiB"}]
     if checkpoint is not None:

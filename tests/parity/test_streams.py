@@ -8,7 +8,9 @@ must fail: by the check of the order, or by its bits.
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +20,11 @@ import torch
 import infinity
 from infinity.engine.activations import Activations
 from infinity.engine.gradients import Gradients, _tail, widen
+from infinity.engine.update_on_device import update_on_device
+from infinity.engine.update_rates import time_updates
 from infinity.errors import UnsupportedError
 from infinity.schedule.executor import Executor
+from infinity.schedule.step import Rates
 from infinity.testing.models import Mlp
 from infinity.testing.simulated_device import SimulatedDevice, SimulatedStream
 from infinity.tiers.cuda import pin, unpin
@@ -167,12 +172,45 @@ def test_the_stream_that_computes_may_be_another_each_time(
     assert same(expected, train(swap_directory, device, turn))
 
 
-def test_the_device_updates_with_the_same_bits(
-    expected: list[torch.Tensor], swap_directory: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("place", ["host", "device"])
+def test_whoever_is_found_faster_updates_with_the_same_bits(
+    place: str,
+    expected: list[torch.Tensor],
+    swap_directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    """Whatever was timed before leaves nothing behind that training could see."""
     monkeypatch.setattr("infinity.engine.update_on_device.SLICE_NUMEL", 512)
+    monkeypatch.setattr("infinity.schedule.update_place.LEAST_UPDATE_NBYTES", 0)
+    timed: list[Rates] = []
+
+    def injected(*arguments: Any, **options: Any) -> Rates:
+        rates = time_updates(*arguments, **options, clock=itertools.count().__next__)
+        assert rates is not None
+        timed.append(rates)
+        return replace(rates, update=1e3 if place == "device" else 1e12)
+
+    monkeypatch.setattr("infinity.engine.update_rates.time_updates", injected)
+    updated_there: list[bool] = []
+
+    def update_there(*arguments: Any) -> None:
+        updated_there.append(True)
+        update_on_device(*arguments)
+
+    monkeypatch.setattr("infinity.engine.update.update_on_device", update_there)
     device = SimulatedDevice(1, delay_s=1e-4)
-    assert same(expected, train(swap_directory, device, update_on="device"))
+    with caplog.at_level(logging.INFO, "infinity"):
+        assert same(expected, train(swap_directory, device, update_on="auto"))
+    told = [record.getMessage() for record in caplog.records if "updates on" in record.message]
+    assert len(told) == 1 and told[0].startswith(f"updates on the {place}: a step takes ")
+    # The clock goes on by a second at every look: one turn of each was counted. A slice of it is
+    # what a chunk brings there, of 16 bytes an element, of which 28 are read or written.
+    [rates] = timed
+    assert rates.device_update == 28 * 512 and rates.h2d == rates.d2h == 16 * 512
+    assert rates.update == 28 * (8 << 10) // 4
+    assert rates.nvme_mixed == float("inf")  # Not in the file.
+    assert bool(updated_there) is (place == "device")
 
 
 @pytest.mark.parametrize("name", MUTATIONS)

@@ -1,0 +1,189 @@
+"""`schedule.update_on = "auto"`: what this machine does a second, timed once, and what follows.
+
+Timed is what an update goes through: the host's kernel, the device's, and the link both ways, each
+for a tenth of a second after one turn that is not counted. State is of the model's own format and
+lies in the arena in chunks, as that of the updater does; there is more of it than most caches hold.
+The drives are not timed: `infinity tune` has written what they do into the file, or they are left
+out. All ranks of a node do this at about the same time, as they will update at the same time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+import torch
+
+from infinity.config import SwapConfig
+from infinity.engine import update_on_device
+from infinity.ops.adamw import AdamWSettings
+from infinity.ops.optimizers import reference_span_, step_
+from infinity.ops.span import Span
+from infinity.schedule.job import (
+    UNKNOWN_BATCH,
+    Batch,
+    batch_of,
+    make_job,
+    tuned_gbps,
+    updated_nbytes,
+)
+from infinity.schedule.step import Rates, Use, drive_rates
+from infinity.schedule.update_place import UpdatePlace, choose, settled
+from infinity.sizes import MIB
+from infinity.state.budgets import Budgets
+from infinity.state.units import STATE_ITEM_NBYTES, Piece, Unit
+from infinity.tiers.device import DeviceAdapter
+from infinity.tiers.host import HostTier
+
+_TIMED_NBYTES = 256 * MIB
+_MOST_S = 0.1
+_ITEM_NBYTES = 4 * STATE_ITEM_NBYTES  # Of an element: weight and residual, gradient, two moments.
+_TOUCHED_NBYTES = 28  # All of it is read, all but the gradient written.
+# The rule is not known yet; others differ by less than the machines do.
+_SETTINGS = AdamWSettings(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, step=2)
+_LONG_ENOUGH_S = 5e-3
+
+Clock = Callable[[], float]
+
+
+def place_updates(
+    config: SwapConfig,
+    budgets: Budgets,
+    units: Sequence[Unit],
+    device: DeviceAdapter,
+    host: HostTier,
+    *,
+    num_sharing: int,
+) -> UpdatePlace:
+    """Where this rank's updates are made. `num_sharing`: ranks that share its drives.
+
+    Called while nothing else is lent from the host tier.
+    """
+    updated = [unit for unit in units if unit.nbytes(Piece.EXP_AVG)]
+    place = settled(
+        config.schedule.update_on,
+        config.precision.moments,
+        shares_host_memory=device.shares_host_memory,
+        update_nbytes=sum(map(updated_nbytes, updated)),
+    )
+    if place is not None:
+        return place
+    largest = max(updated, key=lambda unit: unit.state_numel)
+    drives = {}
+    if config.tiers.nvme and (tuned := tuned_gbps(config.tiers.nvme)) is not None:
+        drives = drive_rates(*(gbps and gbps * 1e9 / num_sharing for gbps in tuned))
+    rates = time_updates(device, host, largest, budgets.chunk_nbytes, drives=drives)
+    if rates is None:
+        return UpdatePlace("host", "the device would not give its bits, or memory is short")
+    batch = batch_of(config)
+    if batch != UNKNOWN_BATCH:
+        dtype = getattr(torch, config.precision.compute)
+        rates = replace(rates, flops=time_products(device, dtype))
+    return choose(make_job(config, budgets, updated, list(_uses(updated, batch)), batch), rates)
+
+
+def _uses(units: Sequence[Unit], batch: Batch) -> Iterator[Use]:
+    """Every unit once, with the least that it computes: products of its matrices and all tokens.
+    Experts come in stacks, of which a token sees a part that is not known here."""
+    for index, unit in enumerate(units):
+        numel = sum(tensor.numel for tensor in unit.tensors if len(tensor.facts.shape) == 2)
+        yield Use((index,), 2.0 * numel * batch.num_tokens)
+
+
+def time_updates(
+    device: DeviceAdapter,
+    host: HostTier,
+    unit: Unit,
+    chunk_nbytes: int,
+    *,
+    drives: dict[str, float],
+    clock: Clock = time.perf_counter,
+) -> Rates | None:
+    """None where the device would not give the host's bits, or host memory is too small."""
+    chunk_nbytes = _ITEM_NBYTES * min(chunk_nbytes // STATE_ITEM_NBYTES, unit.state_numel)
+    num_chunks = max(1, min(_TIMED_NBYTES, host.free_nbytes // 2) // chunk_nbytes)
+    block = host.allocate(num_chunks * chunk_nbytes, "state to time updates with")
+    if block is None:
+        return None
+    try:
+        memory = host.tensor(block).zero_()
+        spans = [_span(chunk, unit.has_residual) for chunk in memory.split(chunk_nbytes)]
+        if not update_on_device.can_update_on_device(spans, _SETTINGS):
+            return None
+        slice_nbytes = min(chunk_nbytes, _ITEM_NBYTES * update_on_device.SLICE_NUMEL)
+        there = torch.zeros(slice_nbytes, dtype=torch.uint8, device=device.torch_device)
+        span_there = _span(there, unit.has_residual)
+        slices = [part for part in memory.split(slice_nbytes) if part.numel() == slice_nbytes]
+
+        def update_here(turn: int) -> None:
+            step_([spans[turn % len(spans)]], _SETTINGS)
+
+        def update_there(turn: int) -> None:
+            reference_span_(span_there, _SETTINGS, 1.0)
+            device.synchronize()
+
+        def bring(turn: int) -> None:
+            device.copy(slices[turn % len(slices)], there).wait()
+
+        def bring_back(turn: int) -> None:
+            device.copy(there, slices[turn % len(slices)]).wait()
+
+        touched_nbytes, slice_touched_nbytes = (
+            nbytes // _ITEM_NBYTES * _TOUCHED_NBYTES for nbytes in (chunk_nbytes, slice_nbytes)
+        )
+        with torch.no_grad():
+            return Rates(
+                flops=float("inf"),
+                host=float("inf"),
+                update=_rate(touched_nbytes, update_here, clock),
+                device_update=_rate(slice_touched_nbytes, update_there, clock),
+                h2d=_rate(slice_nbytes, bring, clock),
+                d2h=_rate(slice_nbytes, bring_back, clock),
+                **drives,
+            )
+    finally:
+        host.free(block)
+
+
+def time_products(
+    device: DeviceAdapter, dtype: torch.dtype, *, clock: Clock = time.perf_counter
+) -> float:
+    """FLOPs a second of the device in products of matrices, the larger the faster it is."""
+    for side in (1024, 2048, 4096, 8192):
+        matrix = torch.ones(side, side, dtype=dtype, device=device.torch_device)
+        for _ in range(2):  # The first is not counted.
+            start_s = clock()
+            matrix @ matrix
+            device.synchronize()
+            spent_s = clock() - start_s
+        if spent_s >= _LONG_ENOUGH_S:
+            break
+    return 2 * side**3 / spent_s
+
+
+def _span(memory: torch.Tensor, is_split: bool) -> Span:
+    """uint8 memory as the state of as many elements as it has room for."""
+    weight, gradient, *states = memory.view(4, -1)
+    residual = None
+    if is_split:
+        weight, residual = weight.view(2, -1)
+        residual = residual.view(torch.int16)
+    return Span(
+        weight.view(torch.bfloat16 if is_split else torch.float32),
+        gradient.view(torch.float32),
+        tuple(state.view(torch.float32) for state in states),
+        residual,
+    )
+
+
+def _rate(nbytes: int, work: Callable[[int], None], clock: Clock) -> float:
+    """Bytes a second of `work(turn)`, each turn of which is `nbytes`."""
+    work(0)
+    turns, start_s = 0, clock()
+    while True:
+        turns += 1
+        work(turns)
+        spent_s = clock() - start_s
+        if spent_s >= _MOST_S:
+            return turns * nbytes / spent_s
