@@ -2,13 +2,15 @@
 
     python bench/gpu.py --path /mnt/nvme0 --save bench/results/gpu.json
 
-Five questions, each beside a ceiling of the same run:
+Six questions, each beside a ceiling of the same run:
 
 * *copies*: host to device, device to host and both at once, arena against PyTorch's pinned memory.
 * *steps*: forward and backward, and whole steps with the update, of a model whose weights live on
   the host in a window of a few blocks, against the same model in the device's memory, by the
   number of tokens; and the number from which the computation should be what binds: where it takes
   as long as the bytes at the bandwidth that was just measured.
+* *updates*: the same step with the host's updates and with the device's, and which of the two
+  `update_on = "auto"` takes, by what figures.
 * *memory*: the device's peak in such a step, against the window and what the model in memory takes.
 * *large*: tokens per second, and share of the peak of large matrix products, of a model that is
   larger than the device would hold with its state.
@@ -28,7 +30,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +82,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--path", type=Path, default=Path.cwd(), help="a directory on the drive")
     parser.add_argument("--host", default="85%", help="host budget of the large model")
-    parser.add_argument("--only", nargs="+", default=["copies", "steps", "large", "largest"])
+    parser.add_argument("--only", nargs="+", default=list(PARTS))
     parser.add_argument("--small", action="store_true", help="small shapes, on any machine")
     parser.add_argument("--save", type=Path)
     words = parser.parse_args()
@@ -201,6 +203,7 @@ def steps(
         "tiers": {"host": {"capacity": words.host if not words.small else "64MiB"}},
         "placement": dict.fromkeys(KINDS, "host"),
     }
+    config["schedule"] = {"update_on": "host"}
     model = offloaded(sizes, sizes.layers, True, config, there).train()
     engine = infinity.engine_of(model)
     optimizer: Any = infinity.AdamW(model, lr=1e-5)
@@ -281,6 +284,40 @@ def _inward_bandwidth(document: Any) -> float | None:
         if row["labels"].get("operation") == "in":
             return float(row["gbps"]["median"]) * GB
     return None
+
+
+# -- Updates ---------------------------------------------------------------------------------------
+
+
+def updates(
+    sizes: Sizes, words: Any, scratch: Path, there: torch.device, document: Any, console: Console
+) -> Any:
+    """Steps of the fewest and the most tokens. The choice knows nothing of them."""
+    found: dict[str, Any] = {}
+    for place in ("auto", "host", "device"):
+        config = {
+            "tiers": {"host": {"capacity": words.host if not words.small else "64MiB"}},
+            "placement": dict.fromkeys(KINDS, "host"),
+            "schedule": {"update_on": place},
+        }
+        model = offloaded(sizes, sizes.layers, True, config, there).train()
+        engine = infinity.engine_of(model)
+        if place == "auto":
+            found["auto"] = asdict(engine.parts.update_place)
+            console.print(f"auto: updates {engine.parts.update_place}")
+        else:
+            optimizer: Any = infinity.AdamW(model, lr=1e-5)
+            tokens = (min(sizes.tokens), max(sizes.tokens))
+            found[place] = {
+                each: _sides(model, optimizer, each, sizes, there)["step_s"] for each in tokens
+            }
+            del optimizer
+            told = ", ".join(f"{n:,} tokens {s:.3f} s" for n, s in found[place].items())
+            console.print(f"updates on the {place}: a step of {told}")
+        engine.close()
+        del model, engine
+        gc.collect()
+    return found
 
 
 # -- Large -----------------------------------------------------------------------------------------
@@ -382,7 +419,7 @@ def largest(
 
 
 PARTS: dict[str, Callable[..., Any]] = {
-    "copies": copies, "steps": steps, "large": large, "largest": largest,
+    "copies": copies, "steps": steps, "updates": updates, "large": large, "largest": largest,
 }  # fmt: skip
 
 

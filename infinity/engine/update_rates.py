@@ -30,9 +30,9 @@ from infinity.schedule.job import (
 )
 from infinity.schedule.step import Rates, Use, drive_rates
 from infinity.schedule.update_place import UpdatePlace, choose, settled
-from infinity.sizes import MIB
+from infinity.sizes import MIB, align_down
 from infinity.state.budgets import Budgets
-from infinity.state.units import STATE_ITEM_NBYTES, Piece, Unit
+from infinity.state.units import STATE_GRANULE, STATE_ITEM_NBYTES, Piece, Unit
 from infinity.tiers.device import DeviceAdapter
 from infinity.tiers.host import HostTier
 
@@ -101,8 +101,11 @@ def time_updates(
     clock: Clock = time.perf_counter,
 ) -> Rates | None:
     """None where the device would not give the host's bits, or host memory is too small."""
-    chunk_nbytes = _ITEM_NBYTES * min(chunk_nbytes // STATE_ITEM_NBYTES, unit.state_numel)
-    num_chunks = max(1, min(_TIMED_NBYTES, host.free_nbytes // 2) // chunk_nbytes)
+    room_nbytes = host.free_nbytes // 2
+    most_numel = align_down(room_nbytes // _ITEM_NBYTES, STATE_GRANULE)
+    numel = min(chunk_nbytes // STATE_ITEM_NBYTES, unit.state_numel, most_numel)
+    chunk_nbytes = _ITEM_NBYTES * max(numel, STATE_GRANULE)
+    num_chunks = max(1, min(_TIMED_NBYTES, room_nbytes) // chunk_nbytes)
     block = host.allocate(num_chunks * chunk_nbytes, "state to time updates with")
     if block is None:
         return None

@@ -66,7 +66,7 @@ def to_dict(forecast: Forecast, advice: Sequence[Advice]) -> dict[str, Any]:
 def to_text(forecast: Forecast, advice: Sequence[Advice]) -> str:
     """What a person reads, a dozen or two lines."""
     model, batch, step = forecast.model, forecast.batch, forecast.step
-    hardware = forecast.hardware
+    hardware, place = forecast.hardware, forecast.update_place
     lines = [
         f"{model.name}: {_count(model.num_params)} parameters"
         + (
@@ -88,7 +88,7 @@ def to_text(forecast: Forecast, advice: Sequence[Advice]) -> str:
         f"step      {_duration(step.step_s)}, {_rate(forecast.tokens_per_s)} tokens/s, "
         f"{_rate(forecast.flops_per_s / 1e12)} TFLOPS of the model",
         f"binding   {_binding(forecast)}",
-        *([] if hardware.shares_host_memory else [f"updates   {forecast.update_place}"]),
+        *([] if hardware.shares_host_memory else [f"updates   on the {place.place}: {place.why}"]),
         *_helps(advice),
         *_endurance(forecast),
         *(f"warning   {text}" for text in forecast.warnings),

@@ -31,13 +31,15 @@ LEAST_UPDATE_NBYTES = 256 * MIB
 
 @dataclass(frozen=True, slots=True)
 class UpdatePlace:
-    """Where the update is made, and why, in words."""
+    """Where the update is made, and why, in words; `figures` is what was compared."""
 
     place: Place
     why: str
+    figures: str = ""
 
     def __str__(self) -> str:
-        return f"on the {self.place}: {self.why}"
+        figures = f" ({self.figures})" if self.figures else ""
+        return f"on the {self.place}: {self.why}{figures}"
 
     @property
     def is_on_device(self) -> bool:
@@ -74,9 +76,10 @@ def choose(job: Job, rates: Rates) -> UpdatePlace:
     return UpdatePlace(
         place,
         f"a step takes {on_host.step_s:.3g} s with updates on the host, {on_device.step_s:.3g} s "
-        f"on the device{'' if is_known else ', its computation not counted'}; the host does "
-        f"{_gbps(rates.update)} of state, the device {_gbps(rates.device_update)}, the link "
-        f"{_gbps(rates.h2d)} in and {_gbps(rates.d2h)} out, the drives {_gbps(rates.nvme_mixed)}",
+        f"on the device{'' if is_known else ', its computation not counted'}",
+        f"the host does {_gbps(rates.update)} of state, the device {_gbps(rates.device_update)}, "
+        f"the link {_gbps(rates.h2d)} in and {_gbps(rates.d2h)} out, the drives "
+        f"{_gbps(rates.nvme_mixed)}",
     )
 
 

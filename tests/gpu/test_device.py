@@ -181,6 +181,21 @@ def test_reserved_memory_does_not_grow_with_changing_shapes(swap_directory: Path
         assert torch.cuda.memory_reserved() <= reserved_nbytes + 2 * block_nbytes()
 
 
+def test_updates_have_the_same_bits_wherever_they_are_made(swap_directory: Path) -> None:
+    found, why = {}, {}
+    for place in ("host", "device", "auto"):
+        with offloaded(decoder(), config(swap_directory, schedule={"update_on": place})) as model:
+            engine = infinity.engine_of(model)
+            why[place] = engine.parts.update_place.why
+            optimizer = infinity.AdamW(model, lr=1e-3, max_grad_norm=1.0)
+            for number in range(3):
+                step(model, optimizer, batch(number))
+            found[place] = [engine.read_parameter(name) for name in engine.parameter_names()]
+    for place in ("device", "auto"):
+        assert all(map(torch.equal, found["host"], found[place])), place
+    assert why["auto"].startswith("a step takes "), "nothing was timed"
+
+
 @pytest.mark.parametrize("gradients", ["host", "nvme"])
 def test_gradients_leave_unit_by_unit(gradients: str, swap_directory: Path) -> None:
     """Not all of them wait on the device for the end of the backward: beside the window there are

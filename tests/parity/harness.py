@@ -311,7 +311,8 @@ def swap_config(
         "placement": {kind: placement.get(kind, ["host"]) for kind in KINDS},
         "io": {"engine": engine, "block_size": "64KiB", "stripe": "16KiB", "queue_depth": 2,
                "threads": 2},
-        "schedule": {"prefetch": prefetch, "update_chunk": update_chunk, "updates": updates},
+        "schedule": {"prefetch": prefetch, "update_chunk": update_chunk, "updates": updates,
+                     "update_on": "host"},
         "precision": {"compute": compute},
     }  # fmt: skip
     if directory is not None:

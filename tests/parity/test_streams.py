@@ -21,7 +21,7 @@ import infinity
 from infinity.engine.activations import Activations
 from infinity.engine.gradients import Gradients, _tail, widen
 from infinity.engine.update_on_device import update_on_device
-from infinity.engine.update_rates import time_updates
+from infinity.engine.update_rates import time_products, time_updates
 from infinity.errors import UnsupportedError
 from infinity.schedule.executor import Executor
 from infinity.schedule.step import Rates
@@ -39,10 +39,18 @@ WIDTH, LAYERS = 32, 9
 BLOCK_NBYTES = 20 << 10  # In whole pages.
 WINDOW_NBYTES = 2 * BLOCK_NBYTES + (4 << 10)  # And the head.
 HOST_NBYTES = 256 << 10
+BATCH = {
+    "data": {"paths": ["python-stdlib"], "sequence_length": 32},
+    "train": {"steps": 1, "batch_size": 4},
+}
 
 
 def train(
-    directory: Path | None, device: Any, turn: Callable[[], None] = lambda: None, **schedule: Any
+    directory: Path | None,
+    device: Any,
+    turn: Callable[[], None] = lambda: None,
+    more: dict[str, Any] | None = None,
+    **schedule: Any,
 ) -> list[torch.Tensor]:
     """Losses and last weights of two steps, by both ways of accumulation."""
     # Room on the host for most of the weights: some have to go while they are copied.
@@ -53,6 +61,7 @@ def train(
     )  # fmt: skip
     config["placement"]["activations"] = "host"
     config["schedule"] |= schedule
+    config |= more or {}
     torch.manual_seed(0)
     with offloaded(Mlp(WIDTH, LAYERS), config, device=device) as model:
         optimizer = infinity.AdamW(model, lr=1e-2, max_grad_norm=0.5)
@@ -172,8 +181,14 @@ def test_the_stream_that_computes_may_be_another_each_time(
     assert same(expected, train(swap_directory, device, turn))
 
 
-@pytest.mark.parametrize("place", ["host", "device"])
+@pytest.mark.parametrize(
+    ("host_rate", "flops", "place"),
+    [(1e12, None, "host"), (1e3, None, "device"), (1e3, 1e3, "host")],
+    ids=["a-fast-host", "a-slow-host", "beside-a-long-forward"],
+)
 def test_whoever_is_found_faster_updates_with_the_same_bits(
+    host_rate: float,
+    flops: float | None,
     place: str,
     expected: list[torch.Tensor],
     swap_directory: Path,
@@ -189,9 +204,15 @@ def test_whoever_is_found_faster_updates_with_the_same_bits(
         rates = time_updates(*arguments, **options, clock=itertools.count().__next__)
         assert rates is not None
         timed.append(rates)
-        return replace(rates, update=1e3 if place == "device" else 1e12)
+        return replace(rates, update=host_rate)
+
+    def products(*arguments: Any) -> float:
+        assert time_products(*arguments, clock=itertools.count().__next__) == 2 * 1024**3
+        assert flops is not None  # The batch is known.
+        return flops
 
     monkeypatch.setattr("infinity.engine.update_rates.time_updates", injected)
+    monkeypatch.setattr("infinity.engine.update_rates.time_products", products)
     updated_there: list[bool] = []
 
     def update_there(*arguments: Any) -> None:
@@ -201,7 +222,8 @@ def test_whoever_is_found_faster_updates_with_the_same_bits(
     monkeypatch.setattr("infinity.engine.update.update_on_device", update_there)
     device = SimulatedDevice(1, delay_s=1e-4)
     with caplog.at_level(logging.INFO, "infinity"):
-        assert same(expected, train(swap_directory, device, update_on="auto"))
+        batch = {} if flops is None else BATCH
+        assert same(expected, train(swap_directory, device, more=batch, update_on="auto"))
     told = [record.getMessage() for record in caplog.records if "updates on" in record.message]
     assert len(told) == 1 and told[0].startswith(f"updates on the {place}: a step takes ")
     # The clock goes on by a second at every look: one turn of each was counted. A slice of it is
