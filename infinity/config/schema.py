@@ -57,7 +57,7 @@ ComputeDtype = Literal["float32", "bfloat16"]
 GradientDtype = Literal["float32"]
 MomentFormat = Literal["float32", "8bit"]
 UpdatesMode = Literal["deferred", "at_step"]
-UpdatePlace = Literal["auto", "host", "device"]
+UpdateOn = Literal["auto", "host", "device"]
 RankBudgets = Literal["node", "rank"]
 ReduceDtype = Literal["auto", "bfloat16"]
 RankExchange = Literal["auto", "collective", "one_sided"]
@@ -281,7 +281,7 @@ class Schedule(Section):
         'before it is used next, overlapped with the forward; "at_step" all of them at once. Never '
         "changes a result.",
     )
-    update_on: Annotated[UpdatePlace, Choice(UpdatePlace)] = Field(
+    update_on: Annotated[UpdateOn, Choice(UpdateOn)] = Field(
         "auto",
         description='Who computes the update: the processor, "host", or "device", to which state '
         'is streamed. "auto" times both, and the link, for half a second when a model is offloaded '

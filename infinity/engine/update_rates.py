@@ -20,14 +20,7 @@ from infinity.engine import update_on_device
 from infinity.ops.adamw import AdamWSettings
 from infinity.ops.optimizers import reference_span_, step_
 from infinity.ops.span import Span
-from infinity.schedule.job import (
-    UNKNOWN_BATCH,
-    Batch,
-    batch_of,
-    make_job,
-    tuned_gbps,
-    updated_nbytes,
-)
+from infinity.schedule.job import Batch, batch_of, make_job, tuned_gbps, updated_nbytes
 from infinity.schedule.step import Rates, Use, drive_rates
 from infinity.schedule.update_place import UpdatePlace, choose, settled
 from infinity.sizes import MIB, align_down
@@ -77,15 +70,17 @@ def place_updates(
     if rates is None:
         return UpdatePlace("host", "the device would not give its bits, or memory is short")
     batch = batch_of(config)
-    if batch != UNKNOWN_BATCH:
+    uses = list(_uses(updated, batch))
+    if any(use.forward_flops for use in uses):
         dtype = getattr(torch, config.precision.compute)
         rates = replace(rates, flops=time_products(device, dtype))
-    return choose(make_job(config, budgets, updated, list(_uses(updated, batch)), batch), rates)
+    return choose(make_job(config, budgets, updated, uses, batch), rates)
 
 
 def _uses(units: Sequence[Unit], batch: Batch) -> Iterator[Use]:
     """Every unit once, with the least that it computes: products of its matrices and all tokens.
-    Experts come in stacks, of which a token sees a part that is not known here."""
+    Experts come in stacks, of which a token sees a part that is not known here; shards of ranks are
+    no matrices, and are updated while nothing else is computed."""
     for index, unit in enumerate(units):
         numel = sum(tensor.numel for tensor in unit.tensors if len(tensor.facts.shape) == 2)
         yield Use((index,), 2.0 * numel * batch.num_tokens)

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from infinity.config import SwapConfig
-from infinity.config.schema import UpdatePlace
 from infinity.config.values import Capacity
 from infinity.errors import InfinityError
 from infinity.plan.hardware import Hardware, Nvme
 from infinity.plan.model import Model
 from infinity.plan.predict import Forecast, forecast
 from infinity.schedule.job import Batch
+from infinity.schedule.update_place import Place
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ def _changes(config: SwapConfig, base: Forecast) -> Iterator[tuple[str, _Case]]:
             (config, hardware.model_copy(update={"device": links}), batch),
         )
     if device.update_gbps is not None and not hardware.shares_host_memory:
-        other = "host" if base.update_place.is_on_device else "device"
+        other: Place = "host" if base.update_place.is_on_device else "device"
         yield (
             f"updates on the {other} (schedule.update_on)",
             (_with_updates_on(config, other), hardware, batch),
@@ -96,7 +96,7 @@ def _with_twice_the_host(config: SwapConfig) -> SwapConfig:
     return config.model_copy(update={"tiers": config.tiers.model_copy(update={"host": host})})
 
 
-def _with_updates_on(config: SwapConfig, place: UpdatePlace) -> SwapConfig:
+def _with_updates_on(config: SwapConfig, place: Place) -> SwapConfig:
     schedule = config.schedule.model_copy(update={"update_on": place})
     return config.model_copy(update={"schedule": schedule})
 

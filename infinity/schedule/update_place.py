@@ -16,6 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from infinity.config.schema import UpdateOn
 from infinity.schedule.step import Job, Rates, predict
 from infinity.sizes import MIB, format_nbytes
 
@@ -47,7 +48,7 @@ class UpdatePlace:
 
 
 def settled(
-    update_on: Literal["auto", "host", "device"],
+    update_on: UpdateOn,
     moments: str,
     *,
     shares_host_memory: bool,
