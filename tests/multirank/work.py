@@ -53,11 +53,8 @@ class Case:
     reduce_dtype: str = "auto"
     budgets: str = "node"
     capacity: str = "48MiB"
-<<<<<<< HEAD
     exchange: str = "auto"
-=======
     update_on: tuple[str, ...] = ("auto",)  # By rank, in turn: what "auto" may come to.
->>>>>>> a560f38 (schedule: update_on auto takes whoever is faster, by rates timed as the model is offloaded)
 
     def __str__(self) -> str:
         where = "-".join(sorted(set(self.placement.values()))) or "host"
