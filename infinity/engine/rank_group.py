@@ -60,7 +60,7 @@ class RankGroup:
         if collectives is None:
             self._gradients.begin_step(b"")
             return
-        self._gradients.offer_rest()
+        self._gradients.end_backwards()
         collectives.end_step(self._gradients.take_in)
         self._executor.end_training()
         collectives.agree(self._gradients.begin_step(collectives.verdict()))

@@ -27,7 +27,8 @@ from infinity.ranks.matching import Key, Matchmaker, Verb, Verdict
 from infinity.ranks.rendezvous import Group
 
 # A rank that waits for others takes its offer back after this: one of them may be in a barrier of
-# the program's own, which this rank does not come to while it waits.
+# the program's own, which this rank does not come to while it waits. Half as long every time in a
+# step, so that a rank with many units to go does not keep the others in their barrier.
 PATIENCE_S = 5.0
 # Of an operation that every rank has begun. Whoever is slower is stuck.
 TIMEOUT_S = 120.0
@@ -37,7 +38,7 @@ _WATCH_S = 0.5  # How soon a thread that waits in an operation is let go when a 
 # offered for some steps, twice as many every time.
 _RARE = 8
 _MOST_PAUSED = 64
-_WORD = struct.Struct("<BxxxIIII")  # verb, step, key
+_WORD = struct.Struct("<BxxxIIIQ")  # verb, step, key
 _NO_KEY: Key = (0, 0, 0)
 
 
@@ -73,6 +74,8 @@ class Collectives:
         self._step = 0
         self._paused_steps = 0
         self._pause = 1
+        self._patience_s = PATIENCE_S
+        self._error: BaseException | None = None  # Of the thread that carries out what is begun.
         self._answered = self._called_off = 0  # Of rank 0's matchmaker, before this step.
         self._thread: threading.Thread | None = None
         self._is_closed = False
@@ -83,16 +86,23 @@ class Collectives:
         self._thread.start()
 
     def close(self) -> None:
-        """Takes back what is offered, when all ranks have come so far; or ends at once what waits
-        for a rank that is gone. Before the links are closed. Idempotent."""
+        """Takes back what is offered, and waits for no rank to come; or ends at once what waits for
+        a rank that is gone. Before the links are closed. Idempotent."""
         if self._thread is None or self._is_closed:
             return
+        is_own = self._thread is threading.current_thread()  # Of a garbage collector's choice.
         with contextlib.suppress(InfinityError):
-            self.end_step()
+            with self._changed:
+                for key in list(self._pending):
+                    self._say(Verb.WITHDRAW, key)
+            if not is_own:
+                self.end_step()
         self._is_closed = True
         self._begun.put(None)
-        if self._thread is not threading.current_thread():
-            self._thread.join()
+        while not is_own and self._thread.is_alive():
+            self._thread.join(_WATCH_S)
+            if self._links.is_broken:
+                self._abort()
         if self._links.is_broken:
             self._abort()
 
@@ -121,7 +131,8 @@ class Collectives:
             if offer.answer is None:
                 if is_patient:
                     self._say(Verb.AWAIT, offer.key)
-                    self._wait(lambda: offer.answer is not None, PATIENCE_S)
+                    if not self._wait(lambda: offer.answer is not None, self._patience_s):
+                        self._patience_s /= 2
                 if offer.answer is None:
                     self._say(Verb.WITHDRAW, offer.key)
             self._wait(lambda: offer.is_issued or offer.is_called_off)
@@ -130,6 +141,7 @@ class Collectives:
     def end_step(self, meanwhile: Callable[[], None] | None = None) -> None:
         """This rank offers no more in this step: returns when all that it has offered is issued or
         called off. `meanwhile` is called now and then."""
+        self._patience_s = PATIENCE_S
         if self.is_on:
             with self._changed:
                 self._say(Verb.DONE, _NO_KEY)
@@ -143,7 +155,7 @@ class Collectives:
             return self._wait(lambda: not self._pending and not self._num_begun, timeout_s)
 
     def _wait(self, is_reached: Callable[[], bool], timeout_s: float = float("inf")) -> bool:
-        """With the lock. Raises RankError when a rank is gone."""
+        """With the lock. Raises RankError when a rank is gone, and what failed here."""
         deadline_s = time.monotonic() + timeout_s
         while not is_reached():
             left_s = deadline_s - time.monotonic()
@@ -151,6 +163,8 @@ class Collectives:
                 return False
             self._changed.wait(min(left_s, _LOOK_S))
             self._links.check()
+            if self._error is not None:
+                raise InfinityError(f"between devices of ranks: {self._error}") from self._error
         return True
 
     # -- When to try -------------------------------------------------------------------------------
@@ -232,10 +246,10 @@ class Collectives:
             try:
                 assert offer.act is not None
                 offer.act()
-            except RankError:
-                return  # The links know of it.
             except BaseException as error:
-                self._links.abort(f"{type(error).__name__}: {error}")
+                if not isinstance(error, RankError):  # Else the links know of it.
+                    self._links.abort(f"{type(error).__name__}: {error}")
+                self._error = error  # The links take no word when all others have left.
                 self._abort()
                 return
             with self._changed:

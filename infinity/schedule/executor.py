@@ -467,9 +467,24 @@ class Executor:
         """Frees a block that is needed late. Called by the pool when it is out of room."""
         victim = self._choose(self._evictable(), wanted_nbytes)
         if victim is None:
+            victim = self._call_off(wanted_nbytes)
+        if victim is None:
             return False
         self._evict(self.weights[victim])
         return True
+
+    def _call_off(self, wanted_nbytes: int) -> int | None:
+        """A shard whose unit is not put together any more, or is by now; None if there is none."""
+        begun = {
+            self._shard_of(weights).unit.index: weights
+            for weights in self.weights
+            if weights.state is State.GATHERING
+        }
+        there = (s for s in begun if self.weights[s].block and not self.weights[s].rests_on_host)
+        victim = self._choose(there, wanted_nbytes)
+        if victim is not None:
+            self._settle(begun[victim])
+        return victim
 
     def _choose(
         self, candidates: Iterable[int], wanted_nbytes: int, *, nearer_than: int | None = None
