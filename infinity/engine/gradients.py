@@ -89,8 +89,11 @@ class Gradients:
 
     # -- In ----------------------------------------------------------------------------------------
 
-    def add(self, unit: Unit, spec: TensorSpec, gradient: torch.Tensor) -> None:
-        """Takes one gradient: any floating dtype, the parameter's shape, on the device."""
+    def add(
+        self, unit: Unit, spec: TensorSpec, gradient: torch.Tensor, *, is_on_host: bool = False
+    ) -> None:
+        """Takes one gradient: any floating dtype, the parameter's shape, on the device, or on the
+        host where it was summed there."""
         if gradient.layout is not torch.strided:
             raise UnsupportedError(
                 f"the gradient of {spec.name!r} has layout {gradient.layout}; expected a dense "
@@ -106,18 +109,21 @@ class Gradients:
         with torch.no_grad():
             if isinstance(home, DeviceHome):
                 self._rescale_resting(unit, home.memory)
+                flat = flat.to(self._device.torch_device)
                 _put(_slice(home.memory.view(torch.float32), spec), flat, first=first)
+            elif is_on_host or self._device.shares_host_memory:
+                self._due.pop(unit, None)
+                if not first:
+                    self.finish_copies()  # The last one may be on its way to this place.
+                _put(_slice(self._array(unit), spec), flat, first=first)
             else:
-                self._add_on_host(unit, spec, flat, first=first)
+                self._take_off_device(unit, spec, flat, first=first)
         if spec not in self._sums.get(unit, ()):
             self._present[spec] = None
 
-    def _add_on_host(
+    def _take_off_device(
         self, unit: Unit, spec: TensorSpec, flat: torch.Tensor, *, first: bool
     ) -> None:
-        if self._device.shares_host_memory:
-            _put(_slice(self._array(unit), spec), flat, first=first)
-            return
         self._due.pop(unit, None)
         if flat.dtype.itemsize > STATE_ITEM_NBYTES:
             flat = flat.float()

@@ -215,8 +215,7 @@ class RankedGradients(Gradients):
     def _sum_up(self, *, all_are_there: bool) -> None:
         for tensor, parcel in self._inbox.take(all_are_there=all_are_there):
             unit, share = self._mine[tensor]
-            mean = self._part_of_mean(parcel).to(self._ranked_device.torch_device)
-            self.owned.add(unit, share.part, mean)
+            self.owned.add(unit, share.part, self._part_of_mean(parcel), is_on_host=True)
             self._parcels.drop(parcel)
 
     # -- The step ----------------------------------------------------------------------------------
@@ -262,7 +261,7 @@ class RankedGradients(Gradients):
         """A gradient that its giver has made zero since never came, and is there all the same."""
         for index, (unit, share) in self._mine.items():
             if self._specs[index] in self._known and not self.owned.has(share.part):
-                self.owned.add(unit, share.part, torch.zeros(share.part.numel))
+                self.owned.add(unit, share.part, torch.zeros(share.part.numel), is_on_host=True)
 
     def _give_sums(self, unit: Unit) -> None:
         """Gives away what was summed here."""
