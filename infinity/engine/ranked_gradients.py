@@ -12,7 +12,7 @@ import numpy
 import torch
 
 from infinity.engine.bundles import Bundles, Contribution
-from infinity.engine.gradients import Gradients, in_memory_order
+from infinity.engine.gradients import Gradients, flat_of, in_memory_order
 from infinity.engine.passes import Passes
 from infinity.errors import RankError, UnsupportedError
 from infinity.ranks.inbox import Inbox
@@ -20,7 +20,8 @@ from infinity.ranks.links import Links
 from infinity.ranks.parcels import PATIENCE_S, Parcel, Parcels
 from infinity.ranks.store import RankedStore
 from infinity.state.partition import Partition, Share
-from infinity.state.units import STATE_GRANULE, TensorSpec, Unit
+from infinity.state.store import DeviceHome
+from infinity.state.units import STATE_GRANULE, Piece, TensorSpec, Unit
 from infinity.tiers.device import DeviceAdapter
 from infinity.tiers.pool import HostPool
 
@@ -222,8 +223,27 @@ class RankedGradients(Gradients):
 
     def offer_rest(self) -> None:
         """This rank's backward passes are over."""
-        if self._bundles is not None:
-            self._bundles.close_all()
+        if self._bundles is None:
+            return
+        if self._partition.stage == 1 and self._bundles.is_on:
+            for unit in self._partition.wholes:
+                self._bundle_resting(unit, self._bundles)
+        self._bundles.close_all()
+
+    def _bundle_resting(self, unit: Unit, bundles: Bundles) -> None:
+        """Of a rank that sums its backward passes: what rests on the device."""
+        home = self._store.home(unit, Piece.GRADIENTS)
+        if not isinstance(home, DeviceHome):
+            return
+        self._rescale_resting(unit, home.memory)
+        for spec in unit.trainable():
+            if super().has(spec):
+                dtype = self._sent_as.pop(spec) or torch.float32
+                flat = flat_of(home.memory.view(torch.float32), spec).to(dtype, copy=True)
+                super().forget(spec)
+                bundles.add(unit, self._contribution(spec, flat))
+        bundles.close(unit)
+        self._take_bundles()
 
     def begin_step(self, verdict: bytes) -> bytes:
         """All ranks enter the step: sums are complete, and everybody knows which there are.
