@@ -9,6 +9,10 @@ the formulas of ZeRO with our formats: per parameter 2 or 4 bytes of weight (bf1
 gradient, 8 of moments, and beside bf16 2 of residual. Stage 1 sums gradients apart from those of
 the rank, 4/N more. No figure here depends on the speed of the machine, but for the inbox: it is
 larger where ranks share processors and run apart.
+
+A second table has what crosses the link between a rank's host and its device in a step of stage 3,
+on simulated devices with room for half of the model: one by one, every device gets all weights
+from its own host; between devices, each host brings 1/N (ranks.exchange).
 """
 
 from __future__ import annotations
@@ -46,22 +50,31 @@ def main() -> None:
         for count in words.ranks
         for stage in ((1, 2, 3) if count > 1 else (3,))
     ]
-    report(rows, words)
+    links = [
+        measure(3, count, words, exchange)
+        for count in words.ranks
+        for exchange in (("one_sided", "collective") if count > 1 else ("one_sided",))
+    ]
+    report(rows, links, words)
     if words.plot:
         plot(rows, words.compute, words.plot)
 
 
-def measure(stage: int, count: int, words: argparse.Namespace) -> dict[str, Any]:
-    """One line: the rank with the most of each, which is what a machine must have."""
+def measure(
+    stage: int, count: int, words: argparse.Namespace, exchange: str | None = None
+) -> dict[str, Any]:
+    """One line: the rank with the most of each, which is what a machine must have. With `exchange`,
+    on simulated devices."""
     with tempfile.TemporaryDirectory(prefix="infinity-ranks-") as scratch:
         torch.multiprocessing.spawn(
-            train, args=(count, stage, words, scratch), nprocs=count, join=True
+            train, args=(count, stage, words, exchange, scratch), nprocs=count, join=True
         )
         found = [json.loads((Path(scratch) / f"{r}.json").read_text()) for r in range(count)]
     numel = found[0]["num_parameters"]
     return {
         "stage": stage if count > 1 else None,
         "ranks": count,
+        "exchange": exchange,
         "num_parameters": numel,
         "resting_nbytes": max(each["resting_nbytes"] for each in found),
         "formula_nbytes": formula(stage, count, words.compute) * numel,
@@ -69,6 +82,9 @@ def measure(stage: int, count: int, words: argparse.Namespace) -> dict[str, Any]
         "inbox_high_water_nbytes": max(each["inbox_high_water_nbytes"] for each in found),
         "given_nbytes": sum(each["given_nbytes"] for each in found) / count,
         "gathered_nbytes": sum(each["gathered_nbytes"] for each in found) / count,
+        "link_in_nbytes": max(each["link_in_nbytes"] for each in found),
+        "link_out_nbytes": max(each["link_out_nbytes"] for each in found),
+        "collectives": min(each["collectives"] for each in found),
         "data_parallel_nbytes": 2 * (count - 1) / count * numel * item_nbytes(words.compute),
     }
 
@@ -87,10 +103,19 @@ def item_nbytes(compute: str) -> int:
     return 2 if compute == "bfloat16" else 4
 
 
-def train(rank: int, count: int, stage: int, words: argparse.Namespace, scratch: str) -> None:
+def train(
+    rank: int,
+    count: int,
+    stage: int,
+    words: argparse.Namespace,
+    exchange: str | None,
+    scratch: str,
+) -> None:
     from transformers import GPT2Config, GPT2LMHeadModel, logging
 
     import infinity
+    from infinity.testing import SimulatedDevice
+    from infinity.tiers.exchange import Buffers
 
     torch.set_num_threads(1)
     store = dist.FileStore(str(Path(scratch) / "rendezvous"), count)
@@ -110,7 +135,16 @@ def train(rank: int, count: int, stage: int, words: argparse.Namespace, scratch:
     }
     if words.path:
         config["tiers"]["nvme"] = [{"path": str(words.path / "swap"), "capacity": words.host}]
-    infinity.offload(model, config)
+    device = None
+    if exchange is not None:
+        device = SimulatedDevice(rank, delay_s=0.0)
+        config["ranks"]["exchange"] = exchange
+        block_nbytes = sum(parameter.numel() for parameter in model.transformer.h[0].parameters())
+        buffers = Buffers(count, block_nbytes * item_nbytes(words.compute))
+        kept_nbytes = buffers.nbytes if exchange == "collective" else 0
+        window_nbytes = num_parameters * item_nbytes(words.compute) // 2
+        config["tiers"]["device"]["capacity"] = window_nbytes + kept_nbytes
+    infinity.offload(model, config, device=device)
     engine = infinity.engine_of(model)
     optimizer = infinity.AdamW(model, lr=1e-4, max_grad_norm=1.0)
     before: dict[str, float] = {}
@@ -131,6 +165,9 @@ def train(rank: int, count: int, stage: int, words: argparse.Namespace, scratch:
         "inbox_high_water_nbytes": after.get("ranks_inbox_high_water_nbytes", 0),
         "given_nbytes": grown(before, after, "ranks_reduced_nbytes"),
         "gathered_nbytes": grown(before, after, "ranks_gathered_nbytes"),
+        "link_in_nbytes": grown(before, after, "device_in_nbytes"),
+        "link_out_nbytes": grown(before, after, "device_out_nbytes"),
+        "collectives": grown(before, after, "ranks_collectives"),
     }
     (Path(scratch) / f"{rank}.json").write_text(json.dumps(found))
     engine.close()
@@ -141,7 +178,9 @@ def grown(before: dict[str, float], after: dict[str, float], name: str) -> float
     return after.get(name, 0) - before.get(name, 0)
 
 
-def report(rows: list[dict[str, Any]], words: argparse.Namespace) -> None:
+def report(
+    rows: list[dict[str, Any]], links: list[dict[str, Any]], words: argparse.Namespace
+) -> None:
     table = Table(title="bytes per parameter, of the rank that has most")
     for title in (
         "ranks", "stage", "rests", "formula", "arena", "inbox", "given", "got", "data parallel",
@@ -166,12 +205,25 @@ def report(rows: list[dict[str, Any]], words: argparse.Namespace) -> None:
             "-" if row["volume_share"] is None else f"{row['volume_share']:.2f}",
         )  # fmt: skip
     Console().print(table)
+    crossed = Table(title="bytes per parameter over a rank's own link, stage 3, one step")
+    for title in ("ranks", "exchange", "to the device", "to the host", "operations of all ranks"):
+        crossed.add_column(title, justify="right")
+    for row in links:
+        numel = row["num_parameters"]
+        crossed.add_row(
+            str(row["ranks"]),
+            row["exchange"],
+            f"{row['link_in_nbytes'] / numel:.2f}",
+            f"{row['link_out_nbytes'] / numel:.2f}",
+            f"{row['collectives']:.0f}",
+        )
+    Console().print(crossed)
     if words.save:
         machine = {"processor": platform.processor(), "torch": torch.__version__}
         options = {k: str(v) for k, v in vars(words).items() if k not in ("save", "plot")}
         content = {"question": __doc__.splitlines()[0], "options": options, "machine": machine}
         words.save.parent.mkdir(parents=True, exist_ok=True)
-        words.save.write_text(json.dumps(content | {"rows": rows}, indent=1) + "\n")
+        words.save.write_text(json.dumps(content | {"rows": rows, "links": links}, indent=1) + "\n")
 
 
 def plot(rows: list[dict[str, Any]], compute: str, path: Path) -> None:

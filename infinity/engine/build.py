@@ -372,10 +372,12 @@ def _assemble(
     is_ranked = isinstance(store, RankedStore)
     passes = Passes(counters.tracer)
     taking: dict[str, Any] = {"pool": pool, "device": device, "counters": counters}
+    updating: dict[str, Any] = {}
     if is_ranked:
         taking["reduce_dtype"] = _DTYPES.get(config.ranks.reduce_dtype)
         taking["passes"] = passes
         taking["bundles"] = bundles
+        updating["gathering"] = gathering
     gradients = (RankedGradients if is_ranked else Gradients)(store, **taking)
     updater = (RankedUpdater if is_ranked else Updater)(
         store,
@@ -387,6 +389,7 @@ def _assemble(
         num_berths=budgets.num_berths,
         reads_ahead=config.schedule.prefetch and not budgets.is_tight,
         on_device=device if update_place.is_on_device else None,
+        **updating,
     )
     activations = Activations(
         config.placement.activations, pool=pool, device=device, volume=volume, counters=counters
@@ -439,9 +442,7 @@ def _exchange(
         count=partition.count,
         most_nbytes=max(unit.weight_nbytes for unit in partition.wholes),
     )
-    gathering = None
-    if partition.stage == 3:
-        gathering = Gathering(store, collectives=collectives, exchange=exchange, counters=counters)
+    gathering = Gathering(store, collectives=collectives, exchange=exchange, counters=counters)
     return collectives, bundles, gathering
 
 

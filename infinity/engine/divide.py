@@ -114,9 +114,7 @@ def is_collective(config: SwapConfig, group: Group, *, has_own_memory: bool, is_
             'ranks.exchange: "collective" is between devices with memory of their own, and this '
             'one computes on host memory; set it to "auto" or "one_sided"'
         )
-    mine = config.ranks.stage > 1 and (
-        wanted == "collective" or (wanted == "auto" and is_cuda and dist.is_nccl_available())
-    )
+    mine = wanted == "collective" or (wanted == "auto" and is_cuda and dist.is_nccl_available())
     of_all: list[Any] = [None] * group.count
     dist.all_gather_object(of_all, mine, group=group.process_group)
     for rank, theirs in enumerate(of_all):

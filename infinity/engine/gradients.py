@@ -89,8 +89,11 @@ class Gradients:
 
     # -- In ----------------------------------------------------------------------------------------
 
-    def add(self, unit: Unit, spec: TensorSpec, gradient: torch.Tensor) -> None:
-        """Takes one gradient: any floating dtype, the parameter's shape, on the device."""
+    def add(
+        self, unit: Unit, spec: TensorSpec, gradient: torch.Tensor, *, is_on_host: bool = False
+    ) -> None:
+        """Takes one gradient: any floating dtype, the parameter's shape, on the device, or on the
+        host where it was summed there."""
         if gradient.layout is not torch.strided:
             raise UnsupportedError(
                 f"the gradient of {spec.name!r} has layout {gradient.layout}; expected a dense "
@@ -106,28 +109,31 @@ class Gradients:
         with torch.no_grad():
             if isinstance(home, DeviceHome):
                 self._rescale_resting(unit, home.memory)
-                _put(_slice(home.memory.view(torch.float32), spec), flat, first=first)
+                flat = flat.to(self._device.torch_device)
+                _put(flat_of(home.memory.view(torch.float32), spec), flat, first=first)
+            elif is_on_host or self._device.shares_host_memory:
+                self._due.pop(unit, None)
+                if not first:
+                    self.finish_copies()  # The last one may be on its way to this place.
+                _put(flat_of(self._array(unit), spec), flat, first=first)
             else:
-                self._add_on_host(unit, spec, flat, first=first)
+                self._take_off_device(unit, spec, flat, first=first)
         if spec not in self._sums.get(unit, ()):
             self._present[spec] = None
 
-    def _add_on_host(
+    def _take_off_device(
         self, unit: Unit, spec: TensorSpec, flat: torch.Tensor, *, first: bool
     ) -> None:
-        if self._device.shares_host_memory:
-            _put(_slice(self._array(unit), spec), flat, first=first)
-            return
         self._due.pop(unit, None)
         if flat.dtype.itemsize > STATE_ITEM_NBYTES:
             flat = flat.float()
         if unit in self._summing and first:
             self._add_on_device(unit, spec, flat)
         elif first:
-            self._send(unit, flat, _slice(self._array(unit), spec))
+            self._send(unit, flat, flat_of(self._array(unit), spec))
         else:
             self.finish_copies()
-            self._add_staged(unit, spec, flat, _slice(self._array(unit), spec))
+            self._add_staged(unit, spec, flat, flat_of(self._array(unit), spec))
 
     def sum_on_device(self, units: Iterable[Unit]) -> None:
         """Several gradients will come to each parameter of these units, until `write_out`."""
@@ -153,7 +159,7 @@ class Gradients:
 
     def _send_sums(self, unit: Unit) -> None:
         for spec, flat in self._sums.pop(unit, {}).items():
-            self._send(unit, flat, _slice(self._array(unit), spec))
+            self._send(unit, flat, flat_of(self._array(unit), spec))
             self._present[spec] = None
 
     def _send(self, unit: Unit, flat: torch.Tensor, place: torch.Tensor) -> None:
@@ -232,7 +238,7 @@ class Gradients:
         for spec in unit.trainable():
             scale = self._scales.pop(spec, None)
             if scale is not None:
-                _slice(memory.view(torch.float32), spec).mul_(scale.to(memory.device))
+                flat_of(memory.view(torch.float32), spec).mul_(scale.to(memory.device))
 
     def _wait_read(self, unit: Unit, transfer: Transfer) -> None:
         what = f"gradients of {unit.name} are added to"
@@ -335,7 +341,7 @@ class Gradients:
         return self._norms[spec]
 
     def _norm(self, spec: TensorSpec, array: torch.Tensor) -> torch.Tensor:
-        return torch.linalg.vector_norm(_shaped(_slice(array, spec), spec))
+        return torch.linalg.vector_norm(_shaped(flat_of(array, spec), spec))
 
     def read(self, unit: Unit, spec: TensorSpec) -> torch.Tensor:
         """A copy of one gradient: fp32, the parameter's shape, on the host."""
@@ -346,9 +352,9 @@ class Gradients:
         home = self._store.home(unit, Piece.GRADIENTS)
         if isinstance(home, DeviceHome):
             self._rescale_resting(unit, home.memory)
-            flat = _slice(home.memory.view(torch.float32), spec).cpu().clone()
+            flat = flat_of(home.memory.view(torch.float32), spec).cpu().clone()
         else:
-            flat = _slice(self._array(unit), spec).clone()
+            flat = flat_of(self._array(unit), spec).clone()
             if isinstance(home, NvmeHome):
                 self.write_out(unit)
         return _shaped(flat, spec)
@@ -361,8 +367,8 @@ class Gradients:
         home = self._store.home(unit, Piece.GRADIENTS)
         if isinstance(home, DeviceHome):
             self._rescale_resting(unit, home.memory)
-            return _slice(home.memory.view(torch.float32), spec).cpu()
-        return _slice(self._array(unit), spec)
+            return flat_of(home.memory.view(torch.float32), spec).cpu()
+        return flat_of(self._array(unit), spec)
 
     # -- After a step ------------------------------------------------------------------------------
 
@@ -397,10 +403,11 @@ class Gradients:
         home = self._store.home(unit, Piece.GRADIENTS)
         on_device = isinstance(home, DeviceHome)
         array = home.memory.view(torch.float32) if on_device else self._array(unit)
-        _slice(array, spec).zero_()
+        flat_of(array, spec).zero_()
 
 
-def _slice(array: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+def flat_of(array: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    """A tensor's elements in its unit's array of state."""
     return array[spec.state_offset : spec.state_offset + spec.numel]
 
 

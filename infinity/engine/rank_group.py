@@ -14,6 +14,7 @@ import numpy
 from infinity.engine.ranked_gradients import RankedGradients, from_wire_code
 from infinity.errors import InfinityError, RankError
 from infinity.ranks.collectives import Collectives
+from infinity.ranks.gathering import Gathering
 from infinity.ranks.parcels import Fill
 from infinity.ranks.store import RankedStore
 from infinity.schedule.executor import Executor
@@ -60,7 +61,7 @@ class RankGroup:
         if collectives is None:
             self._gradients.begin_step(b"")
             return
-        self._gradients.end_backwards()
+        self._gradients.offer_rest()
         collectives.end_step(self._gradients.take_in)
         self._executor.end_training()
         collectives.agree(self._gradients.begin_step(collectives.verdict()))
@@ -179,14 +180,22 @@ def publish(store: RankedStore, executor: Executor, wholes: Iterable[Unit]) -> N
     executor.finish_writes()
 
 
-def refresh(store: RankedStore, executor: Executor, wholes: Iterable[Unit]) -> None:
+def refresh(
+    store: RankedStore,
+    executor: Executor,
+    wholes: Iterable[Unit],
+    gathering: Gathering | None = None,
+) -> None:
     """Makes this rank's whole weights those that their owners have published.
 
     What is put together from shards when it is needed is dropped; what every rank keeps whole is
-    brought up to date.
+    brought up to date, by the devices where they can.
     """
-    for unit in wholes:
-        if store.partition.stage == 3:
+    begun = {unit: gathering and gathering.refresh(unit.index) for unit in wholes}
+    for unit, gather in begun.items():
+        if gather and gather.settle():
+            gather.arrival.wait()
+        elif store.partition.stage == 3:
             executor.discard(unit.index)
         elif unit.state_numel:
             weights = executor.check_out(unit.index, read=True)

@@ -20,6 +20,7 @@ from infinity.engine.ranked_gradients import RankedGradients
 from infinity.engine.update import StepRecord, Updater
 from infinity.errors import RankError
 from infinity.ops.split_master import join, split
+from infinity.ranks.gathering import Gathering
 from infinity.ranks.store import RankedStore
 from infinity.schedule.executor import Executor
 from infinity.state.partition import Shard, Share
@@ -70,12 +71,19 @@ class RankedUpdater(Updater):
     """The optimizer's step over this rank's shards. All ranks enter it and leave it together."""
 
     def __init__(
-        self, store: RankedStore, *, executor: Executor, gradients: RankedGradients, **parts: Any
+        self,
+        store: RankedStore,
+        *,
+        executor: Executor,
+        gradients: RankedGradients,
+        gathering: Gathering | None,
+        **parts: Any,
     ) -> None:
         weights: Any = ShardWeights(executor, store)
         super().__init__(store, executor=weights, gradients=gradients.owned, **parts)
         self._ranked_store = store
         self._wholes = executor
+        self._gathering = gathering if store.partition.stage < 3 else None
         self._parts = {share.whole: share.part for s in store.partition.mine for share in s.shares}
 
     def apply(self, record: StepRecord) -> None:
@@ -90,7 +98,7 @@ class RankedUpdater(Updater):
             changed = self._changed_by(record)
             publish(self._ranked_store, self._wholes, changed)
             links.all_gather("shards are updated", b"")
-            refresh(self._ranked_store, self._wholes, changed)
+            refresh(self._ranked_store, self._wholes, changed, self._gathering)
             links.all_gather("optimizer.step() is over", b"")
             if self._ranked_store.partition.stage == 3:
                 self._wholes.prefetch_anew()

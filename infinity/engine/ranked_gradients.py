@@ -12,7 +12,7 @@ import numpy
 import torch
 
 from infinity.engine.bundles import Bundles, Contribution
-from infinity.engine.gradients import Gradients, in_memory_order
+from infinity.engine.gradients import Gradients, flat_of, in_memory_order
 from infinity.engine.passes import Passes
 from infinity.errors import RankError, UnsupportedError
 from infinity.ranks.inbox import Inbox
@@ -20,7 +20,8 @@ from infinity.ranks.links import Links
 from infinity.ranks.parcels import PATIENCE_S, Parcel, Parcels
 from infinity.ranks.store import RankedStore
 from infinity.state.partition import Partition, Share
-from infinity.state.units import STATE_GRANULE, TensorSpec, Unit
+from infinity.state.store import DeviceHome
+from infinity.state.units import STATE_GRANULE, Piece, TensorSpec, Unit
 from infinity.tiers.device import DeviceAdapter
 from infinity.tiers.pool import HostPool
 
@@ -216,18 +217,35 @@ class RankedGradients(Gradients):
     def _sum_up(self, *, all_are_there: bool) -> None:
         for tensor, parcel in self._inbox.take(all_are_there=all_are_there):
             unit, share = self._mine[tensor]
-            mean = self._part_of_mean(parcel).to(self._ranked_device.torch_device)
-            self.owned.add(unit, share.part, mean)
+            self.owned.add(unit, share.part, self._part_of_mean(parcel), is_on_host=True)
             self._parcels.drop(parcel)
 
     # -- The step ----------------------------------------------------------------------------------
 
-    def end_backwards(self) -> None:
-        """The backward passes of this step are over on this rank, which waits for others before
-        they meet: nobody waits for another backward of it."""
-        if self._bundles is not None:
-            self._bundles.close_all()
+    def offer_rest(self) -> None:
+        """This rank's backward passes are over. It waits for others before they meet, so nobody
+        waits for another backward of it."""
+        assert self._bundles is not None
         self._links.note_backward(self._num_steps, _ALL)
+        if self._partition.stage == 1 and self._bundles.is_on:
+            for unit in self._partition.wholes:
+                self._bundle_resting(unit, self._bundles)
+        self._bundles.close_all()
+
+    def _bundle_resting(self, unit: Unit, bundles: Bundles) -> None:
+        """Of a rank that sums its backward passes: what rests on the device."""
+        home = self._store.home(unit, Piece.GRADIENTS)
+        if not isinstance(home, DeviceHome):
+            return
+        self._rescale_resting(unit, home.memory)
+        for spec in unit.trainable():
+            if super().has(spec):
+                dtype = self._sent_as.pop(spec) or torch.float32
+                flat = flat_of(home.memory.view(torch.float32), spec).to(dtype, copy=True)
+                super().forget(spec)
+                bundles.add(unit, self._contribution(spec, flat))
+        bundles.close(unit)
+        self._take_bundles()
 
     def begin_step(self, verdict: bytes) -> bytes:
         """All ranks enter the step: sums are complete, and everybody knows which there are.
@@ -265,7 +283,7 @@ class RankedGradients(Gradients):
         """A gradient that its giver has made zero since never came, and is there all the same."""
         for index, (unit, share) in self._mine.items():
             if self._specs[index] in self._known and not self.owned.has(share.part):
-                self.owned.add(unit, share.part, torch.zeros(share.part.numel))
+                self.owned.add(unit, share.part, torch.zeros(share.part.numel), is_on_host=True)
 
     def _give_sums(self, unit: Unit) -> None:
         """Gives away what was summed here."""

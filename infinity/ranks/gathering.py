@@ -1,20 +1,46 @@
-"""Weights put together on the devices of all ranks, offered as the executor fetches ahead."""
+"""Weights that the devices of all ranks put together: ahead of their use, or after a step.
+
+In stage 3 a unit is put together as the executor fetches ahead. In stages 1 and 2 every rank keeps
+the whole of it, of which it has updated its own part; where that rests on the device, the devices
+bring each other up to date.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 
 import torch
 
 from infinity.observe import Counters
 from infinity.ranks.collectives import Collectives
+from infinity.ranks.matching import Key
 from infinity.ranks.store import RankedStore
-from infinity.state.partition import Shard
-from infinity.state.store import Transfer
+from infinity.state.store import DeviceHome, Transfer
+from infinity.state.units import Piece
 from infinity.tiers.device import FINISHED, Copy, Region
 from infinity.tiers.exchange import DeviceExchange, Stretch
 
-GATHERING = 0  # The kind of these offers; see matching.Key.
+# Kinds of these offers; see matching.Key.
+_GATHERING, _REFRESHING = 0, 2
+
+
+class Gather:
+    """One unit's weights on their way; see `schedule.executor.Gather`."""
+
+    arrival: Copy = FINISHED
+    departure: Copy = FINISHED
+
+    def __init__(
+        self, collectives: Collectives, key: Key, issue: Callable[[], tuple[Copy, Copy]]
+    ) -> None:
+        def act() -> None:
+            self.arrival, self.departure = issue()
+
+        self._collectives = collectives
+        self._offer = collectives.offer(key, act)
+
+    def settle(self, *, is_patient: bool = True) -> bool:
+        return self._collectives.settle(self._offer, is_patient=is_patient)
 
 
 class Gathering:
@@ -39,7 +65,7 @@ class Gathering:
         return self._collectives.is_on
 
     def covers(self, unit: int) -> bool:
-        return unit < len(self._partition.wholes)
+        return self._partition.stage == 3 and unit < len(self._partition.wholes)
 
     def shard_of(self, unit: int) -> int:
         return len(self._partition.wholes) + unit
@@ -53,50 +79,45 @@ class Gathering:
     def begin(
         self, unit: int, region: Region, mine: torch.Tensor, reading: Transfer | None
     ) -> Gather:
-        shards = self._partition.shards[unit]
+        stretches = self._stretches(unit)
         self._exchange.take(region)
-        return Gather(self, unit, region, mine, reading, stretches_of(shards))
 
-    def others_nbytes(self, unit: int) -> int:
-        shards = self._partition.shards[unit]
-        return sum(each.weight_nbytes for each in shards if each.rank != self._partition.rank)
-
-
-class Gather:
-    """One unit's weights on their way; see `schedule.executor.Gather`."""
-
-    arrival: Copy = FINISHED
-    departure: Copy = FINISHED
-
-    def __init__(
-        self,
-        gathering: Gathering,
-        unit: int,
-        region: Region,
-        mine: torch.Tensor,
-        reading: Transfer | None,
-        stretches: Sequence[Stretch],
-    ) -> None:
-        collectives, exchange = gathering._collectives, gathering._exchange
-        others_nbytes = gathering.others_nbytes(unit)
-
-        def issue() -> None:
+        def issue() -> tuple[Copy, Copy]:
             if reading is not None:
                 reading.wait()
-            self.arrival, self.departure = exchange.gather(region, mine, stretches)
-            gathering._counters.add("ranks_gathered_nbytes", others_nbytes)
+            self._count(stretches)
+            return self._exchange.gather(region, mine, stretches)
 
-        self._collectives = collectives
-        self._offer = collectives.offer((GATHERING, unit, 0), issue)
+        return Gather(self._collectives, (_GATHERING, unit, 0), issue)
 
-    def settle(self, *, is_patient: bool) -> bool:
-        return self._collectives.settle(self._offer, is_patient=is_patient)
+    def refresh(self, unit: int) -> Gather | None:
+        """Begins to bring weights that this rank keeps whole, and of which it has changed its own
+        part, to those that their owners have. None where they do not rest on the device."""
+        home = self._store.home(self._partition.wholes[unit], Piece.PARAMETERS)
+        stretches = self._stretches(unit)
+        if not self.is_on or not isinstance(home, DeviceHome) or not stretches:
+            return None
+        whole, ready = home.memory, self._exchange.ready()[0]
+        mine = whole[:0]
+        for each in stretches:
+            if each.rank == self._partition.rank:  # There is one: what is trained lies together.
+                mine = whole[each.place : each.place + each.nbytes]
 
+        def issue() -> tuple[Copy, Copy]:
+            self._count(stretches)
+            arrival = self._exchange.gather_in_place(whole, mine, stretches, ready)
+            return arrival, arrival
 
-def stretches_of(shards: Sequence[Shard]) -> list[Stretch]:
-    """Where all that the ranks own of a unit belongs in it."""
-    return [
-        Stretch(shard.rank, each.shard_offset_nbytes, each.whole_offset_nbytes, each.nbytes)
-        for shard in shards
-        for each in shard.segments
-    ]
+        return Gather(self._collectives, (_REFRESHING, unit, 0), issue)
+
+    def _stretches(self, unit: int) -> list[Stretch]:
+        """Where what is served of the ranks' parts belongs in the whole."""
+        return [
+            Stretch(shard.rank, each.shard_offset_nbytes, each.whole_offset_nbytes, each.nbytes)
+            for shard in self._partition.shards[unit]
+            for each in self._store.served(shard, Piece.PARAMETERS)
+        ]
+
+    def _count(self, stretches: list[Stretch]) -> None:
+        of_others = (each.nbytes for each in stretches if each.rank != self._partition.rank)
+        self._counters.add("ranks_gathered_nbytes", sum(of_others))

@@ -152,7 +152,7 @@ class RankedStore(StateStore):
         host, shape (weight_nbytes,)): the shards of the others and, unless it is there, mine."""
         jobs: list[Job] = []
         for shard in self.partition.shards[index]:
-            segments = self._served(shard, Piece.PARAMETERS)
+            segments = self.served(shard, Piece.PARAMETERS)
             sinks = [
                 whole[each.whole_offset_nbytes : each.whole_offset_nbytes + each.nbytes]
                 for each in segments
@@ -204,10 +204,10 @@ class RankedStore(StateStore):
     def serve(self, unit: int, piece: int, *, to: int) -> tuple[int, Iterable[memoryview]]:
         """The bytes of this rank's shard of a unit, for another rank; see `links.Service`."""
         shard, kind = self.partition.shards[unit][self.partition.rank], _CODES[piece]
-        segments = self._served(shard, kind)
+        segments = self.served(shard, kind)
         return sum(each.nbytes for each in segments), self._parts(shard, kind, segments, to)
 
-    def _served(self, shard: Shard, piece: Piece) -> Sequence[Segment]:
+    def served(self, shard: Shard, piece: Piece) -> Sequence[Segment]:
         """Of weights that every rank keeps whole, what the step changes: the trainable ones."""
         if piece is not Piece.PARAMETERS:
             nbytes = shard.unit.nbytes(piece)

@@ -13,14 +13,14 @@ Note [Rounds]
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from infinity.sizes import MIB, align_up
-from infinity.tiers.device import Region, all_of
+from infinity.tiers.device import Region, ResizedRegion, all_of
 from infinity.tiers.streams import Event, Stream, StreamCopy, StreamDevice, StreamRegion
 
 _ROUND_NBYTES = 32 * MIB  # Of all ranks together.
@@ -102,6 +102,27 @@ class DeviceExchange:
         it, as of `attach`, and when `mine` is not read any more.
         """
         assert isinstance(region, StreamRegion)
+        whole = all_of(region.memory)
+        copies = self._gather(whole, mine, stretches, made=region.memory)
+        self._device.note_use(region, self._link)
+        return copies
+
+    def gather_in_place(
+        self, whole: torch.Tensor, mine: torch.Tensor, stretches: Sequence[Stretch], ready: Event
+    ) -> StreamCopy:
+        """As `gather`, in device memory of one's own, uint8, of which `mine` may be a part.
+        `ready`: what uses or makes that memory until now."""
+        self._link.wait_event(ready)
+        arrival, _ = self._gather(whole, mine, stretches)
+        return arrival
+
+    def _gather(
+        self,
+        whole: torch.Tensor,
+        mine: torch.Tensor,
+        stretches: Sequence[Stretch],
+        made: ResizedRegion | None = None,
+    ) -> tuple[StreamCopy, StreamCopy]:
         is_on_host = self._device.is_on_host(mine)
         total_nbytes = max(each.start + each.nbytes for each in stretches)
         self._link.wait_event(self._device.inward_event())  # The region's memory is taken there.
@@ -111,9 +132,13 @@ class DeviceExchange:
             own, turn = mine[start : start + nbytes], number % 2
             if is_on_host and own.numel():
                 departure = self._bring(own, turn)
-            self._gather_round(region, None if is_on_host else own, turn, start, nbytes, stretches)
-        arrival = self._device.watch_link(self._link, all_of(region.memory))
-        self._device.note_use(region, self._link)
+            work = self._round(whole, None if is_on_host else own, turn, start, nbytes, stretches)
+            used = (self._sending[turn].memory, self._coming.memory)
+            self._device.streams.run(self._link, work, used, made)
+            event = self._device.streams.new_event()
+            event.record(self._link)
+            self._sent[turn] = event
+        arrival = self._device.watch_link(self._link, whole)
         return arrival, departure or arrival
 
     def _bring(self, own: torch.Tensor, turn: int) -> StreamCopy:
@@ -126,18 +151,18 @@ class DeviceExchange:
         copy.order_stream(self._link)
         return copy
 
-    def _gather_round(
+    def _round(
         self,
-        region: StreamRegion,
+        whole: torch.Tensor,
         own: torch.Tensor | None,
         turn: int,
         start: int,
         nbytes: int,
         stretches: Sequence[Stretch],
-    ) -> None:
+    ) -> Callable[[], None]:
+        """Bytes [start, start + nbytes) of every rank's part go to their places in `whole`."""
         sending = all_of(self._sending[turn].memory)[:nbytes]
         coming = all_of(self._coming.memory)[: self._count * nbytes]
-        whole = all_of(region.memory)
 
         def work() -> None:
             if own is not None:
@@ -151,11 +176,7 @@ class DeviceExchange:
                     at = each.rank * nbytes + low - start
                     whole[place : place + high - low].copy_(coming[at : at + high - low])
 
-        used = (self._sending[turn].memory, self._coming.memory)
-        self._device.streams.run(self._link, work, used, made=region.memory)
-        event = self._device.streams.new_event()
-        event.record(self._link)
-        self._sent[turn] = event
+        return work
 
     # -- Gradients ---------------------------------------------------------------------------------
 

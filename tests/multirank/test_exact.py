@@ -58,6 +58,8 @@ OTHERS = [
 BETWEEN_DEVICES = [
     dataclasses.replace(case, simulated=True, exchange="collective")
     for case in (
+        Case(1, dict.fromkeys(("parameters", "gradients"), "device"), compute="bfloat16"),
+        Case(1, MIXED | {"gradients": "device"}, accumulation=2, skips=True),
         Case(2, MIXED),
         Case(3),
         Case(3, NVME, compute="bfloat16"),

@@ -127,6 +127,8 @@ def _volume(rank: int, cases: list[Case]) -> list[tuple[float, float]]:
             for weights in engine.parts.executor.weights:
                 if weights.reading is not None:
                     weights.reading.wait()
+            if case.exchange == "collective":  # All ranks have offered the same ahead.
+                assert engine.parts.ranks._collectives._is_idle(30.0)
             seen.append(engine.counters.snapshot())
         names = ("ranks_reduced_nbytes", "ranks_gathered_nbytes")
         found.append(tuple((seen[3][name] - seen[1][name]) / 2 for name in names))
@@ -143,6 +145,10 @@ VOLUMES = [
     (Case(2, model="wide", capacity=ROOMY, reduce_dtype="bfloat16"), 0.5, 1),
     (Case(3, NVME, model="wide", capacity=TIGHT, accumulation=3), 3, 6),
     (Case(3, NVME, model="wide", capacity=TIGHT, accumulation=3, layer_major=True), 1, 2),
+    *(
+        (Case(stage, model="wide", capacity=ROOMY, simulated=True, exchange="collective"), 1, 1)
+        for stage in (2, 3)
+    ),
 ]
 
 

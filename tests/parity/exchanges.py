@@ -95,6 +95,11 @@ def run(
             device.end_use(region)
             device.detach(region)
             assert torch.equal(found.cpu(), whole), "weights came otherwise"
+            if on_device:
+                kept = device.allocate(WHOLE_NBYTES)
+                ready, _ = exchange.ready()
+                exchange.gather_in_place(kept, resting, stretches, ready).order()
+                assert torch.equal(kept.cpu(), whole), "weights were refreshed otherwise"
 
     def _sum(exchange: DeviceExchange, device: StreamDevice, rank: int) -> None:
         for dtype, given in gradients.items():
