@@ -1,0 +1,78 @@
+"""What ranks do at once: nobody waits for ever, whoever does not come."""
+
+from __future__ import annotations
+
+import math
+import threading
+from typing import Any
+
+import pytest
+
+from infinity.errors import InfinityError
+from infinity.observe import Counters
+from infinity.ranks import collectives as module
+from infinity.ranks.collectives import Collectives
+
+
+class Silent:
+    """Links to ranks that say nothing, and to which nothing can be told."""
+
+    rank = 0
+    is_broken = False
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def check(self) -> None:
+        pass
+
+    def tell(self, rank: int, content: bytes) -> None:
+        pass
+
+    def abort(self, cause: str) -> None:
+        pass
+
+
+def make(count: int) -> Collectives:
+    links: Any = Silent(count)
+    collectives = Collectives(links, None, Counters())
+    collectives.open()
+    return collectives
+
+
+def test_a_rank_that_waits_elsewhere_is_not_waited_for_with_every_unit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    waits, wait = [], Collectives._wait
+
+    def at_once(self: Collectives, is_reached: Any, timeout_s: float = math.inf) -> bool:
+        waits.append(timeout_s)
+        return wait(self, is_reached, 0.0 if timeout_s < math.inf else timeout_s)
+
+    monkeypatch.setattr(Collectives, "_wait", at_once)
+    collectives = make(2)
+    for unit in range(100):
+        assert not collectives.settle(collectives.offer((0, unit, 0), lambda: None))
+    waits = [each for each in waits if each < math.inf]
+    assert len(waits) == 100 and waits[0] == module.PATIENCE_S
+    assert sum(waits) <= 2 * module.PATIENCE_S
+    collectives.close()
+
+
+def test_who_closes_takes_back_what_nobody_else_has_come_to() -> None:
+    collectives = make(2)
+    offer = collectives.offer((1, 0, 0), lambda: None)
+    closing = threading.Thread(target=collectives.close, daemon=True)
+    closing.start()
+    closing.join(10)
+    assert not closing.is_alive() and offer.is_called_off
+
+
+def test_what_fails_is_told_also_where_nobody_else_is_left() -> None:
+    def fail() -> None:
+        raise OSError("of the test")
+
+    collectives = make(1)
+    with pytest.raises(InfinityError, match="of the test"):
+        collectives.settle(collectives.offer((0, 0, 0), fail))
+    collectives.close()
