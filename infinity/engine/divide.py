@@ -77,7 +77,7 @@ class Division:
             return None
         assert isinstance(device, StreamDevice)
         group = device_group(self.group, device.torch_device)
-        collectives = Collectives(links, group, counters)
+        collectives = Collectives(links, group, device.torch_device, counters)
         resources.callback(collectives.close)
         return collectives, DeviceExchange(device, collectives, self.buffers)
 

@@ -59,12 +59,13 @@ class Offer:
 class Collectives:
     """This rank's side of what all ranks do at once. Offers come from the training thread.
 
-    `group` has the devices' backend. A collective call: all ranks make one, and `open` it.
+    `group` has the backend of `device`. A collective call: all ranks make one, and `open` it.
     """
 
-    def __init__(self, links: Links, group: Any, counters: Counters) -> None:
+    def __init__(self, links: Links, group: Any, device: torch.device, counters: Counters) -> None:
         self._links = links
         self._group = group
+        self._device = device
         self._counters = counters
         self._matchmaker = Matchmaker(links.count) if links.rank == 0 else None
         self._changed = threading.Condition()  # Guards all that follows, and the matchmaker.
@@ -81,9 +82,23 @@ class Collectives:
         self._is_closed = False
 
     def open(self) -> None:
-        """After the links: sees that the backend works, and begins to carry out what is begun."""
+        """After the links: sees that the backend works, and begins to carry out what is begun.
+
+        Backends connect in their first operations, and wait for all ranks there: now, when all have
+        come, and not in the middle of a step. Raises InfinityError.
+        """
+        trial = Offer(_NO_KEY, self._try)
+        self._num_begun += 1
+        self._begun.put(trial)
         self._thread = threading.Thread(target=self._run, name="infinity-collectives", daemon=True)
         self._thread.start()
+        with self._changed:
+            self._wait(lambda: trial.is_issued)
+
+    def _try(self) -> None:
+        rows = torch.zeros((self._links.count, 1), dtype=torch.uint8, device=self._device)
+        self.all_gather(torch.empty_like(rows).flatten(), rows[0])
+        self.all_to_all(torch.empty_like(rows), rows)
 
     def close(self) -> None:
         """Takes back what is offered, and waits for no rank to come; or ends at once what waits for
@@ -225,6 +240,7 @@ class Collectives:
         if verb is Verb.BEGIN:
             self._num_begun += 1
             self._begun.put(offer)
+            self._counters.add("ranks_collectives", 1)
         else:
             offer.act = None
             self._counters.add("ranks_called_off", 1)
@@ -233,6 +249,8 @@ class Collectives:
     # -- Operations --------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        if self._device.index is not None:
+            torch.get_device_module(self._device).set_device(self._device)  # A thread's own matter.
         while True:
             try:
                 offer = self._begun.get(timeout=_WATCH_S)
@@ -256,7 +274,6 @@ class Collectives:
                 offer.act, offer.is_issued = None, True
                 self._num_begun -= 1
                 self._changed.notify_all()
-            self._counters.add("ranks_collectives", 1)
             del offer
 
     def all_gather(self, target: torch.Tensor, source: torch.Tensor) -> None:

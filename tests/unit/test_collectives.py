@@ -7,6 +7,7 @@ import threading
 from typing import Any
 
 import pytest
+import torch
 
 from infinity.errors import InfinityError
 from infinity.observe import Counters
@@ -33,9 +34,10 @@ class Silent:
         pass
 
 
-def make(count: int) -> Collectives:
+def make(count: int, monkeypatch: pytest.MonkeyPatch) -> Collectives:
     links: Any = Silent(count)
-    collectives = Collectives(links, None, Counters())
+    collectives = Collectives(links, None, torch.device("cpu"), Counters())
+    monkeypatch.setattr(collectives, "_try", lambda: None)
     collectives.open()
     return collectives
 
@@ -50,7 +52,7 @@ def test_a_rank_that_waits_elsewhere_is_not_waited_for_with_every_unit(
         return wait(self, is_reached, 0.0 if timeout_s < math.inf else timeout_s)
 
     monkeypatch.setattr(Collectives, "_wait", at_once)
-    collectives = make(2)
+    collectives = make(2, monkeypatch)
     for unit in range(100):
         assert not collectives.settle(collectives.offer((0, unit, 0), lambda: None))
     waits = [each for each in waits if each < math.inf]
@@ -59,8 +61,10 @@ def test_a_rank_that_waits_elsewhere_is_not_waited_for_with_every_unit(
     collectives.close()
 
 
-def test_who_closes_takes_back_what_nobody_else_has_come_to() -> None:
-    collectives = make(2)
+def test_who_closes_takes_back_what_nobody_else_has_come_to(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    collectives = make(2, monkeypatch)
     offer = collectives.offer((1, 0, 0), lambda: None)
     closing = threading.Thread(target=collectives.close, daemon=True)
     closing.start()
@@ -68,11 +72,11 @@ def test_who_closes_takes_back_what_nobody_else_has_come_to() -> None:
     assert not closing.is_alive() and offer.is_called_off
 
 
-def test_what_fails_is_told_also_where_nobody_else_is_left() -> None:
+def test_what_fails_is_told_also_where_nobody_else_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail() -> None:
         raise OSError("of the test")
 
-    collectives = make(1)
+    collectives = make(1, monkeypatch)
     with pytest.raises(InfinityError, match="of the test"):
         collectives.settle(collectives.offer((0, 0, 0), fail))
     collectives.close()
