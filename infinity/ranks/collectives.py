@@ -27,8 +27,8 @@ from infinity.ranks.matching import Key, Matchmaker, Verb, Verdict
 from infinity.ranks.rendezvous import Group
 
 # A rank that waits for others takes its offer back after this: one of them may be in a barrier of
-# the program's own, which this rank does not come to while it waits.
-PATIENCE_S = 5.0
+# the program's own, which this rank does not come to while it waits. Once, until that one is back.
+PATIENCE_S = 10.0
 # Of an operation that every rank has begun. Whoever is slower is stuck.
 TIMEOUT_S = 120.0
 _LOOK_S = 0.02
