@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from infinity.errors import ConfigError, InfinityError, RankError
 from infinity.observe import Counters
-from infinity.ranks.links import Links
+from infinity.ranks.links import SILENCE_S, Links
 from infinity.ranks.matching import Key, Matchmaker, Verb, Verdict
 from infinity.ranks.rendezvous import Group
 
@@ -260,11 +260,11 @@ class Collectives:
 
     @contextlib.contextmanager
     def _told(self) -> Any:
-        """What a backend says of a rank that is gone is less than what the links know."""
+        """What a backend says of a rank that is gone is less than what the links will know."""
         try:
             yield
         except RuntimeError as error:
-            deadline_s = time.monotonic() + 2 * _WATCH_S
+            deadline_s = time.monotonic() + SILENCE_S
             while time.monotonic() < deadline_s:
                 self._links.check()
                 time.sleep(_LOOK_S)
