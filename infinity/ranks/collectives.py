@@ -22,14 +22,13 @@ import torch.distributed as dist
 
 from infinity.errors import ConfigError, InfinityError, RankError
 from infinity.observe import Counters
-from infinity.ranks.links import Links
+from infinity.ranks.links import SILENCE_S, Links
 from infinity.ranks.matching import Key, Matchmaker, Verb, Verdict
 from infinity.ranks.rendezvous import Group
 
 # A rank that waits for others takes its offer back after this: one of them may be in a barrier of
-# the program's own, which this rank does not come to while it waits. Half as long every time in a
-# step, so that a rank with many units to go does not keep the others in their barrier.
-PATIENCE_S = 5.0
+# the program's own, which this rank does not come to while it waits. Once, until that one is back.
+PATIENCE_S = 10.0
 # Of an operation that every rank has begun. Whoever is slower is stuck.
 TIMEOUT_S = 120.0
 _LOOK_S = 0.02
@@ -75,7 +74,6 @@ class Collectives:
         self._step = 0
         self._paused_steps = 0
         self._pause = 1
-        self._patience_s = PATIENCE_S
         self._error: BaseException | None = None  # Of the thread that carries out what is begun.
         self._answered = self._called_off = 0  # Of rank 0's matchmaker, before this step.
         self._thread: threading.Thread | None = None
@@ -146,8 +144,7 @@ class Collectives:
             if offer.answer is None:
                 if is_patient:
                     self._say(Verb.AWAIT, offer.key)
-                    if not self._wait(lambda: offer.answer is not None, self._patience_s):
-                        self._patience_s /= 2
+                    self._wait(lambda: offer.answer is not None, PATIENCE_S)
                 if offer.answer is None:
                     self._say(Verb.WITHDRAW, offer.key)
             self._wait(lambda: offer.is_issued or offer.is_called_off)
@@ -156,7 +153,6 @@ class Collectives:
     def end_step(self, meanwhile: Callable[[], None] | None = None) -> None:
         """This rank offers no more in this step: returns when all that it has offered is issued or
         called off. `meanwhile` is called now and then."""
-        self._patience_s = PATIENCE_S
         if self.is_on:
             with self._changed:
                 self._say(Verb.DONE, _NO_KEY)
@@ -291,11 +287,11 @@ class Collectives:
 
     @contextlib.contextmanager
     def _told(self) -> Any:
-        """What a backend says of a rank that is gone is less than what the links know."""
+        """What a backend says of a rank that is gone is less than what the links will know."""
         try:
             yield
         except RuntimeError as error:
-            deadline_s = time.monotonic() + 2 * _WATCH_S
+            deadline_s = time.monotonic() + SILENCE_S
             while time.monotonic() < deadline_s:
                 self._links.check()
                 time.sleep(_LOOK_S)

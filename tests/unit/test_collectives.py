@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 from typing import Any
 
@@ -11,7 +10,6 @@ import torch
 
 from infinity.errors import InfinityError
 from infinity.observe import Counters
-from infinity.ranks import collectives as module
 from infinity.ranks.collectives import Collectives
 
 
@@ -40,25 +38,6 @@ def make(count: int, monkeypatch: pytest.MonkeyPatch) -> Collectives:
     monkeypatch.setattr(collectives, "_try", lambda: None)
     collectives.open()
     return collectives
-
-
-def test_a_rank_that_waits_elsewhere_is_not_waited_for_with_every_unit(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    waits, wait = [], Collectives._wait
-
-    def at_once(self: Collectives, is_reached: Any, timeout_s: float = math.inf) -> bool:
-        waits.append(timeout_s)
-        return wait(self, is_reached, 0.0 if timeout_s < math.inf else timeout_s)
-
-    monkeypatch.setattr(Collectives, "_wait", at_once)
-    collectives = make(2, monkeypatch)
-    for unit in range(100):
-        assert not collectives.settle(collectives.offer((0, unit, 0), lambda: None))
-    waits = [each for each in waits if each < math.inf]
-    assert len(waits) == 100 and waits[0] == module.PATIENCE_S
-    assert sum(waits) <= 2 * module.PATIENCE_S
-    collectives.close()
 
 
 def test_who_closes_takes_back_what_nobody_else_has_come_to(
