@@ -300,6 +300,12 @@ class Schedule(Section):
         "otherwise, into tiles that do; 0 never cuts. Results agree to rounding: the gradient of "
         "a linear layer's input is summed over its tiles.",
     )
+    tile_strands: Annotated[int, Integer(1)] = Field(
+        4,
+        description="Micro-batches of `infinity.accumulate` that go through a block with tiles "
+        "together: each fetch of a tile serves all of them, and the activations of that one block "
+        "are in memory for all of them. Never changes a result.",
+    )
     update_chunk: Annotated[int, Size(minimum=2 * PAGE_NBYTES, multiple=2 * PAGE_NBYTES)] = Field(
         16 * MIB, description="Bytes of each kind of state that one move of the optimizer takes."
     )

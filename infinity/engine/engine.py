@@ -173,7 +173,10 @@ class Engine:
             if site.is_block
         ]
         device = self.parts.device.torch_device
-        conductor = Conductor(self.model, self._holds, blocks, self._layer_inputs, device)
+        conductor = Conductor(
+            self.model, self._holds, blocks, self._layer_inputs, device,
+            num_inside=self.config.schedule.tile_strands,
+        )  # fmt: skip
         self._begin_pass("train")
         try:
             with self._passes.layer_major():

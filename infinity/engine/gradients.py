@@ -133,7 +133,7 @@ class Gradients:
         """Several gradients will come to each parameter of these units, until `write_out`."""
         if not self._device.shares_host_memory:
             fresh = (u for u in units if all(spec not in self._present for spec in u.trainable()))
-            self._summing = frozenset(fresh)
+            self._summing = self._summing.union(fresh)
 
     def _add_on_device(self, unit: Unit, spec: TensorSpec, flat: torch.Tensor) -> None:
         sums = self._sums.setdefault(unit, {})

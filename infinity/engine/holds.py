@@ -9,7 +9,7 @@ but when the backward comes to the next unit.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from infinity.engine.changes import Changes
@@ -42,9 +42,14 @@ class Holds:
         self._lock = lock
         self._left: set[int] = set()  # By the backward that is running.
         self.is_closed = False
+        self.turns: Callable[[list[int]], None] | None = None  # Of `accumulate`, while it runs.
         self.is_parameter_memory = faces.is_parameter_memory
 
     # -- Uses ------------------------------------------------------------------------------------
+
+    def await_turn(self, units: list[int]) -> None:
+        if self.turns is not None:
+            self.turns(units)
 
     def enter(self, units: list[int]) -> None:
         """Makes units usable. All or none: a failure lets go of those already held."""

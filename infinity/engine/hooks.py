@@ -71,6 +71,9 @@ class Stay:
 class Residency(Protocol):
     """Holds of units, as hooks see them."""
 
+    def await_turn(self, units: list[int]) -> None:
+        """Before `enter`: where micro-batches take turns, the others come here first."""
+
     def enter(self, units: list[int]) -> None: ...
     def leave(self, units: list[int]) -> None: ...
     def is_parameter_memory(self, tensor: torch.Tensor) -> bool: ...
@@ -101,6 +104,7 @@ class Backwards:
             self._follow(stay)
         if stay.held_in == running:
             return
+        self._residency.await_turn(stay.units)
         with uninterrupted():
             self._arm(running)
             self._residency.enter(stay.units)
@@ -193,6 +197,7 @@ class SiteHooks:
     def _before(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if self.is_suspended:
             return
+        self._residency.await_turn(self._site.units)
         with uninterrupted():
             self._residency.enter(self._site.units)
             numbers = self._running.setdefault(threading.get_ident(), [])
