@@ -39,6 +39,7 @@ from infinity.engine.ranked import RankedMasters, RankedUpdater
 from infinity.engine.ranked_gradients import RankedGradients
 from infinity.engine.registry import is_offloaded
 from infinity.engine.slot import Slot
+from infinity.engine.sums_memory import SumsMemory
 from infinity.engine.tiling import Tiling
 from infinity.engine.update import Updater
 from infinity.errors import CapacityError, ConfigError, UnsupportedError
@@ -172,7 +173,7 @@ def _lay_out(
         ]
         division = None
         if ranks is not None:
-            division = divide(laid_out, ranks, config)
+            division = divide(laid_out, anatomy, ranks, config)
             laid_out = list(division.partition.wholes)
         budgets = _budgets(config, laid_out, anatomy, device, division)
         return anatomy, laid_out, division, budgets
@@ -274,6 +275,7 @@ def _budgets(
         gathered_nbytes=division.gathered_nbytes if division else 0,
         serving_nbytes=division.serving_nbytes if division else 0,
         given_nbytes=division.given_nbytes if division else 0,
+        summed_nbytes=division.sums.taken_nbytes if division else 0,
     )
 
 
@@ -352,6 +354,8 @@ def _assemble(
     if is_ranked:
         taking["reduce_dtype"] = _DTYPES.get(config.ranks.reduce_dtype)
         taking["passes"] = passes
+        assert division is not None
+        taking["sums"] = SumsMemory(pool, division.sums, budgets)
     gradients = (RankedGradients if is_ranked else Gradients)(store, **taking)
     updater = (RankedUpdater if is_ranked else Updater)(
         store,

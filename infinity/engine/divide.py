@@ -13,7 +13,9 @@ import torch
 
 from infinity.config import SwapConfig
 from infinity.config.values import Capacity
+from infinity.engine.discover import Anatomy
 from infinity.engine.rank_group import RankGroup
+from infinity.engine.sums_memory import SumsPlan, plan_sums
 from infinity.errors import ConfigError, StorageError
 from infinity.ranks.rendezvous import Group, connect, path_of_rank
 from infinity.ranks.store import RankedStore, serving_nbytes
@@ -35,6 +37,7 @@ class Division:
     partition: Partition
     group: Group
     sharing: int  # Ranks that share this machine's memory by their configuration.
+    sums: SumsPlan  # Of micro-batches, before they are given away.
 
     @property
     def gathered_nbytes(self) -> int:
@@ -65,12 +68,16 @@ class Division:
         return store
 
 
-def divide(units: Sequence[Unit], group: Group, config: SwapConfig) -> Division:
+def divide(
+    units: Sequence[Unit], anatomy: Anatomy, group: Group, config: SwapConfig
+) -> Division:
     """This rank's part of the units, as `[ranks]` says."""
+    stage = config.ranks.stage
     return Division(
-        partition(units, rank=group.rank, count=group.count, stage=config.ranks.stage),
+        partition(units, rank=group.rank, count=group.count, stage=stage),
         group,
         group.node_count if config.ranks.budgets == "node" else 1,
+        plan_sums(units, *anatomy.units_by_block()) if stage > 1 else plan_sums(units, (), ()),
     )
 
 

@@ -177,6 +177,8 @@ class Engine:
             self.model, self._holds, blocks, self._layer_inputs, device,
             num_inside=self.config.schedule.tile_strands,
         )  # fmt: skip
+        with uninterrupted(), self._lock:
+            self._gradients.begin_accumulating()
         self._begin_pass("train")
         try:
             with self._passes.layer_major():
@@ -185,6 +187,7 @@ class Engine:
             self._passes.end_forward()  # If it was broken off.
             self.reset()
             self._holds.backward_ended()
+            self._gradients.end_accumulating()
 
     def _refuse_accumulating(self) -> None:
         if self.is_closed:

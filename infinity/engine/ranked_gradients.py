@@ -12,6 +12,7 @@ import torch
 
 from infinity.engine.gradients import Gradients, in_memory_order
 from infinity.engine.passes import Passes
+from infinity.engine.sums_memory import SumsMemory
 from infinity.errors import RankError, UnsupportedError
 from infinity.ranks.inbox import Inbox
 from infinity.ranks.links import Links
@@ -20,6 +21,7 @@ from infinity.ranks.store import RankedStore
 from infinity.state.partition import Partition, Share
 from infinity.state.units import STATE_GRANULE, TensorSpec, Unit
 from infinity.tiers.device import DeviceAdapter
+from infinity.tiers.host import Block
 from infinity.tiers.pool import HostPool
 
 _SUMMED_NUMEL = 256 * STATE_GRANULE  # At a time: fp64 copies are made of them.
@@ -49,11 +51,13 @@ class RankedGradients(Gradients):
         device: DeviceAdapter,
         reduce_dtype: torch.dtype | None,
         passes: Passes,
+        sums: SumsMemory,
         **parts: Any,
     ) -> None:
         super().__init__(store, pool=pool, device=device, **parts)
         self._reduce_dtype = reduce_dtype  # None: as they come.
         self._passes = passes
+        self._sums_memory = sums
         self.owned = Gradients(store, pool=pool, device=device, **parts)
         self._ranked_device = device
         self._partition: Partition = store.partition
@@ -160,6 +164,18 @@ class RankedGradients(Gradients):
             self.owned.add(unit, share.part, mean)
             self._parcels.drop(parcel)
 
+    # -- Sums of micro-batches that are given away ---------------------------------------------------
+
+    def begin_accumulating(self) -> None:
+        if self._partition.stage > 1:
+            self._sums_memory.open()
+
+    def end_accumulating(self) -> None:
+        self._sums_memory.close()
+
+    def _take_block(self, unit: Unit) -> Block:
+        return self._sums_memory.take(unit) if self._partition.stage > 1 else super()._take_block(unit)
+
     # -- The step ----------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
@@ -204,7 +220,7 @@ class RankedGradients(Gradients):
         """In stages 2 and 3 sums rest nowhere: they are in the unit's buffer until given."""
         if unit in self._buffers:
             self._give_sums(unit)
-            self._pool.free(self._buffers.pop(unit).block)
+            self._sums_memory.give_back(self._buffers.pop(unit).block)
 
     def _refuse_other_generation(
         self, rank: int, mine: numpy.ndarray[Any, Any], theirs: numpy.ndarray[Any, Any]

@@ -46,12 +46,13 @@ class Case:
     is_shared: bool = False
     simulated: bool = False
     layer_major: bool = False
+    micro_batch: int | None = None
     tile: int | None = None
     moments: str = "float32"
     inbox: int | str = "auto"
     reduce_dtype: str = "auto"
     budgets: str = "node"
-    capacity: str = "48MiB"
+    capacity: str | int = "48MiB"
 
     def __str__(self) -> str:
         where = "-".join(sorted(set(self.placement.values()))) or "host"
@@ -96,8 +97,9 @@ def offloaded(
         "placement": {"master": "host", "moments": "host", "parameters": "host"} | case.placement,
         "precision": {"compute": case.compute, "moments": case.moments},
     }
-    if case.tile:
-        config["schedule"] = {"tile": case.tile}
+    config["schedule"] = {"micro_batch": case.micro_batch}
+    if case.tile is not None:
+        config["schedule"]["tile"] = case.tile
     if "nvme" in case.placement.values():
         config["tiers"]["nvme"] = [{"path": str(swap), "capacity": "64MiB"}]
     if checkpoint is not None:
