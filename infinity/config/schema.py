@@ -290,7 +290,8 @@ class Schedule(Section):
         None,
         description="Sequences of one micro-batch. All micro-batches of a batch of `[train]` run "
         "through one block before the next, so that a block is fetched once per forward and "
-        "backward however many there are; its forward is repeated in the backward.",
+        "backward however many there are; its forward is repeated in the backward. Over ranks, in "
+        "stages 2 and 3, the host budget then keeps room for the gradients that are summed.",
     )
     tile: Annotated[Literal["auto"] | int | None, AutoOr(OrOff(Size(minimum=64 * KIB)))] = Field(
         "auto",

@@ -275,7 +275,7 @@ def _budgets(
         gathered_nbytes=division.gathered_nbytes if division else 0,
         serving_nbytes=division.serving_nbytes if division else 0,
         given_nbytes=division.given_nbytes if division else 0,
-        summed_nbytes=division.sums.taken_nbytes if division else 0,
+        summed_nbytes=division.sums.nbytes if division else 0,
     )
 
 

@@ -81,7 +81,6 @@ class Anatomy:
 
         return most(self.root, frozenset())
 
-
     def units_by_block(self) -> tuple[list[int], list[set[int]]]:
         """Units that are used outside of blocks, or by several, and those of each block alone, with
         the tiles in it."""

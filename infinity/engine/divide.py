@@ -68,9 +68,7 @@ class Division:
         return store
 
 
-def divide(
-    units: Sequence[Unit], anatomy: Anatomy, group: Group, config: SwapConfig
-) -> Division:
+def divide(units: Sequence[Unit], anatomy: Anatomy, group: Group, config: SwapConfig) -> Division:
     """This rank's part of the units, as `[ranks]` says."""
     stage = config.ranks.stage
     return Division(

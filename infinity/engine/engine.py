@@ -178,6 +178,7 @@ class Engine:
             num_inside=self.config.schedule.tile_strands,
         )  # fmt: skip
         with uninterrupted(), self._lock:
+            self.reset()
             self._gradients.begin_accumulating()
         self._begin_pass("train")
         try:

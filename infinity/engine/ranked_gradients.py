@@ -164,17 +164,16 @@ class RankedGradients(Gradients):
             self.owned.add(unit, share.part, mean)
             self._parcels.drop(parcel)
 
-    # -- Sums of micro-batches that are given away ---------------------------------------------------
+    # -- Memory of sums that are given away --------------------------------------------------------
 
     def begin_accumulating(self) -> None:
-        if self._partition.stage > 1:
-            self._sums_memory.open()
+        self._sums_memory.open()
 
     def end_accumulating(self) -> None:
         self._sums_memory.close()
 
     def _take_block(self, unit: Unit) -> Block:
-        return self._sums_memory.take(unit) if self._partition.stage > 1 else super()._take_block(unit)
+        return self._sums_memory.take(unit)
 
     # -- The step ----------------------------------------------------------------------------------
 

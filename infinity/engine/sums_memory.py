@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from infinity.errors import CapacityError
-from infinity.sizes import HUGE_PAGE_NBYTES, MIB, align_up
+from infinity.sizes import MIB, align_up
 from infinity.state.budgets import Budgets
 from infinity.state.units import STATE_ITEM_NBYTES, Unit
 from infinity.tiers.host import Block
@@ -26,27 +26,25 @@ def _sum_nbytes(unit: Unit) -> int:
 
 @dataclass(frozen=True, slots=True)
 class SumsPlan:
-    """Where sums go, as offsets in bytes: units outside of blocks each have a place of their own,
-    the blocks share `shared_nbytes` from 0 on, one block at a time."""
+    """Units outside of blocks have memory of their own, in bytes; blocks share `shared_nbytes`, one
+    block at a time."""
 
     shared_nbytes: int
-    places: Mapping[int, int]
-    nbytes: int
+    own_nbytes: Mapping[int, int]
 
     @property
-    def taken_nbytes(self) -> int:
-        """Of the arena, at most: what is large starts at a huge page."""
-        return self.nbytes + (HUGE_PAGE_NBYTES if self.nbytes >= HUGE_PAGE_NBYTES else 0)
+    def nbytes(self) -> int:
+        return self.shared_nbytes + sum(self.own_nbytes.values())
 
 
-def plan_sums(units: Sequence[Unit], outside: Sequence[int], blocks: Sequence[set[int]]) -> SumsPlan:
+def plan_sums(
+    units: Sequence[Unit], outside: Sequence[int], blocks: Sequence[set[int]]
+) -> SumsPlan:
     """`outside`: units that are used outside of blocks; `blocks`: those of each block alone."""
-    shared_nbytes = max((sum(_sum_nbytes(units[u]) for u in block) for block in blocks), default=0)
-    places, end_nbytes = {}, shared_nbytes
-    for unit in outside:
-        places[unit] = end_nbytes
-        end_nbytes += _sum_nbytes(units[unit])
-    return SumsPlan(shared_nbytes, places, rounded_nbytes(end_nbytes) if end_nbytes else 0)
+    of_blocks = [sum(_sum_nbytes(units[unit]) for unit in block) for block in blocks]
+    shared_nbytes = max(of_blocks, default=0)
+    own_nbytes = {unit: _sum_nbytes(units[unit]) for unit in outside if units[unit].state_numel}
+    return SumsPlan(rounded_nbytes(shared_nbytes) if shared_nbytes else 0, own_nbytes)
 
 
 class SumsMemory:
@@ -58,9 +56,10 @@ class SumsMemory:
         self._needed_nbytes = budgets.needed_for_sums_nbytes
         self._working_nbytes = budgets.working_nbytes
         self._least_nbytes = budgets.least_for_sums_nbytes
-        self._whole: Block | None = None
-        self._shared = RangeAllocator(plan.shared_nbytes)
-        self._lent: dict[Block, Range | None] = {}  # None: a place of its own.
+        self._shared: Block | None = None
+        self._ranges = RangeAllocator(plan.shared_nbytes)  # Of the shared block.
+        self._own: dict[int, Block] = {}  # By unit, while nobody uses them.
+        self._lent: dict[Block, int | Range] = {}  # What it is given back to.
 
     def open(self) -> None:
         """Takes all of it. Raises CapacityError, before anything was done, where it does not fit
@@ -77,31 +76,40 @@ class SumsMemory:
                 "is outside of blocks, in float32 before they are sent, and works in the rest of "
                 "the host budget that no state rests in",
             )
-        if self._plan.nbytes and self._whole is None:
-            self._whole = self._pool.require(self._plan.nbytes, "sums of micro-batches")
+        try:
+            if self._plan.shared_nbytes:
+                self._shared = self._pool.require(self._plan.shared_nbytes, "gradients of a block")
+            for unit, nbytes in self._plan.own_nbytes.items():
+                self._own[unit] = self._pool.require(nbytes, "gradients outside of blocks")
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
-        """All that was lent has come back, unless a failure ends the job."""
-        if self._whole is not None and not self._lent:
-            self._pool.free(self._whole)
-            self._whole = None
+        """Gives it back. What is still lent, after a failure that ends the job, stays so."""
+        for unit in list(self._own):
+            self._pool.free(self._own.pop(unit))
+        if self._shared is not None and not self._lent:
+            self._pool.free(self._shared)
+            self._shared = None
 
     def take(self, unit: Unit) -> Block:
         """Room for the unit's gradients in fp32. A gradient that comes while another block has its
         turn (a penalty on weights, say) may find none here, and takes working memory."""
         nbytes = unit.state_numel * STATE_ITEM_NBYTES
-        block, part = None, None
-        if self._whole is not None:
-            place = self._plan.places.get(unit.index)
-            if place is None and (part := self._shared.allocate(nbytes)) is not None:
-                place = part.offset_nbytes
-            if place is not None:
-                block = self._pool.carve(self._whole, place, nbytes)
-                self._lent[block] = part
+        block = self._own.pop(unit.index, None)
+        if block is not None:
+            self._lent[block] = unit.index
+        elif self._shared is not None and (part := self._ranges.allocate(nbytes)) is not None:
+            block = self._pool.carve(self._shared, part.offset_nbytes, nbytes)
+            self._lent[block] = part
         return block or self._pool.require(nbytes, f"gradients of {unit.name}")
 
     def give_back(self, block: Block) -> None:
-        if block not in self._lent:
-            self._pool.free(block)
-        elif (part := self._lent.pop(block)) is not None:
-            self._shared.free(part)
+        match self._lent.pop(block, None):
+            case None:
+                self._pool.free(block)
+            case int(unit):
+                self._own[unit] = block
+            case part:
+                self._ranges.free(part)

@@ -6,6 +6,7 @@ Pure: the machine's sizes are given, so that a machine that is not here can be a
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from infinity.config import SwapConfig
 from infinity.errors import CapacityError, ConfigError
@@ -64,17 +65,19 @@ class Budgets:
         self.is_cpu = shares_host_memory
         self.device_nbytes = device_nbytes
         self.held_nbytes = held_nbytes
-        smallest = smallest_working_nbytes(
-            units,
-            self.preferences,
-            held_nbytes=self.held_nbytes,
-            chunk_nbytes=config.schedule.update_chunk,
-            staged_nbytes=self._staged_nbytes(units),
-            gathered_nbytes=gathered_nbytes,
+        working: dict[str, Any] = {
+            "held_nbytes": self.held_nbytes,
+            "chunk_nbytes": config.schedule.update_chunk,
+            "staged_nbytes": self._staged_nbytes(units),
+            "gathered_nbytes": gathered_nbytes,
+        }
+        alone, with_sums = (
+            serving_nbytes
+            + smallest_working_nbytes(units, self.preferences, **working, summed_nbytes=nbytes)
+            for nbytes in (0, summed_nbytes)
         )
-        alone = smallest + serving_nbytes
-        kept_nbytes = summed_nbytes if config.schedule.micro_batch is not None else 0
-        smallest = alone + kept_nbytes
+        smallest = alone if config.schedule.micro_batch is None else with_sums
+        kept_nbytes = smallest - alone
         comfortable = self._comfortable(config, units, alone) + kept_nbytes
         asked_nbytes = self._host_nbytes(
             config, units, comfortable + given_nbytes, available_host_nbytes
@@ -86,7 +89,7 @@ class Budgets:
             config, units, given_nbytes, asked_nbytes, asked_nbytes - needed_nbytes
         )
         self.least_for_sums_nbytes = (
-            self._resting_nbytes(units) + alone + summed_nbytes
+            self._resting_nbytes(units) + with_sums
             + self._inbox_nbytes(config, units, given_nbytes, 0, 0)
         )  # fmt: skip
         self.host_nbytes = asked_nbytes - self.inbox_nbytes
@@ -99,7 +102,7 @@ class Budgets:
         # Where less than this is free, what is kept for later gets in the way of what is needed
         # now.
         self.is_tight = working_nbytes - kept_nbytes < 3 * alone
-        self.needed_for_sums_nbytes = alone - serving_nbytes + summed_nbytes
+        self.needed_for_sums_nbytes = with_sums - serving_nbytes
         weights_nbytes = max(resting_nbytes(unit, Piece.PARAMETERS) for unit in units)
         weights_nbytes = max(weights_nbytes, gathered_nbytes)
         granule_nbytes, travelling = least_chunk_nbytes(units), self.placement.travelling()

@@ -60,7 +60,9 @@ def accumulate_untold(rank: int, swap: Path) -> None:
     model = offloaded(case, swap)
     calls: list[Any] = []
     least = smallest_nbytes(replace(LAYER_MAJOR, micro_batch=4), swap)
-    with pytest.raises(CapacityError, match=rf"micro_batch.* {math.ceil(least / 2**20)}MiB or more"):
+    with pytest.raises(
+        CapacityError, match=rf"micro_batch.* {math.ceil(least / 2**20)}MiB or more"
+    ):
         infinity.accumulate(model, calls.append, micro_batches(case, rank, 0))  # type: ignore[arg-type]
     assert not calls
     train_model(model, rank, replace(case, layer_major=False))

@@ -237,7 +237,9 @@ def test_bytes_of_a_step_are_the_same_for_any_number_of_micro_batches(
     reads 2, as often as a group of micro-batches goes through a block, not once for each of them."""
     width, layers = 512, 3 if tile else 8
     moved = []
-    for count, num_inside in [(1, 4), (3, 4), (4, 4), (4, 1)] if tile else [(1, 4), (4, 4), (16, 4)]:
+    for count, num_inside in (
+        [(1, 4), (3, 4), (4, 4), (4, 1)] if tile else [(1, 4), (4, 4), (16, 4)]
+    ):
         torch.manual_seed(0)
         model = _Stack(width, layers)
         numel = sum(parameter.numel() for parameter in model.parameters())

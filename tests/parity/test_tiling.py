@@ -594,9 +594,7 @@ class Counting(nn.Module):
         return Counted.apply(x)  # type: ignore[no-any-return,no-untyped-call]
 
 
-def test_micro_batches_between_turns(
-    swap_directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_micro_batches_between_turns(swap_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each draws its own random numbers. Where one fails, those that wait for their turn end, also
     inside of a backward, and the next run has the gradients of one that never failed."""
     seeds = [1, 2, 3]
