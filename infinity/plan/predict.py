@@ -263,7 +263,10 @@ def _job(
 ) -> Job:
     # Several micro-batches through one block are summed on the device, in float32.
     micro_batch = config.schedule.micro_batch
-    is_summed = micro_batch is not None and batch.num_tokens > micro_batch * batch.sequence_length
+    num_strands = 1
+    if micro_batch is not None:
+        num_strands = max(1, -(-batch.num_tokens // (micro_batch * batch.sequence_length)))
+    is_summed = num_strands > 1
     units = tuple(_load(unit, budgets.placement, is_summed) for unit in model.units)
     # With updates at the step the ring is there for it alone. A tight pool keeps nothing.
     is_deferred = config.schedule.updates == "deferred"
@@ -282,11 +285,14 @@ def _job(
                 site.units,
                 site.forward_flops(batch.num_tokens, batch.sequence_length),
                 parked_nbytes if site.attention_width else 0,
+                block,
             )
-            for site in model.sites
+            for site, block in zip(model.sites, _blocks(model), strict=True)
         ),
         parked_on="device" if parked is None else parked[0],
         num_micro_batches=batch.num_micro_batches,
+        num_strands=num_strands,
+        num_inside=config.schedule.tile_strands,
         backward_ratio=3.0 if batch.recomputes else 2.0,
         weights_cache_nbytes=cache_nbytes,
         device_cache_nbytes=device_cache_nbytes,
@@ -297,6 +303,15 @@ def _job(
         updates_on_device=config.schedule.update_on == "device"
         and config.precision.moments != "8bit",
     )
+
+
+def _blocks(model: Model) -> list[int | None]:
+    """Of every site, which block it belongs to."""
+    numbers: list[int | None] = []
+    for index, site in enumerate(model.sites):
+        is_tile = site.is_tile and bool(numbers)
+        numbers.append(numbers[-1] if is_tile else index if site.attention_width else None)
+    return numbers
 
 
 def updated_nbytes(unit: Unit) -> int:
