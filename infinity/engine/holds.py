@@ -21,6 +21,8 @@ from infinity.errors import InfinityError
 from infinity.observe import Lane
 from infinity.storage.engine import Priority
 
+Turns = Callable[[list[int], bool], None]  # See `Residency.await_turn`.
+
 
 class Holds:
     """Who uses which units, and which of them a backward has left. Any thread.
@@ -42,14 +44,18 @@ class Holds:
         self._lock = lock
         self._left: set[int] = set()  # By the backward that is running.
         self.is_closed = False
-        self.turns: Callable[[list[int]], None] | None = None  # Of `accumulate`, while it runs.
+        self.turns: Turns | None = None  # Of `accumulate`, while it runs.
         self.is_parameter_memory = faces.is_parameter_memory
 
     # -- Uses ------------------------------------------------------------------------------------
 
-    def await_turn(self, units: list[int]) -> None:
+    @property
+    def takes_turns(self) -> bool:
+        return self.turns is not None
+
+    def await_turn(self, units: list[int], *, is_over: bool = False) -> None:
         if self.turns is not None:
-            self.turns(units)
+            self.turns(units, is_over)
 
     def enter(self, units: list[int]) -> None:
         """Makes units usable. All or none: a failure lets go of those already held."""

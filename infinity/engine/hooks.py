@@ -71,8 +71,11 @@ class Stay:
 class Residency(Protocol):
     """Holds of units, as hooks see them."""
 
-    def await_turn(self, units: list[int]) -> None:
-        """Before `enter`: where micro-batches take turns, the others come here first."""
+    takes_turns: bool
+
+    def await_turn(self, units: list[int], *, is_over: bool = False) -> None:
+        """Where `takes_turns`: before `enter`, and when a backward is about to go on behind the
+        units, their gradients given (`is_over`), other micro-batches come there first."""
 
     def enter(self, units: list[int]) -> None: ...
     def leave(self, units: list[int]) -> None: ...
@@ -96,6 +99,14 @@ class Backwards:
         for node in exits:
             node.register_prehook(lambda gradients: self._reached(stay, ()))
             node.register_hook(lambda inputs, outputs: self._passed(stay))
+        if self._residency.takes_turns:
+            own, units = {*inner, *exits}, stay.units
+            behind = {following for node in own for following, _ in node.next_functions} - own
+            for node in behind - {None}:
+                if node._sequence_nr() < _ACCUMULATES:
+                    node.register_prehook(
+                        lambda gradients: self._residency.await_turn(units, is_over=True)
+                    )
 
     def _reached(self, stay: Stay, exits: Iterable[Node]) -> None:
         """A node of the forward is about to run; `exits` is empty when it is one itself."""
@@ -104,7 +115,8 @@ class Backwards:
             self._follow(stay)
         if stay.held_in == running:
             return
-        self._residency.await_turn(stay.units)
+        if self._residency.takes_turns:
+            self._residency.await_turn(stay.units)
         with uninterrupted():
             self._arm(running)
             self._residency.enter(stay.units)
@@ -197,7 +209,8 @@ class SiteHooks:
     def _before(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if self.is_suspended:
             return
-        self._residency.await_turn(self._site.units)
+        if self._residency.takes_turns:
+            self._residency.await_turn(self._site.units)
         with uninterrupted():
             self._residency.enter(self._site.units)
             numbers = self._running.setdefault(threading.get_ident(), [])

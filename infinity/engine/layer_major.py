@@ -78,7 +78,7 @@ _CACHES = ("past_key_values", "past_key_value", "layer_past", "cache_params")
 class Blocks(Protocol):
     """Holds of units, as this module sees them."""
 
-    turns: Callable[[list[int]], None] | None  # Called where a site is come to, before `enter`.
+    turns: Callable[[list[int], bool], None] | None  # What `await_turn` of hooks is to do.
 
     def enter(self, units: list[int]) -> None: ...
     def leave(self, units: list[int]) -> None: ...
@@ -102,10 +102,11 @@ class _Block:
 
 
 class _Turn(NamedTuple):
-    """A tile that strands stop at, inside of a block; the smallest is gone through first."""
+    """Where strands stop inside of a block: a tile, or in a backward what is behind one (no units).
+    The smallest is gone through first."""
 
     is_backward: bool
-    order: int
+    order: float
     units: tuple[int, ...]
 
 
@@ -115,6 +116,7 @@ class _Suspended(Strand):
     at: _Block | _Turn | None
     random: list[torch.Tensor]
     is_inside = False  # A block.
+    behind_tiles: Node | None = None  # The last node it stopped at that follows tiles.
 
 
 class _MicroBatch(_Suspended):
@@ -334,13 +336,24 @@ class Conductor:
             turn = min(turns)
             yield turn, [strand for strand in strands if strand.at == turn]
 
-    def _await_turn(self, units: list[int]) -> None:
-        """In the strand: at a tile inside a block, before it is held."""
+    def _await_turn(self, units: list[int], is_over: bool) -> None:
+        """In the strand: at a tile inside a block, before it is held, or behind it in a backward.
+
+        What is behind comes only when all strands have given the tile its gradients, so that these
+        leave before the block's own come: in little memory there is not room for both.
+        """
         strand = self._running
-        if strand is not None and strand.is_inside:
-            key = tuple(units)
-            order = self._tiles.setdefault(key, len(self._tiles))
-            is_backward = current_backward() != OUTSIDE_BACKWARD
+        if strand is None or not strand.is_inside:
+            return
+        key = tuple(units)
+        order = self._tiles.setdefault(key, len(self._tiles))
+        is_backward = current_backward() != OUTSIDE_BACKWARD
+        if is_over:
+            node = torch._C._current_autograd_node()
+            if strand.behind_tiles is not node:  # Of several tiles of a layer, once.
+                strand.behind_tiles = node
+                strand.pause_at(_Turn(True, 0.5 - order, ()))
+        else:
             strand.pause_at(_Turn(is_backward, -order if is_backward else order, key))
 
     def _resume(self, strand: _Suspended) -> None:
