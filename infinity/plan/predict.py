@@ -15,7 +15,8 @@ from infinity.errors import CapacityError
 from infinity.plan.hardware import Hardware
 from infinity.plan.model import Model
 from infinity.plan.tiles import largest_nbytes, with_tiles
-from infinity.schedule.step import WRITE, Job, Prediction, UnitLoad, Use, predict
+from infinity.schedule.order import Use
+from infinity.schedule.step import WRITE, Job, Prediction, UnitLoad, predict
 from infinity.sizes import format_nbytes
 from infinity.state.budgets import Budgets
 from infinity.state.placement import STATE_PIECES, Placement, resting_nbytes

@@ -89,10 +89,10 @@ class _Order:
     def block_backward(self, stretch: list[int]) -> Iterator[Move]:
         first, *tiles = stretch
         held, repeated = self.uses[first].units, max(self.backward_ratio - 2.0, 0.0)
-        yield Move(first, True, self.backward_ratio, has_gradients=True)
-        for _ in range(self.num_groups):
+        groups = self.num_groups if tiles else 1
+        for _ in range(groups):
+            yield Move(first, True, self.backward_ratio / groups, has_gradients=True)
             for tile in tiles if repeated else ():
-                yield Move(tile, True, repeated / self.num_groups, held)
+                yield Move(tile, True, repeated / groups, held)
             for tile in reversed(tiles):
-                forwards = (self.backward_ratio - repeated) / self.num_groups
-                yield Move(tile, True, forwards, held, True)
+                yield Move(tile, True, (self.backward_ratio - repeated) / groups, held, True)

@@ -285,7 +285,6 @@ class _Draft:
         self._step = step
         is_updating = step > 0
         given: set[int] = set()  # Units that a gradient was summed for in this step.
-        is_in_groups = job.num_strands > job.num_inside
         if is_updating and not job.is_deferred:
             self._pass = "update"
             for unit in dict.fromkeys(unit for use in job.uses for unit in use.units):
@@ -309,8 +308,7 @@ class _Draft:
                 self._backward(move, self._take_back(move.use, use))
                 for unit in self._given_by(move):
                     left[unit] -= 1
-                    # Complete; or a tile's, of a group of micro-batches.
-                    if left[unit] == 0 or (is_in_groups and use.block is not None):
+                    if left[unit] == 0 or self._leaves_early(use):
                         self._gradient_out(unit, is_first=unit not in given)
                         given.add(unit)
         # The optimizer looks at all gradients and waits until they are where they rest.
@@ -319,6 +317,13 @@ class _Draft:
         self.decided.append(self._add(COMPUTE, "optimizer decides", after=after))
 
     # -- Forward and backward --------------------------------------------------------------------
+
+    def _leaves_early(self, use: Use) -> bool:
+        """Whether a sum leaves memory before all micro-batches have been added to it: of a block
+        that they go through in groups; outside of blocks, where no room keeps anything."""
+        if use.block is None:
+            return self.job.num_strands > 1 and not self.job.weights_cache_nbytes
+        return self.job.num_strands > self.job.num_inside
 
     def _given_by(self, move: Move) -> tuple[int, ...]:
         return self.job.uses[move.use].units if move.has_gradients else ()
