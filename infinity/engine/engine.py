@@ -188,7 +188,8 @@ class Engine:
             self._passes.end_forward()  # If it was broken off.
             self.reset()
             self._holds.backward_ended()
-            self._gradients.end_accumulating()
+            with uninterrupted(), self._lock:
+                self._gradients.end_accumulating()
 
     def _refuse_accumulating(self) -> None:
         if self.is_closed:

@@ -3,7 +3,8 @@
 Plain accumulation runs forward and backward of one micro-batch after the other and so fetches every
 weight once per micro-batch and direction. Here every micro-batch is a *strand*: the unmodified
 model's forward, in a thread of its own, of which one runs at a time. A strand stops where it comes
-to a block. When all have come, the block's units are held once and each strand runs through it.
+to a block. When all have come, the block's units are held once and each strand runs through it, to
+its end. From there it goes on when the block is not held any more.
 
 Note [Cuts]
   A block's own graph is dropped as soon as its forward is over, and its outputs are given a single
@@ -72,6 +73,9 @@ from infinity.errors import UnsupportedError
 # Calls whose inputs are brought back ahead of the one that runs.
 _RESTORED_AHEAD = 2
 
+# Where a strand stops behind a block.
+_THROUGH = object()
+
 _CACHES = ("past_key_values", "past_key_value", "layer_past", "cache_params")
 
 
@@ -113,7 +117,7 @@ class _Turn(NamedTuple):
 class _Suspended(Strand):
     """A strand with random numbers of its own."""
 
-    at: _Block | _Turn | None
+    at: _Block | _Turn | object | None
     random: list[torch.Tensor]
     is_inside = False  # A block.
     behind_tiles: Node | None = None  # The last node it stopped at that follows tiles.
@@ -306,14 +310,18 @@ class Conductor:
         while blocks := [s.at for s in strands if isinstance(s.at, _Block)]:
             # The block that was met first: strands that left some out wait for the others.
             block = min(blocks, key=lambda at: at.order)
+            here = [strand for strand in strands if strand.at is block]
             with self._holding(block.site.units):
-                for together in self._groups([s for s in strands if s.at is block]):
+                for together in self._groups(here):
                     for strand in together:
                         self._run_on(strand, losses)
-                    for turn, here in self._turns(together):
+                    for turn, at_turn in self._turns(together):
                         with self._holding(turn.units):
-                            for strand in here:
+                            for strand in at_turn:
                                 self._run_on(strand, losses)
+            for strand in here:
+                if strand.at is _THROUGH:  # Not at another block, inside of this one.
+                    self._run_on(strand, losses)
         return [losses[strand.number] for strand in strands]
 
     @contextmanager
@@ -400,7 +408,9 @@ class Conductor:
                         "change again; set use_cache=False for training"
                     )
             strand.pause_at(block)
-            return self._call(strand, block, args, kwargs)
+            output = self._call(strand, block, args, kwargs)
+            strand.pause_at(_THROUGH)
+            return output
 
         return forward
 

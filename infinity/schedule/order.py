@@ -45,22 +45,20 @@ def moves(
     stretches = [(block is not None, list(indexes)) for block, indexes in numbers]
     order = _Order(uses, num_strands, -(-num_strands // num_inside), backward_ratio)
     found: list[Move] = []
-    held: tuple[int, ...] = ()
     for is_block, stretch in stretches:
         if is_block:
             found += order.block_forward(stretch)
-            held = tuple(unit for index in {stretch[0], stretch[-1]} for unit in uses[index].units)
             continue
         for _ in range(num_strands):
-            found += order.forward(stretch, held)
+            found += order.forward(stretch)
             if stretch is stretches[-1][1]:
-                found += order.backward(stretch, held)
+                found += order.backward(stretch)
     for is_block, stretch in reversed(stretches):
         if is_block:
             found += order.block_backward(stretch)
         elif stretch is not stretches[-1][1]:
             for _ in range(num_strands):
-                found += order.backward(stretch, ())
+                found += order.backward(stretch)
     return found
 
 
@@ -71,13 +69,13 @@ class _Order:
     num_groups: int
     backward_ratio: float
 
-    def forward(self, stretch: list[int], held: tuple[int, ...]) -> Iterator[Move]:
+    def forward(self, stretch: list[int]) -> Iterator[Move]:
         for index in stretch:
-            yield Move(index, False, 1 / self.num_strands, held)
+            yield Move(index, False, 1 / self.num_strands)
 
-    def backward(self, stretch: list[int], held: tuple[int, ...]) -> Iterator[Move]:
+    def backward(self, stretch: list[int]) -> Iterator[Move]:
         for index in reversed(stretch):
-            yield Move(index, True, self.backward_ratio / self.num_strands, held, True)
+            yield Move(index, True, self.backward_ratio / self.num_strands, has_gradients=True)
 
     def block_forward(self, stretch: list[int]) -> Iterator[Move]:
         first, *tiles = stretch

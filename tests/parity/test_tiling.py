@@ -568,6 +568,29 @@ def test_layer_major_accumulation_with_tiles_in_blocks(swap_directory: Path) -> 
             assert not differences(PlainSide(plain).gradients(), OffloadedSide(model).gradients())
 
 
+@pytest.mark.parametrize(("tile", "num_inside"), [(0, 1), ("64KiB", 1), ("64KiB", 3)])
+def test_what_is_behind_a_block_needs_no_room_beside_it(
+    tile: Any, num_inside: int, swap_directory: Path
+) -> None:
+    """In the smallest window of the device, with a head as large as a block."""
+
+    def build() -> nn.Module:
+        model = wide()
+        model.out = nn.Linear(256, 256)
+        return model
+
+    config = tiled_config(
+        swap_directory, tile=tile, device_nbytes=1, schedule={"tile_strands": num_inside}
+    )
+    with pytest.raises(CapacityError, match="one device") as refused:
+        infinity.offload(build(), config, device=SimulatedDevice(1))
+    config["tiers"]["device"]["capacity"] = refused.value.needed_nbytes
+    device = SimulatedDevice(1)
+    with offloaded(build(), config, device=device) as model:
+        infinity.accumulate(model, lambda seed: WIDE.loss(model, wide_batch(seed)), [1, 2, 3])
+    assert 0 < device.attached_high_water_nbytes <= refused.value.needed_nbytes
+
+
 class Counted(torch.autograd.Function):
     """Fails at one of its forwards and backwards, of all micro-batches and their repetitions."""
 

@@ -135,7 +135,7 @@ def test_the_order_of_micro_batches_that_go_block_by_block() -> None:
         for move in found
     ]
     assert " ".join(said) == (
-        "0 0 0 1 2* 3* 2* 3* 4 5* 6* 5* 6* 7* 7*< 7* 7*< 7* 7*< "
+        "0 0 0 1 2* 3* 2* 3* 4 5* 6* 5* 6* 7 7< 7 7< 7 7< "
         "4< 5* 6* 6*< 5*< 4< 5* 6* 6*< 5*< 1< 2* 3* 3*< 2*< 1< 2* 3* 3*< 2*< 0< 0< 0<"
     )
     assert sum(m.forwards for m in found if not m.is_backward) == pytest.approx(len(uses))
