@@ -100,13 +100,11 @@ class Backwards:
             node.register_prehook(lambda gradients: self._reached(stay, ()))
             node.register_hook(lambda inputs, outputs: self._passed(stay))
         if self._residency.takes_turns:
-            own, units = {*inner, *exits}, stay.units
-            behind = {following for node in own for following, _ in node.next_functions} - own
-            for node in behind - {None}:
-                if node._sequence_nr() < _ACCUMULATES:
-                    node.register_prehook(
-                        lambda gradients: self._residency.await_turn(units, is_over=True)
-                    )
+            units = stay.units
+            for node in _behind({*inner, *exits}):
+                node.register_prehook(
+                    lambda gradients: self._residency.await_turn(units, is_over=True)
+                )
 
     def _reached(self, stay: Stay, exits: Iterable[Node]) -> None:
         """A node of the forward is about to run; `exits` is empty when it is one itself."""
@@ -261,6 +259,12 @@ def nodes_since(first: int, output: Any) -> tuple[list[Node], list[Node]]:
         seen |= fresh
         waiting.extend(fresh)
     return inner, exits
+
+
+def _behind(nodes: set[Node]) -> set[Node]:
+    """The nodes that these hand gradients to, but for those of parameters."""
+    following = {each for node in nodes for each, _ in node.next_functions if each is not None}
+    return {each for each in following - nodes if each._sequence_nr() < _ACCUMULATES}
 
 
 def tensors_in(tree: Any, depth: int = 0) -> Iterator[torch.Tensor]:

@@ -313,16 +313,21 @@ class Conductor:
             here = [strand for strand in strands if strand.at is block]
             with self._holding(block.site.units):
                 for together in self._groups(here):
-                    for strand in together:
-                        self._run_on(strand, losses)
-                    for turn, at_turn in self._turns(together):
-                        with self._holding(turn.units):
-                            for strand in at_turn:
-                                self._run_on(strand, losses)
-            for strand in here:
-                if strand.at is _THROUGH:  # Not at another block, inside of this one.
-                    self._run_on(strand, losses)
+                    self._run_by_turns(together, losses)
+            # But for those that are at another block, inside of this one.
+            self._run_by_turns([strand for strand in here if strand.at is _THROUGH], losses)
         return [losses[strand.number] for strand in strands]
+
+    def _run_by_turns(
+        self, strands: Sequence[_MicroBatch], losses: dict[int, torch.Tensor]
+    ) -> None:
+        """To the next stop of each that is no tile."""
+        for strand in strands:
+            self._run_on(strand, losses)
+        for turn, here in self._turns(strands):
+            with self._holding(turn.units):
+                for strand in here:
+                    self._run_on(strand, losses)
 
     @contextmanager
     def _holding(self, units: Sequence[int]) -> Iterator[None]:
@@ -338,8 +343,8 @@ class Conductor:
         return [every[start : start + count] for start in range(0, len(every), count)]
 
     def _turns(self, strands: Sequence[_S]) -> Iterator[tuple[_Turn, list[_S]]]:
-        """The tiles that strands inside a block are at, until all are through the block: the caller
-        runs those that it gets to their next stop."""
+        """The tiles that strands are at, until none is at one: the caller runs those that it gets
+        to their next stop."""
         while turns := [s.at for s in strands if isinstance(s.at, _Turn)]:
             turn = min(turns)
             yield turn, [strand for strand in strands if strand.at == turn]

@@ -31,8 +31,8 @@ LAYER_MAJOR = Case(
 )
 CASES = [
     LAYER_MAJOR,
-    replace(LAYER_MAJOR, stage=2, simulated=True, tile=512 << 10),
-    replace(LAYER_MAJOR, stage=3, placement=MIXED, simulated=True),
+    replace(LAYER_MAJOR, stage=2, steps=1, simulated=True, tile=512 << 10),
+    replace(LAYER_MAJOR, steps=1, placement=MIXED, simulated=True),
     replace(LAYER_MAJOR, stage=2, placement={"moments": "nvme"}, model="experts"),
 ]
 

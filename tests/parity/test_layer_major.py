@@ -237,9 +237,7 @@ def test_bytes_of_a_step_are_the_same_for_any_number_of_micro_batches(
     reads 2, as often as a group of micro-batches goes through a block, not once for each of them."""
     width, layers = 512, 3 if tile else 8
     moved = []
-    for count, num_inside in (
-        [(1, 4), (3, 4), (4, 4), (4, 1)] if tile else [(1, 4), (4, 4), (16, 4)]
-    ):
+    for count, num_inside in [(1, 4), (4, 4), (4, 1)] if tile else [(1, 4), (4, 4), (16, 4)]:
         torch.manual_seed(0)
         model = _Stack(width, layers)
         numel = sum(parameter.numel() for parameter in model.parameters())
@@ -264,13 +262,13 @@ def test_bytes_of_a_step_are_the_same_for_any_number_of_micro_batches(
                 optimizer.zero_grad()
             moved.append([a - b for a, b in zip(_moved(engine), before, strict=True)])
     counted, by_kernel = [each[:2] for each in moved], [each[2:] for each in moved]
-    assert counted[0] == counted[1] == counted[2]
     if tile:  # Three more groups: tiles twice in the backward and once in the forward, gradients.
         (group_read, group_written), _ = counted.pop(), by_kernel.pop()
         per_group = [
             (group_read - counted[0][0]) / numel / 3, (group_written - counted[0][1]) / numel / 3
         ]  # fmt: skip
         assert 5.5 + 4 <= per_group[0] <= 6 + 4.3 and 4 <= per_group[1] <= 4.3, per_group
+    assert all(each == counted[0] for each in counted[1:])
     is_on_a_drive = os.major(os.stat(swap_directory).st_dev) != 0
     for nbytes in counted + (by_kernel if is_on_a_drive else []):
         per_parameter = [each / numel for each in nbytes]

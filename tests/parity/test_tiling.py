@@ -612,24 +612,38 @@ class Counted(torch.autograd.Function):
         return Counted.count(gradient)
 
 
+class Entering(nn.Module):
+    """Notes how many micro-batches have entered a block and are not at its end."""
+
+    inside = most = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        Entering.inside += 1
+        Entering.most = max(Entering.most, Entering.inside)
+        return x
+
+
 class Counting(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
+        Entering.inside -= 1
         return Counted.apply(x)  # type: ignore[no-any-return,no-untyped-call]
 
 
 def test_micro_batches_between_turns(swap_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each draws its own random numbers. Where one fails, those that wait for their turn end, also
+    """No more than may be are inside a block, and each draws its own random numbers. Where one fails, those that wait for their turn end, also
     inside of a backward, and the next run has the gradients of one that never failed."""
     seeds = [1, 2, 3]
 
     def build() -> nn.Module:
         model = wide()
         for block in model.blocks:  # type: ignore[union-attr]
-            block.insert(1, nn.Dropout(0.5)).append(Counting()).append(nn.Dropout(0.5))  # type: ignore[operator]
+            block.insert(0, Entering()).insert(1, nn.Dropout(0.5))  # type: ignore[operator]
+            block.append(Counting()).append(nn.Dropout(0.5))  # type: ignore[operator]
         return model
 
     def gradients(model: nn.Module) -> Any:
         torch.manual_seed(4)
+        Entering.inside = Entering.most = 0
         infinity.accumulate(model, lambda seed: WIDE.loss(model, wide_batch(seed)), seeds)
         return OffloadedSide(model).gradients()
 
@@ -638,9 +652,11 @@ def test_micro_batches_between_turns(swap_directory: Path, monkeypatch: pytest.M
     )
     with offloaded(build(), config) as model:
         expected = gradients(model)
+        assert Entering.most == 1
     config["schedule"]["tile_strands"] = 2
     with offloaded(build(), config) as model:
         assert not differences(expected, gradients(model))
+        assert Entering.most == 2
         for count in range(2 * 3 * len(seeds)):  # Blocks; forward, repeated, backward.
             model.zero_grad()
             monkeypatch.setattr(Counted, "left", count)
