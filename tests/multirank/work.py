@@ -47,12 +47,13 @@ class Case:
     is_shared: bool = False
     simulated: bool = False
     layer_major: bool = False
+    micro_batch: int | None = None
     tile: int | None = None
     moments: str = "float32"
     inbox: int | str = "auto"
     reduce_dtype: str = "auto"
     budgets: str = "node"
-    capacity: str = "48MiB"
+    capacity: str | int = "48MiB"
     exchange: str = "auto"
     update_on: tuple[str, ...] = ("auto",)  # By rank, in turn: what "auto" may come to.
 
@@ -101,8 +102,11 @@ def offloaded(
         "precision": {"compute": case.compute, "moments": case.moments},
     }
     rank = dist.get_rank() if dist.is_initialized() else 0
-    config["schedule"] = {"update_on": case.update_on[rank % len(case.update_on)]}
-    if case.tile:
+    config["schedule"] = {
+        "update_on": case.update_on[rank % len(case.update_on)],
+        "micro_batch": case.micro_batch,
+    }
+    if case.tile is not None:
         config["schedule"]["tile"] = case.tile
     if "nvme" in case.placement.values():
         config["tiers"]["nvme"] = [{"path": str(swap), "capacity": "64MiB"}]

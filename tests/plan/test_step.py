@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from infinity.schedule.order import Use, moves
 from infinity.schedule.residency import visits
-from infinity.schedule.step import Job, Rates, UnitLoad, Use, predict
+from infinity.schedule.step import Job, Rates, UnitLoad, predict
 
 GB = 10**9
 RATES = Rates(flops=1e13, update=100e9, host=100e9, nvme_read=8e9, nvme_write=4e9, nvme_mixed=6e9,
@@ -120,6 +121,25 @@ def test_gradients_of_more_micro_batches_are_read_and_written_again() -> None:
     )
     assert two["nvme_write"] - one["nvme_write"] == 4 * params
     assert two["nvme_read"] - one["nvme_read"] == 4 * params
+
+
+def test_the_order_of_micro_batches_that_go_block_by_block() -> None:
+    """Three of them, two at a time through blocks with two tiles. An embedding, two blocks, a head
+    whose backward follows its forward."""
+    uses = [Use((0,), 1.0), Use((7,), 1.0)]
+    uses[1:1] = [Use((unit,), 1.0, block=(unit - 1) // 3) for unit in range(1, 7)]
+    found = moves(uses, num_strands=3, num_inside=2, backward_ratio=3.0)
+    # `*`: while its block is held. `<`: backward, with gradients.
+    said = [
+        str(uses[move.use].units[0]) + "*" * bool(move.held) + "<" * move.has_gradients
+        for move in found
+    ]
+    assert " ".join(said) == (
+        "0 0 0 1 2* 3* 2* 3* 4 5* 6* 5* 6* 7 7< 7 7< 7 7< "
+        "4< 5* 6* 6*< 5*< 4< 5* 6* 6*< 5*< 1< 2* 3* 3*< 2*< 1< 2* 3* 3*< 2*< 0< 0< 0<"
+    )
+    assert sum(m.forwards for m in found if not m.is_backward) == pytest.approx(len(uses))
+    assert sum(m.forwards for m in found if m.is_backward) == pytest.approx(3 * len(uses))
 
 
 def test_a_tied_unit_has_one_gradient_and_one_update() -> None:
