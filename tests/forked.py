@@ -26,6 +26,8 @@ _PRELOADED = [
     "infinity.training.program",
 ]
 
+TIME_LIMIT_S = 600.0  # Of a hang, on the slowest machine; what is tested takes seconds.
+
 
 def context() -> ForkServerContext:
     """Where processes come from. One server for every test of this process."""
@@ -70,13 +72,13 @@ class Script:
     def poll(self) -> int | None:
         return self.returncode
 
-    def wait(self, timeout: float | None = 120.0) -> int:
+    def wait(self, timeout: float | None = TIME_LIMIT_S) -> int:
         self._process.join(timeout)
         if self.returncode is None:
             raise subprocess.TimeoutExpired("<forked>", timeout or 0.0)
         return self.returncode
 
-    def communicate(self, timeout: float | None = 120.0) -> tuple[str, str]:
+    def communicate(self, timeout: float | None = TIME_LIMIT_S) -> tuple[str, str]:
         self.wait(timeout)
         return self.stdout.read_text(), self.stderr.read_text()
 
@@ -92,7 +94,7 @@ class Script:
 
 
 def run_script(
-    code: str, *arguments: object, timeout: float = 120.0
+    code: str, *arguments: object, timeout: float = TIME_LIMIT_S
 ) -> subprocess.CompletedProcess[str]:
     """`subprocess.run` of it. Killed when it takes longer."""
     script = Script(code, *arguments)

@@ -51,7 +51,6 @@ def test_an_interrupt_waits_for_the_end() -> None:
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-@pytest.mark.timeout(120)
 def test_interrupted_at_random_moments_the_steps_are_the_same(swap_directory: Path) -> None:
     source = random.Random(5)
     expected = plain_steps(mlp(), 25)

@@ -47,7 +47,6 @@ def scenario(engine: StorageEngine, arena: Arena, drives: list[str]) -> None:
             assert arena.memory((8 + index) * MIB, PIECE_NBYTES) == data[index]
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
 @pytest.mark.parametrize("nbytes_before_failure", [0, 128 * KIB])
 def test_ladder_every_failure_is_reported_and_leaves_nothing_behind(

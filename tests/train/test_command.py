@@ -35,9 +35,7 @@ def command(job: Path, *arguments: str) -> list[str]:
 
 def test_json_prints_the_summary_alone_on_stdout(job):
     options = "--json", "--set", "train.steps=2", "--set", "output.directory=elsewhere"
-    done = subprocess.run(
-        command(job, *options), capture_output=True, text=True, timeout=120, check=False
-    )
+    done = subprocess.run(command(job, *options), capture_output=True, text=True, check=False)
 
     assert done.returncode == 0, done.stderr
     summary = json.loads(done.stdout)
@@ -67,7 +65,7 @@ def test_interrupt_finishes_the_step_exports_and_releases(job, processes):
     processes.append(process := subprocess.Popen(command(job), **pipes))
     wait_for_steps(job, 3, process)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate()
 
     assert process.returncode == 130, err
     assert "stopping after this step" in err
@@ -86,7 +84,7 @@ def test_terminate_ends_in_order_too(job, processes):
     processes.append(process := start(job))
     wait_for_steps(job, 1, process)
     process.terminate()
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate()
 
     assert process.returncode == 143, err
     assert (job / "output" / "model.safetensors").is_file()
@@ -105,7 +103,7 @@ def test_second_interrupt_ends_at_once_and_still_releases(job, processes):
     time.sleep(0.5)
     assert process.poll() is None, "the step is not finished"
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate()
 
     assert process.returncode == 130, err
     assert "nothing was exported" in err

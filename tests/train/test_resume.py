@@ -83,7 +83,7 @@ def test_killed_terminated_and_resumed_elsewhere_it_is_the_same_run(job, process
     processes.append(second := start(job, "--resume", "--set", "placement.moments=host"))
     wait_for_steps(job, reached, second)
     second.send_signal(signal.SIGTERM)
-    out, err = second.communicate(timeout=60)
+    out, err = second.communicate()
     assert second.returncode == 143, err
     assert "then writing a checkpoint" in err
     summary = json.loads((job / "output" / "summary.json").read_text())
