@@ -12,6 +12,8 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Callable
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
@@ -91,6 +93,13 @@ class Script:
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
+
+
+def wait_until(condition: Callable[[], bool], process: Script | subprocess.Popen[str]) -> None:
+    """Until `condition` holds; fails when the process ends before."""
+    while not condition():
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.005)
 
 
 def run_script(

@@ -7,14 +7,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from infinity.cli.train import override
 from infinity.errors import ConfigError
-from tests.forked import run_script
+from tests.forked import Script, run_script, wait_until
 
 from .jobs import COMMAND, CONFIG, start, wait_for_steps, write_job
 
@@ -90,19 +89,29 @@ def test_terminate_ends_in_order_too(job, processes):
     assert (job / "output" / "model.safetensors").is_file()
 
 
+TELLING = """
+from infinity.training.loop import Loop
+step = Loop.step
+
+def tell(loop):
+    print("a step begins", flush=True)
+    return step(loop)
+
+Loop.step = tell
+"""
+
+
 def test_second_interrupt_ends_at_once_and_still_releases(job, processes):
     """One step is made to last, so that the second signal comes before the first has its way."""
     slow = "--set", "train.accumulation=1000000"
-    processes.append(process := start(job, *slow))
-    deadline_s = time.monotonic() + 90
-    while not (job / "output" / "metrics.jsonl").exists():
-        assert process.poll() is None and time.monotonic() < deadline_s
-        time.sleep(0.02)
-    time.sleep(0.5)
-    process.send_signal(signal.SIGINT)
-    time.sleep(0.5)
-    assert process.poll() is None, "the step is not finished"
-    process.send_signal(signal.SIGINT)
+    process = Script(TELLING + COMMAND, "train", job / "job.toml", *slow)
+    processes.append(process)
+    for output, said in (
+        (process.stdout, "a step begins"),
+        (process.stderr, "stopping after this step"),  # One signal may hide another.
+    ):
+        wait_until(lambda output=output, said=said: said in output.read_text(), process)
+        process.send_signal(signal.SIGINT)
     _, err = process.communicate()
 
     assert process.returncode == 130, err
