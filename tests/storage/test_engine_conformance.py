@@ -268,6 +268,28 @@ def test_small_requests_that_touch_in_the_file_share_blocks(
     behind_a_queue(attempt)
 
 
+@pytest.mark.parametrize("operation", ["read", "write"])
+def test_small_extents_are_large_blocks_or_many_in_flight(
+    open_any, native_name: str, arena: Arena, make_file: Make, operation: str
+) -> None:
+    """256 extents of 64 KiB, scattered in memory. Neighbours in the file go to the drive in whole
+    blocks, others one by one, with as many bytes in flight. What that is worth in seconds is the
+    drive's business, and measured by `infinity bench --only extents`."""
+    engine = open_any(native_name, block_nbytes=4 * MIB, queue_depth=2, num_threads=4)
+    places = [arena.address + at * 64 * KIB for at in range(256)]
+    random.Random(0).shuffle(places)
+    for distance, num_commands in ((64 * KIB, 4), (128 * KIB, 256)):
+        file = engine.open(make_file(32 * MIB, f"data{distance}"), direct=True)
+        segments = [
+            Segment(file, at * distance, place, 64 * KIB) for at, place in enumerate(places)
+        ]
+        engine.submit(operation, segments, Priority.STATE).wait()
+        (stats,) = [each for each in engine.stats().by_file if each.file == file]
+        assert stats.num_reads + stats.num_writes == num_commands
+    most = 8 * MIB // (64 * KIB) if native_name == "io_uring" else 4  # A thread has one at a time.
+    assert most // 4 <= stats.max_in_flight <= most
+
+
 @pytest.mark.parametrize("ring_flags", ["auto", "defer_taskrun", "coop_taskrun", "none"])
 def test_flags_that_are_named_are_those_of_the_ring(
     open_any, arena: Arena, make_file: Make, ring_flags: str
