@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infinity.errors import ConfigError, StorageError, UnsupportedError
@@ -109,9 +109,7 @@ def issued_ns(ticket: Ticket) -> int:
 NUM_UNITS = 48
 
 
-@settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=25)
 @given(
     seed=st.integers(0, 2**32 - 1),
     rounds=st.lists(st.sets(st.integers(1, NUM_UNITS - 1), max_size=12), min_size=1, max_size=8),
@@ -165,9 +163,7 @@ def test_random_operations_agree_with_a_model(
     engine.close_file(file)
 
 
-@settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=40)
 @given(
     seed=st.integers(0, 2**32 - 1),
     lengths=st.lists(st.integers(0, 3 * BLOCK_NBYTES // PAGE_NBYTES), min_size=1, max_size=120),
@@ -318,9 +314,7 @@ def test_flags_that_the_kernel_refuses_are_named(
         open_engine("io_uring", arena=arena, ring_flags="defer_taskrun")
 
 
-@settings(
-    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=30)
 @given(
     seed=st.integers(0, 2**32 - 1),
     operations=st.lists(
