@@ -268,7 +268,7 @@ def test_a_forked_child_has_threads_of_its_own() -> None:
     passed = context.SimpleQueue()
     child = context.Process(target=_update_in_child, args=(span.weight, passed))
     child.start()
-    child.join(60)
+    child.join()
     assert child.exitcode == 0
     assert passed.get() is True
 
