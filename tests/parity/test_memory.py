@@ -43,6 +43,9 @@ PROGRAM = textwrap.dedent(
     def reset_peak():
         Path("/proc/self/clear_refs").write_text("5")
 
+    from tests.memory import use_small_pages
+
+    use_small_pages()
     case = json.loads(sys.argv[1])
     import torch, infinity
     from infinity.testing import models
