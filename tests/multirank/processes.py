@@ -6,6 +6,7 @@ import os
 import pickle
 import queue
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -16,11 +17,18 @@ from tests import forked
 
 
 def _run(
-    rank: int, count: int, ports: Any, results: Any, work: Callable[..., Any], arguments: Any
+    rank: int,
+    count: int,
+    directory: str,
+    ports: Any,
+    results: Any,
+    work: Callable[..., Any],
+    arguments: Any,
 ) -> None:
     import torch
     import torch.distributed as dist
 
+    tempfile.tempdir = directory
     torch.set_num_threads(1)
     os.environ["MASTER_ADDR"] = "127.0.0.1"
     # The kernel chooses the port; one that is only seen to be free may be another's a moment later.
@@ -43,16 +51,28 @@ def _run(
 
 
 class Ranks:
-    """`count` processes that run `work(rank, *arguments)`. Ends them all when it is left."""
+    """`count` processes that run `work(rank, *arguments)`. Ends them all when it is left.
+
+    What is `tempfile.gettempdir()` there is theirs alone, and goes with them.
+    """
 
     def __init__(self, count: int, work: Callable[..., Any], *arguments: Any) -> None:
         context = forked.context()
+        self._directory = tempfile.TemporaryDirectory(prefix="infinity-ranks-")
         self._results = context.Queue()
         self._ports = context.SimpleQueue()
         self.processes: list[BaseProcess] = [
             context.Process(
                 target=_run,
-                args=(rank, count, self._ports, self._results, work, arguments),
+                args=(
+                    rank,
+                    count,
+                    self._directory.name,
+                    self._ports,
+                    self._results,
+                    work,
+                    arguments,
+                ),
                 daemon=True,
             )
             for rank in range(count)
@@ -67,6 +87,7 @@ class Ranks:
         for process in self.processes:
             process.kill()
             process.join()
+        self._directory.cleanup()
 
     def outcomes(self, ranks: set[int]) -> dict[int, tuple[Any, Any]]:
         """(answer, (error, traceback) or None) of each of `ranks`, as they end."""
