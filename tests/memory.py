@@ -15,8 +15,8 @@ def resident_nbytes() -> int:
 
 
 def use_small_pages() -> None:
-    """From here on this process gets no huge page. Where the kernel gives them unasked, two pages that
-    were touched may count as four MiB."""
+    """From here on this process gets no huge page. Where the kernel gives them unasked, a page that is
+    touched may count as two MiB."""
     assert ctypes.CDLL(None).prctl(_PR_SET_THP_DISABLE, 1, 0, 0, 0) == 0
 
 

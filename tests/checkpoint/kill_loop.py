@@ -3,8 +3,9 @@
 The process forks a child for every life of the run, so that a life costs little more than its
 training. A life goes on from the newest checkpoint and is killed by SIGKILL: every other one from
 outside, a random time after a few steps, the others by themselves at the nth effect on files. None
-but the last takes more than its share of the steps, however late its end comes. Checkpoints are copies, or "linked": then every step is committed as well, and a
-checkpoint is written at every other one.
+but the last takes more than its share of the steps, however late its end comes. Checkpoints are
+copies, or "linked": then every step is committed as well, and a checkpoint is written at every other
+one.
 """
 
 from __future__ import annotations

@@ -69,9 +69,8 @@ def test_killed_terminated_and_resumed_elsewhere_it_is_the_same_run(job, process
     """kill -9, then SIGTERM, then to the end on other tiers: metrics and exported weights."""
     run(job, "output.directory=whole")
 
-    processes.append(
-        first := start(job, "--resume", at_most=40)
-    )  # Nothing is there yet: it begins.
+    first = start(job, "--resume", at_most=40)  # Nothing is there yet: it begins.
+    processes.append(first)
     wait_for_steps(job, 14, first)
     first.kill()
     first.wait()
@@ -83,8 +82,8 @@ def test_killed_terminated_and_resumed_elsewhere_it_is_the_same_run(job, process
         run(job, "train.batch_size=3", "optimizer.lr=1.0", resume=True)
 
     reached = len(metrics(job)) + 4
-    on_host = "--set", "placement.moments=host"
-    processes.append(second := start(job, "--resume", *on_host, at_most=59))
+    second = start(job, "--resume", "--set", "placement.moments=host", at_most=59)
+    processes.append(second)
     wait_for_steps(job, reached, second)
     second.send_signal(signal.SIGTERM)
     out, err = second.communicate()
