@@ -174,12 +174,12 @@ def test_a_rank_that_takes_its_time_is_not_gone(monkeypatch: pytest.MonkeyPatch)
     """It has no room for what it is given, longer than a silent rank is waited for, and makes some
     while it waits in a meeting: the other one's word comes behind what it gave. A shard that is
     asked for does not wait for that."""
-    monkeypatch.setattr(
-        links_module, "SILENCE_S", 3.0
-    )  # No thread of a busy machine waits so long.
-    monkeypatch.setattr(links_module, "BEAT_S", 0.2)
+    # Longer than a thread of a busy machine waits for its turn.
+    monkeypatch.setattr(links_module, "SILENCE_S", 3.0)
     links, shelves = make(2), [Shelf(), Shelf()]
     together([lambda i=i: links[i].open(shelves[i]) for i in range(2)])
+    # Not before: who connects has a beat's time to say who it is.
+    monkeypatch.setattr(links_module, "BEAT_S", 0.2)
     has_room, take = threading.Event(), shelves[1].deliver
 
     def deliver(*message: object) -> None:
