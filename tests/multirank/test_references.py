@@ -22,7 +22,6 @@ from .work import (
     NVME,
     Case,
     build,
-    case_id,
     micro_batches,
     offloaded,
     one_step,
@@ -118,7 +117,7 @@ def _volume(rank: int, cases: list[Case]) -> list[tuple[float, float]]:
     for the next one, of which there may be more or fewer, stand for those of the third."""
     found = []
     for case in cases:
-        model = offloaded(case, Path(tempfile.gettempdir()) / f"infinity-{case_id(case)}")
+        model = offloaded(case, Path(tempfile.gettempdir(), "swap"))
         engine = infinity.engine_of(model)
         optimizer = infinity.AdamW(model, lr=LR)
         seen: list[dict[str, float]] = []

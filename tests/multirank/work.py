@@ -7,7 +7,6 @@ compared bit by bit.
 
 from __future__ import annotations
 
-import shutil
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -118,20 +117,11 @@ def offloaded(
 
 def train(rank: int, case: Case) -> Run:
     """Trains over the ranks of this job."""
-    swap = Path(tempfile.gettempdir()) / f"infinity-ranks-{case_id(case)}"
-    model = offloaded(case, swap)
+    model = offloaded(case, Path(tempfile.gettempdir(), "swap"))
     try:
         return train_model(model, rank, case)
     finally:
         infinity.engine_of(model).close()
-        shutil.rmtree(swap, ignore_errors=True)
-
-
-def case_id(case: Case) -> str:
-    """The same on every rank of a job, and on no other."""
-    import os
-
-    return f"{os.getppid()}-{case}"
 
 
 def train_model(model: nn.Module, rank: int, case: Case) -> Run:

@@ -42,8 +42,6 @@ from .harness import (
 from .test_zoo import FailAt
 from .zoo import ZOO, Entry
 
-pytestmark = pytest.mark.timeout(120)
-
 EXACT = [
     "llama", "mistral", "qwen3", "gptj", "phi3", "gpt_neox", "mixtral", "qwen3_moe", "deepseek_v3",
     "rwkv", "vit", "swin", "convnext", "resnet", "clip", "llava", "qwen2_vl", "wav2vec2", "lora",

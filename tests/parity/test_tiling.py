@@ -52,8 +52,6 @@ from .harness import (
 )
 from .zoo import ZOO, Entry
 
-pytestmark = pytest.mark.timeout(120)
-
 LIMIT_NBYTES = 64 << 10
 VOCAB = 448  # Of width 128: three tiles of 128 rows and one of 64.
 

@@ -148,7 +148,7 @@ def test_a_tied_unit_has_one_gradient_and_one_update() -> None:
     assert moved["nvme_write"] == 16 * 2 * GB // 10
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(jobs)
 def test_bytes_are_conserved(given_job: Job) -> None:
     step = predict(given_job, RATES)
@@ -162,7 +162,7 @@ def test_bytes_are_conserved(given_job: Job) -> None:
     assert step.moved_nbytes["nvme_write"] == 12 * params + accumulated
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(jobs)
 def test_a_step_takes_at_least_as_long_as_any_lane_is_busy(given_job: Job) -> None:
     step = predict(given_job, RATES)
@@ -170,7 +170,7 @@ def test_a_step_takes_at_least_as_long_as_any_lane_is_busy(given_job: Job) -> No
         assert step.step_s >= busy_s * 0.97, lane  # Some of it was fetched in the step before.
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(jobs, st.sampled_from(["flops", "update", "host", "nvme", "h2d", "d2h"]))
 def test_faster_is_not_slower(given_job: Job, what: str) -> None:
     names = ("nvme_read", "nvme_write", "nvme_mixed") if what == "nvme" else (what,)
