@@ -14,7 +14,9 @@ import torch.distributed as dist
 
 from infinity.config import SwapConfig
 from infinity.config.values import Capacity
+from infinity.engine.discover import Anatomy
 from infinity.engine.rank_group import RankGroup
+from infinity.engine.sums_memory import SumsPlan, plan_sums
 from infinity.errors import ConfigError, StorageError
 from infinity.observe import Counters
 from infinity.ranks.collectives import Collectives, device_group
@@ -43,6 +45,7 @@ class Division:
     group: Group
     sharing: int  # Ranks that share this machine's memory by their configuration.
     is_collective: bool  # Their devices exchange with each other.
+    sums: SumsPlan  # Of micro-batches, before they are given away.
 
     @property
     def gathered_nbytes(self) -> int:
@@ -94,14 +97,21 @@ class Division:
 
 
 def divide(
-    units: Sequence[Unit], group: Group, config: SwapConfig, *, is_collective: bool
+    units: Sequence[Unit],
+    anatomy: Anatomy,
+    group: Group,
+    config: SwapConfig,
+    *,
+    is_collective: bool,
 ) -> Division:
     """This rank's part of the units, as `[ranks]` says."""
+    stage = config.ranks.stage
     return Division(
-        partition(units, rank=group.rank, count=group.count, stage=config.ranks.stage),
+        partition(units, rank=group.rank, count=group.count, stage=stage),
         group,
         group.node_count if config.ranks.budgets == "node" else 1,
         is_collective,
+        plan_sums(units, *anatomy.units_by_block()) if stage > 1 else plan_sums(units, (), ()),
     )
 
 

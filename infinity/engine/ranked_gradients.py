@@ -14,6 +14,7 @@ import torch
 from infinity.engine.bundles import Bundles, Contribution
 from infinity.engine.gradients import Gradients, flat_of, in_memory_order
 from infinity.engine.passes import Passes
+from infinity.engine.sums_memory import SumsMemory
 from infinity.errors import RankError, UnsupportedError
 from infinity.ranks.inbox import Inbox
 from infinity.ranks.links import Links
@@ -23,6 +24,7 @@ from infinity.state.partition import Partition, Share
 from infinity.state.store import DeviceHome
 from infinity.state.units import STATE_GRANULE, Piece, TensorSpec, Unit
 from infinity.tiers.device import DeviceAdapter
+from infinity.tiers.host import Block
 from infinity.tiers.pool import HostPool
 
 _SUMMED_NUMEL = 256 * STATE_GRANULE  # At a time: fp64 copies are made of them.
@@ -66,12 +68,14 @@ class RankedGradients(Gradients):
         reduce_dtype: torch.dtype | None,
         passes: Passes,
         bundles: Bundles | None,
+        sums: SumsMemory,
         **parts: Any,
     ) -> None:
         super().__init__(store, pool=pool, device=device, **parts)
         self._reduce_dtype = reduce_dtype  # None: as they come.
         self._passes = passes
         self._bundles = bundles
+        self._sums_memory = sums
         self.owned = Gradients(store, pool=pool, device=device, **parts)
         self._ranked_device = device
         self._partition: Partition = store.partition
@@ -220,6 +224,17 @@ class RankedGradients(Gradients):
             self.owned.add(unit, share.part, self._part_of_mean(parcel), is_on_host=True)
             self._parcels.drop(parcel)
 
+    # -- Memory of sums that are given away --------------------------------------------------------
+
+    def begin_accumulating(self) -> None:
+        self._sums_memory.open()
+
+    def end_accumulating(self) -> None:
+        self._sums_memory.close()
+
+    def _take_block(self, unit: Unit) -> Block:
+        return self._sums_memory.take(unit)
+
     # -- The step ----------------------------------------------------------------------------------
 
     def offer_rest(self) -> None:
@@ -308,7 +323,7 @@ class RankedGradients(Gradients):
         """In stages 2 and 3 sums rest nowhere: they are in the unit's buffer until given."""
         if unit in self._buffers:
             self._give_sums(unit)
-            self._pool.free(self._buffers.pop(unit).block)
+            self._sums_memory.give_back(self._buffers.pop(unit).block)
 
     def _refuse_other_generation(
         self, rank: int, mine: numpy.ndarray[Any, Any], theirs: numpy.ndarray[Any, Any]

@@ -16,7 +16,8 @@ from infinity.plan.hardware import Hardware
 from infinity.plan.model import Model
 from infinity.plan.tiles import largest_nbytes, with_tiles
 from infinity.schedule.job import Batch, make_job
-from infinity.schedule.step import WRITE, Job, Prediction, Use, predict
+from infinity.schedule.order import Use
+from infinity.schedule.step import WRITE, Job, Prediction, predict
 from infinity.schedule.update_place import UpdatePlace, choose, settled
 from infinity.sizes import format_nbytes
 from infinity.state.budgets import Budgets
@@ -256,11 +257,21 @@ def _job(
             site.units,
             site.forward_flops(batch.num_tokens, batch.sequence_length),
             parked_nbytes if site.attention_width else 0,
+            block,
         )
-        for site in model.sites
+        for site, block in zip(model.sites, _blocks(model), strict=True)
     ]
     parked_on = "device" if parked is None else parked[0]
     return make_job(config, budgets, model.units, uses, batch, parked_on=parked_on)
+
+
+def _blocks(model: Model) -> list[int | None]:
+    """Of every site, which block it belongs to."""
+    numbers: list[int | None] = []
+    for index, site in enumerate(model.sites):
+        is_tile = site.is_tile and bool(numbers)
+        numbers.append(numbers[-1] if is_tile else index if site.attention_width else None)
+    return numbers
 
 
 def _update_place(config: SwapConfig, hardware: Hardware, job: Job) -> UpdatePlace:

@@ -37,6 +37,7 @@ from infinity.observe import Counters
 
 BEAT_S = 2.0
 SILENCE_S = 20.0  # A process that says nothing for so long does not compute, it is stuck.
+_HELLO_S = 10.0  # For the first words of a connection: its rank may be busy with its start.
 LINGER_S = 600.0  # A rank that is done waits so long for the others, who may need its shards.
 _CAUSE_S = 1.0  # A closed socket may be seen before the word that explains it.
 _MEANWHILE_S = 0.02
@@ -214,7 +215,7 @@ class Links:
                 self._listener.settimeout(max(0.1, deadline_s - time.monotonic()))
                 connection, _ = self._listener.accept()
                 try:
-                    connection.settimeout(BEAT_S)
+                    connection.settimeout(_HELLO_S)
                     _prepare(connection)
                     kind, (rank, purpose, _), nbytes = _receive_header(connection)
                     secret = bytearray(min(nbytes, 64))

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from infinity.config import SwapConfig
 from infinity.config.schema import NvmeTier
-from infinity.schedule.step import Job, UnitLoad, Use
+from infinity.schedule.order import Use
+from infinity.schedule.step import Job, UnitLoad
 from infinity.state.budgets import Budgets
 from infinity.state.placement import STATE_PIECES, Placement
 from infinity.state.units import Piece, Unit
@@ -58,7 +59,10 @@ def make_job(
     """Steps of these units in these budgets, updated on the host."""
     # Several micro-batches through one block are summed on the device, in float32.
     micro_batch = config.schedule.micro_batch
-    is_summed = micro_batch is not None and batch.num_tokens > micro_batch * batch.sequence_length
+    num_strands = 1
+    if micro_batch is not None:
+        num_strands = max(1, -(-batch.num_tokens // (micro_batch * batch.sequence_length)))
+    is_summed = num_strands > 1
     # With updates at the step the ring is there for it alone. A tight pool keeps nothing.
     is_deferred = config.schedule.updates == "deferred"
     cache_nbytes = budgets.working_nbytes - (budgets.ring_nbytes if is_deferred else 0)
@@ -69,6 +73,8 @@ def make_job(
         units=tuple(_load(unit, budgets.placement, is_summed) for unit in units),
         uses=tuple(uses),
         num_micro_batches=batch.num_micro_batches,
+        num_strands=num_strands,
+        num_inside=config.schedule.tile_strands,
         backward_ratio=3.0 if batch.recomputes else 2.0,
         weights_cache_nbytes=0 if budgets.is_tight else cache_nbytes,
         device_cache_nbytes=device_cache_nbytes,

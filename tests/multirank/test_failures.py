@@ -13,6 +13,7 @@ import torch
 
 import infinity
 from infinity.errors import InfinityError, NonFiniteError, RankError
+from infinity.ranks import links
 
 from .models import loss_of
 from .processes import Ranks, run_ranks
@@ -38,9 +39,9 @@ def _die_in(
 ) -> None:
     """Trains until rank VICTIM dies in `phase` of the second step."""
     if silence_s is not None:
-        from infinity.ranks import links
-
         links.BEAT_S, links.SILENCE_S = silence_s / 4, silence_s
+    if signal_number is None:
+        links._CAUSE_S = TIME_LIMIT_S  # Its word is on its way, however late it is read.
     case = Case(3, steps=50, exchange=exchange, simulated=exchange == "collective")
     model = offloaded(case, None)  # type: ignore[arg-type]
     engine = infinity.engine_of(model)
