@@ -80,7 +80,7 @@ class Division:
             return None
         assert isinstance(device, StreamDevice)
         group = device_group(self.group, device.torch_device)
-        collectives = Collectives(links, group, counters)
+        collectives = Collectives(links, group, device.torch_device, counters)
         resources.callback(collectives.close)
         return collectives, DeviceExchange(device, collectives, self.buffers)
 
@@ -119,14 +119,16 @@ def is_collective(config: SwapConfig, group: Group, *, has_own_memory: bool, is_
     """Whether the devices of the ranks exchange with each other. A collective call: raises
     ConfigError where ranks differ."""
     wanted = config.ranks.exchange
-    if wanted == "collective" and not has_own_memory:
+    is_possible = wanted != "collective" or has_own_memory
+    mine = wanted == "collective" or (wanted == "auto" and is_cuda and dist.is_nccl_available())
+    of_all: list[Any] = [None] * group.count
+    # A rank that refuses tells the others: they would wait for it.
+    dist.all_gather_object(of_all, mine if is_possible else None, group=group.process_group)
+    if not is_possible:
         raise ConfigError(
             'ranks.exchange: "collective" is between devices with memory of their own, and this '
             'one computes on host memory; set it to "auto" or "one_sided"'
         )
-    mine = wanted == "collective" or (wanted == "auto" and is_cuda and dist.is_nccl_available())
-    of_all: list[Any] = [None] * group.count
-    dist.all_gather_object(of_all, mine, group=group.process_group)
     for rank, theirs in enumerate(of_all):
         if theirs != of_all[0]:
             raise ConfigError(

@@ -29,6 +29,7 @@ from infinity.tiers.pool import HostPool
 
 _SUMMED_NUMEL = 256 * STATE_GRANULE  # At a time: fp64 copies are made of them.
 _LEAD_S = 10.0  # How long a rank that is ahead waits for others, once in a step.
+_ALL = 2**32 - 1  # More backward passes than a step has.
 _LOOK_S = 0.02  # Between looks at what has come, while waiting for room.
 _WIRE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -237,9 +238,10 @@ class RankedGradients(Gradients):
     # -- The step ----------------------------------------------------------------------------------
 
     def offer_rest(self) -> None:
-        """This rank's backward passes are over."""
-        if self._bundles is None:
-            return
+        """This rank's backward passes are over. It waits for others before they meet, so nobody
+        waits for another backward of it."""
+        assert self._bundles is not None
+        self._links.note_backward(self._num_steps, _ALL)
         if self._partition.stage == 1 and self._bundles.is_on:
             for unit in self._partition.wholes:
                 self._bundle_resting(unit, self._bundles)
@@ -436,7 +438,8 @@ class RankedGradients(Gradients):
             self.finish_copies()
             for unit in list(self._buffers):
                 self._give_away(unit)
-            self.offer_rest()
+            if self._bundles is not None:
+                self._bundles.close_all()
             self._take_bundles()
             self._num_backwards, self._may_give = self._num_backwards + 1, False
             self._links.note_backward(self._num_steps, self._num_backwards)

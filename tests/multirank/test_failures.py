@@ -146,6 +146,8 @@ def _misuse(rank: int) -> dict[str, str]:
 
     torch.manual_seed(rank)
     note("other weights", InfinityError, lambda: infinity.offload(_unlike(rank), _config()))
+    unlike = _config() | {"ranks": {"exchange": ("one_sided", "collective")[rank]}}
+    note("other exchange", InfinityError, lambda: infinity.offload(build(case), unlike))
 
     model = offloaded(case, None)  # type: ignore[arg-type]
     optimizer = infinity.AdamW(model, lr=LR)
@@ -177,6 +179,8 @@ def test_misuse_is_named_and_does_not_hang() -> None:
         assert "ConfigError: /proc is not empty" in found["export"]
         assert "call zero_grad() on all ranks alike" in found["zero_grad on one rank"]
         assert "Build the same model on every rank" in found["other weights"]
+    assert "rank 1 would exchange otherwise" in first["other exchange"]
+    assert "computes on host memory" in second["other exchange"]
     assert (
         "rank 0" in second["too few steps"] and "has closed its engine" in second["too few steps"]
     )

@@ -6,6 +6,7 @@ import errno
 import socket
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import pytest
 
@@ -82,6 +83,24 @@ def test_gets_are_scattered_and_puts_come_before_notes(
     together([lambda i=i: gathered.append(links[i].all_gather("x", b"%d" % i)) for i in range(2)])
     assert gathered == [[b"0", b"1"]] * 2
     assert shelves[0].delivered == [(1, number, 1, 2, CONTENT) for number in range(20)]
+
+
+def test_a_word_does_not_wait_for_gradients_that_have_no_room(
+    pair: tuple[list[Links], list[Shelf]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    links, shelves = pair
+    room, heard, deliver = threading.Event(), threading.Event(), shelves[1].deliver
+
+    def deliver_late(*message: Any) -> None:
+        room.wait(10)
+        deliver(*message)
+
+    monkeypatch.setattr(shelves[1], "deliver", deliver_late)
+    monkeypatch.setattr(shelves[1], "hear", lambda *unused: heard.set(), raising=False)
+    links[0].put(1, 0, 0, 0, memoryview(CONTENT), meanwhile=lambda: None)
+    links[0].tell(1, b"a word")
+    assert heard.wait(5)
+    room.set()
 
 
 def test_strangers_are_not_let_in() -> None:
