@@ -29,8 +29,9 @@ from infinity.ranks.rendezvous import Group
 # A rank that waits for others takes its offer back after this: one of them may be in a barrier of
 # the program's own, which this rank does not come to while it waits. Once, until that one is back.
 PATIENCE_S = 10.0
-# Of an operation that every rank has begun. Whoever is slower is stuck.
-TIMEOUT_S = 120.0
+# Of an operation that every rank has begun. A device may be far behind its host; the links find out
+# much sooner who is gone.
+TIMEOUT_S = 600.0
 _LOOK_S = 0.02
 _WATCH_S = 0.5  # How soon a thread that waits in an operation is let go when a rank is gone.
 # After a step in which a larger part of the offers than one in RARE was called off nothing is
