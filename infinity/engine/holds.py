@@ -136,6 +136,8 @@ class Holds:
         """A backward has reached the first site."""
         if not self._passes.is_layer_major:
             self._passes.begin_backward()
+            with self._lock:
+                self._executor.begin_backward()
 
     def backward_ended(self) -> None:
         if self._passes.is_layer_major:

@@ -167,6 +167,11 @@ class Executor:
         self._trace.begin()
         self._is_training = kind == "train"
 
+    def begin_backward(self) -> None:
+        """Of a training pass, which goes on: a pass of another kind may have come in between."""
+        self._trace = self.traces["train"]
+        self._is_training = True
+
     def end_training(self) -> None:
         """Other ranks come to nothing any more before the next pass: ends what is under way."""
         self._is_training = False
