@@ -158,12 +158,12 @@ class RankedGradients(Gradients):
         self._ranked_device.copy(flat, on_host).wait()
         return on_host
 
-    def _give(self, contribution: Contribution) -> None:
+    def _give(self, contribution: Contribution, *, is_on_host: bool = False) -> None:
         """Sends the parts of a gradient to their owners and adds what may be added already."""
         self._await_turn()
         spec, index, flat = contribution.spec, contribution.index, contribution.flat
         generation, number = contribution.generation, contribution.number
-        if not self._ranked_device.shares_host_memory and self._partition.stage > 1:
+        if not is_on_host and not self._ranked_device.shares_host_memory:
             flat = self._on_host(flat)
         for share in self._shares[spec]:
             part = flat[share.start : share.stop]
@@ -306,7 +306,7 @@ class RankedGradients(Gradients):
             if super().has(spec):
                 dtype = self._sent_as.pop(spec) or torch.float32
                 flat = super().view(unit, spec).to(dtype, copy=True)  # For its way.
-                self._give(self._contribution(spec, flat))
+                self._give(self._contribution(spec, flat), is_on_host=True)
                 super().forget(spec)
 
     def _bundle_sums(self, unit: Unit) -> None:
