@@ -57,7 +57,7 @@ def main() -> None:
     ]
     report(rows, links, words)
     if words.plot:
-        plot(rows, words.compute, words.plot)
+        plot(rows, links, words.compute, words.plot)
 
 
 def measure(
@@ -226,12 +226,13 @@ def report(
         words.save.write_text(json.dumps(content | {"rows": rows, "links": links}, indent=1) + "\n")
 
 
-def plot(rows: list[dict[str, Any]], compute: str, path: Path) -> None:
-    """Bytes per parameter over the number of ranks: counted as points, formulas as lines."""
+def plot(rows: list[dict[str, Any]], links: list[dict[str, Any]], compute: str, path: Path) -> None:
+    """Bytes per parameter over the number of ranks: counted as points, formulas as lines; and what
+    comes to a device over its own link."""
     from infinity.bench.plots import check
 
     pyplot = check()
-    figure, axis = pyplot.subplots(figsize=(5.2, 3.8))
+    figure, (axis, crossed) = pyplot.subplots(1, 2, figsize=(10, 3.8))
     counts = sorted({row["ranks"] for row in rows})
     for stage in (1, 2, 3):
         mine = [row for row in rows if row["stage"] in (stage, None)]
@@ -245,12 +246,30 @@ def plot(rows: list[dict[str, Any]], compute: str, path: Path) -> None:
             color=line.get_color(),
             label=f"stage {stage}",
         )
-    axis.set_xscale("log", base=2)
-    axis.set_xticks(counts, [str(count) for count in counts])
-    axis.set_ylim(0)
-    axis.set_xlabel("ranks")
+    alone = next(row for row in links if row["ranks"] == 1)
+    alone_nbytes = alone["link_in_nbytes"] / alone["num_parameters"]
+    for exchange, fall in (("one_sided", 0), ("collective", 1)):
+        (line,) = crossed.plot(
+            counts, [alone_nbytes / count**fall for count in counts], "--", linewidth=1
+        )
+        mine = [row for row in links if row["ranks"] == 1 or row["exchange"] == exchange]
+        crossed.plot(
+            [row["ranks"] for row in mine],
+            [row["link_in_nbytes"] / row["num_parameters"] for row in mine],
+            "o",
+            color=line.get_color(),
+            label=exchange.replace("_", "-"),
+        )
     axis.set_ylabel("bytes per parameter that rest on a rank")
     axis.legend(title="counted; formula dashed")
+    crossed.set_ylabel("bytes per parameter and step to the device")
+    crossed.legend(title="stage 3, counted; constant and 1/N dashed")
+    for each in (axis, crossed):
+        each.set_xscale("log", base=2)
+        each.set_xticks(counts, [str(count) for count in counts])
+        each.set_ylim(0)
+        each.set_xlabel("ranks")
+    figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130, bbox_inches="tight")
 
