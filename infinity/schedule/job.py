@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from infinity.config import SwapConfig
@@ -54,11 +54,10 @@ def make_job(
     batch: Batch,
     *,
     parked_on: str = "device",
+    loads: Sequence[UnitLoad] | None = None,
 ) -> Job:
-    """Steps of these units in these budgets, updated on the host."""
-    # Several micro-batches through one block are summed on the device, in float32.
-    micro_batch = config.schedule.micro_batch
-    is_summed = micro_batch is not None and batch.num_tokens > micro_batch * batch.sequence_length
+    """Steps of these units in these budgets, updated on the host. `loads`: what they come to where
+    they are divided over ranks; see `rank_loads`."""
     # With updates at the step the ring is there for it alone. A tight pool keeps nothing.
     is_deferred = config.schedule.updates == "deferred"
     cache_nbytes = budgets.working_nbytes - (budgets.ring_nbytes if is_deferred else 0)
@@ -66,7 +65,7 @@ def make_job(
     if device_cache_nbytes is None and not budgets.shares_host_memory:
         device_cache_nbytes = float("inf")
     return Job(
-        units=tuple(_load(unit, budgets.placement, is_summed) for unit in units),
+        units=tuple(loads or _loads(config, units, budgets.placement, batch)),
         uses=tuple(uses),
         num_micro_batches=batch.num_micro_batches,
         backward_ratio=3.0 if batch.recomputes else 2.0,
@@ -79,7 +78,20 @@ def make_job(
     )
 
 
-def _load(unit: Unit, placement: Placement, is_summed: bool) -> UnitLoad:
+def is_summed_on_device(config: SwapConfig, batch: Batch) -> bool:
+    """Several micro-batches through one block: their gradients are added up there, in float32."""
+    micro_batch = config.schedule.micro_batch
+    return micro_batch is not None and batch.num_tokens > micro_batch * batch.sequence_length
+
+
+def _loads(
+    config: SwapConfig, units: Sequence[Unit], placement: Placement, batch: Batch
+) -> Iterator[UnitLoad]:
+    is_summed = is_summed_on_device(config, batch)
+    return (load_of(unit, placement, is_summed) for unit in units)
+
+
+def load_of(unit: Unit, placement: Placement, is_summed: bool) -> UnitLoad:
     read: defaultdict[str, int] = defaultdict(int)
     written: defaultdict[str, int] = defaultdict(int)
     for piece in STATE_PIECES:
