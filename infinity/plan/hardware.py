@@ -18,7 +18,7 @@ from infinity.sizes import parse_nbytes
 Nbytes = Annotated[int, BeforeValidator(parse_nbytes)]
 Gbps = Annotated[float, Field(gt=0)]
 
-_SOCKETS_SHARE = 4  # See Host.
+_SOCKETS_SHARE = 8  # See Host.
 
 
 class Host(Table):
@@ -26,8 +26,8 @@ class Host(Table):
     adding up gradients. `hold_gbps` counts weights each time that they are put under a model that
     computes on the host: what the engine itself does; without it, that costs nothing.
     `sockets_gbps` is what ranks of this node send each other from host to host, all of them
-    together, each byte once; without it a quarter of `sum_gbps`: a byte is copied into the kernel
-    and out of it, and each copy reads and writes it."""
+    together, each byte counted once; without it an eighth of `sum_gbps`: a byte is copied into the
+    kernel and out of it, each copy reads and writes it, and about half of that was seen."""
 
     memory: Nbytes
     update_gbps: Gbps
@@ -38,8 +38,8 @@ class Host(Table):
 
 class Device(Table):
     """`count` devices, each with `memory` and the links below to the host, each `tflops` fast.
-    `gather_gbps` is what each receives of the others, `update_gbps` is the host's figure where the
-    device makes the update. A device without memory is the host."""
+    `gather_gbps` is what each receives of the others, and gives them; `update_gbps` is the host's
+    figure where the device makes the update. A device without memory is the host."""
 
     count: int = Field(1, ge=1)
     tflops: float = Field(gt=0)

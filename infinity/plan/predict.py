@@ -123,7 +123,7 @@ def forecast(
     units = model.units if division is None else division.partition.units
     num_spares = wanted_spares(config, is_linked=True, num_ranks=num_ranks)
     spare_nbytes = num_spares * _rewritten_nbytes(units, placement)
-    _refuse_full_tiers(model, machine, budgets, spare_nbytes)
+    _refuse_full_tiers(model, machine, budgets, spare_nbytes, num_ranks)
     parked = _parked(config, model, batch)
     job = _job(config, model, batch, division, budgets, parked)
     place = _update_place(config, machine, job)
@@ -171,20 +171,17 @@ class _Node:
             self.is_collective = _is_collective(config, hardware)
 
     def divide(self, units: tuple[Unit, ...]) -> Division | None:
-        if self.count == 1:
+        count, rank = self.count, self.rank
+        if count == 1:
             return None
-        rank, count = self.rank, self.count
+        group = Group(None, 0, count, 0, count, 0, count, ("this node",) * count)
+        division = divide(units, group, self.config_of_rank, is_collective=self.is_collective)
+        # The shards of all ranks are in the partition of each.
         if rank is None:
-            # The shards of all ranks are in the partition of each.
-            shards = self._of_rank(units, 0).partition.shards
-            owned = [sum(each[r].unit.weight_nbytes for each in shards) for r in range(count)]
+            of_ranks = list(zip(*division.partition.shards, strict=True))
+            owned = [sum(shard.unit.state_numel for shard in shards) for shards in of_ranks]
             rank = owned.index(max(owned))
-        return self._of_rank(units, rank)
-
-    def _of_rank(self, units: tuple[Unit, ...], rank: int) -> Division:
-        count = self.count
-        group = Group(None, rank, count, rank, count, rank, count, ("this node",) * count)
-        return divide(units, group, self.config_of_rank, is_collective=self.is_collective)
+        return replace(division, partition=replace(division.partition, rank=rank))
 
     def warnings(self) -> list[str]:
         if self.count == 1 or self.count >= self._num_devices:
@@ -298,15 +295,15 @@ def _device_nbytes(config: SwapConfig, hardware: Hardware) -> int | None:
 
 
 def _refuse_full_tiers(
-    model: Model, hardware: Hardware, budgets: Budgets, spare_nbytes: int
+    model: Model, hardware: Hardware, budgets: Budgets, spare_nbytes: int, num_ranks: int
 ) -> None:
     """What the engine finds out later: host memory that is not there, and full drives."""
-    # Of a rank: its part of each.
+    part = "" if num_ranks == 1 else f", of which a rank has 1/{num_ranks}"
     needed_nbytes = budgets.host_nbytes + budgets.inbox_nbytes
     if needed_nbytes > hardware.host.memory:
         raise CapacityError(
             "host", needed_nbytes=needed_nbytes, available_nbytes=hardware.host.memory,
-            key="tiers.host.capacity", detail="the arena is larger than the memory",
+            key="tiers.host.capacity", detail=f"the arena is larger than the memory{part}",
         )  # fmt: skip
     placed = budgets.placement.placed_nbytes
     drives_nbytes = 0 if hardware.nvme is None else hardware.nvme.capacity
@@ -315,7 +312,7 @@ def _refuse_full_tiers(
         raise CapacityError(
             "nvme", needed_nbytes=placed["nvme"] + spare_nbytes, available_nbytes=drives_nbytes,
             key="tiers.nvme" + (", checkpoint.keep or checkpoint.durability" if spares else ""),
-            detail=f"{model.name} does not fit the drives{spares}",
+            detail=f"{model.name} does not fit the drives{part}{spares}",
         )  # fmt: skip
 
 
@@ -354,8 +351,8 @@ def _warnings(
     device = hardware.device
     if device.count > 1:
         said.append(
-            f"units are taken to be cut over {device.count} devices; the engine of this version "
-            "uses one"
+            f"units are taken to be cut over {device.count} devices by one program; the engine has "
+            f"a rank for each, see --ranks {device.count}"
         )
     is_parked = config.schedule.micro_batch and "device" not in config.placement.activations
     if device.memory is not None and batch.recomputes and not is_parked:

@@ -16,7 +16,8 @@ from infinity.state.units import Piece, Unit
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Tokens of one micro-batch on all devices together, and how many make a step."""
+    """Tokens of one micro-batch on all devices together, and how many make a step; with ranks,
+    those of one."""
 
     num_tokens: int
     sequence_length: int

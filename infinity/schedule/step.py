@@ -675,8 +675,8 @@ class _Draft:
         return got
 
     def _stays(self, load: UnitLoad) -> bool:
-        """Whether weights on NVMe are still in memory when they are changed: where there is room
-        for everything. This is an estimate; what is kept otherwise is left out."""
+        """Whether weights on NVMe are still in memory when they are changed, which is taken to be
+        so where there is room for all of them, and not otherwise."""
         return load.weights == "nvme" and self._all_fetched_nbytes <= self.job.weights_cache_nbytes
 
     # -- Updates ---------------------------------------------------------------------------------
