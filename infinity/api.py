@@ -112,7 +112,7 @@ def accumulate(
     once for its forward and once for its backward, however many micro-batches there are. Between
     the two the inputs of the blocks wait where `[placement] activations` says; the forward of a
     block is repeated in its backward, so memory for activations is that of one block and one
-    micro-batch.
+    micro-batch, or `schedule.tile_strands` of them where the block has tiles.
 
     loss_of: calls the model, once, and returns a scalar loss, already divided by the number of
         micro-batches if their mean is wanted

@@ -8,6 +8,18 @@ import signal
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# The same examples every time, on machines of every speed; `--hypothesis-profile=search` looks for
+# others.
+settings.register_profile(
+    "suite",
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
+settings.register_profile("search", settings.get_profile("suite"), derandomize=False)
+settings.load_profile("suite")
 
 # One compute thread, before torch is there to read it: what is computed is tiny, and a parallel region
 # costs more than its sums. Equality with several threads is shown by tests that set them.

@@ -12,6 +12,8 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Callable
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
@@ -25,6 +27,8 @@ _PRELOADED = [
     "infinity.testing.models",
     "infinity.training.program",
 ]
+
+TIME_LIMIT_S = 600.0  # Of a hang, on the slowest machine; what is tested takes seconds.
 
 
 def context() -> ForkServerContext:
@@ -70,13 +74,13 @@ class Script:
     def poll(self) -> int | None:
         return self.returncode
 
-    def wait(self, timeout: float | None = 120.0) -> int:
+    def wait(self, timeout: float | None = TIME_LIMIT_S) -> int:
         self._process.join(timeout)
         if self.returncode is None:
             raise subprocess.TimeoutExpired("<forked>", timeout or 0.0)
         return self.returncode
 
-    def communicate(self, timeout: float | None = 120.0) -> tuple[str, str]:
+    def communicate(self, timeout: float | None = TIME_LIMIT_S) -> tuple[str, str]:
         self.wait(timeout)
         return self.stdout.read_text(), self.stderr.read_text()
 
@@ -91,8 +95,15 @@ class Script:
         self.send_signal(signal.SIGKILL)
 
 
+def wait_until(condition: Callable[[], bool], process: Script | subprocess.Popen[str]) -> None:
+    """Until `condition` holds; fails when the process ends before."""
+    while not condition():
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.005)
+
+
 def run_script(
-    code: str, *arguments: object, timeout: float = 120.0
+    code: str, *arguments: object, timeout: float = TIME_LIMIT_S
 ) -> subprocess.CompletedProcess[str]:
     """`subprocess.run` of it. Killed when it takes longer."""
     script = Script(code, *arguments)

@@ -33,7 +33,7 @@ class Loopback:
     _sources: dict[int, tuple[torch.Tensor, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._barrier = threading.Barrier(self.count, timeout=30)
+        self._barrier = threading.Barrier(self.count, timeout=120)
 
     def rank(self, rank: int) -> LoopbackRank:
         return LoopbackRank(self, rank)

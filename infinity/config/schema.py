@@ -292,7 +292,8 @@ class Schedule(Section):
         None,
         description="Sequences of one micro-batch. All micro-batches of a batch of `[train]` run "
         "through one block before the next, so that a block is fetched once per forward and "
-        "backward however many there are; its forward is repeated in the backward.",
+        "backward however many there are; its forward is repeated in the backward. Over ranks, in "
+        "stages 2 and 3, the host budget then keeps room for the gradients that are summed.",
     )
     tile: Annotated[Literal["auto"] | int | None, AutoOr(OrOff(Size(minimum=64 * KIB)))] = Field(
         "auto",
@@ -301,6 +302,12 @@ class Schedule(Section):
         'least), each fetched and let go in turn. "auto" cuts only where the model does not fit '
         "otherwise, into tiles that do; 0 never cuts. Results agree to rounding: the gradient of "
         "a linear layer's input is summed over its tiles.",
+    )
+    tile_strands: Annotated[int, Integer(1)] = Field(
+        4,
+        description="Micro-batches of `infinity.accumulate` that go through a block with tiles "
+        "together: each fetch of a tile serves all of them, and the activations of that one block "
+        "are in memory for all of them. Never changes a result.",
     )
     update_chunk: Annotated[int, Size(minimum=2 * PAGE_NBYTES, multiple=2 * PAGE_NBYTES)] = Field(
         16 * MIB, description="Bytes of each kind of state that one move of the optimizer takes."

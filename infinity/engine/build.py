@@ -41,6 +41,7 @@ from infinity.engine.ranked import RankedMasters, RankedUpdater
 from infinity.engine.ranked_gradients import RankedGradients
 from infinity.engine.registry import is_offloaded
 from infinity.engine.slot import Slot
+from infinity.engine.sums_memory import SumsMemory
 from infinity.engine.tiling import Tiling
 from infinity.engine.update import Updater
 from infinity.engine.update_rates import place_updates
@@ -183,7 +184,9 @@ def _lay_out(
         ]
         division = None
         if ranks is not None:
-            division = divide(laid_out, ranks, config, is_collective=on_devices)
+            division = divide(
+                laid_out, anatomy.units_by_block(), ranks, config, is_collective=on_devices
+            )
             laid_out = list(division.partition.wholes)
         budgets = _budgets(config, laid_out, anatomy, device, division)
         return anatomy, laid_out, division, budgets
@@ -374,6 +377,8 @@ def _assemble(
         taking["passes"] = passes
         taking["bundles"] = bundles
         updating["gathering"] = gathering
+        assert division is not None
+        taking["sums"] = SumsMemory(pool, division.sums, budgets)
     gradients = (RankedGradients if is_ranked else Gradients)(store, **taking)
     updater = (RankedUpdater if is_ranked else Updater)(
         store,

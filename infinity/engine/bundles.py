@@ -8,7 +8,7 @@ are given one by one.
 
 from __future__ import annotations
 
-import zlib
+import hashlib
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +21,7 @@ from infinity.state.partition import Share
 from infinity.state.units import TensorSpec, Unit
 from infinity.tiers.device import Copy
 from infinity.tiers.exchange import DeviceExchange
+from infinity.tiers.streams import Stream
 
 SUMMING = 1  # The kind of these offers; see matching.Key.
 
@@ -45,9 +46,10 @@ class Contribution:
 
 @dataclass(eq=False, slots=True)
 class Bundle:
-    """Contributions to tensors of one unit, of one dtype."""
+    """Contributions to tensors of one unit, of one dtype, computed in one stream."""
 
     unit: Unit
+    stream: Stream
     contributions: list[Contribution] = field(default_factory=list)
     offer: Offer | None = None
     summed: Copy | None = None  # Once issued.
@@ -100,12 +102,12 @@ class Bundles:
         return self._collectives.is_on
 
     def add(self, unit: Unit, contribution: Contribution) -> None:
-        bundle = self._open.get(unit)
-        if bundle is not None and not _fits(bundle, contribution):
+        bundle, stream = self._open.get(unit), self._exchange.current()
+        if bundle is not None and not (bundle.stream == stream and _fits(bundle, contribution)):
             self.close(unit)
             bundle = None
         if bundle is None:
-            bundle = self._open[unit] = Bundle(unit)
+            bundle = self._open[unit] = Bundle(unit, stream)
         bundle.contributions.append(contribution)
         if len(bundle.contributions) == sum(1 for spec in unit.trainable() if spec.numel):
             self.close(unit)
@@ -128,11 +130,11 @@ class Bundles:
         first = bundle.contributions[0].flat
         mine_numel = sum(tensor.numel() for tensor in given[self._rank])
         mean = torch.empty(mine_numel, dtype=torch.float32, device=first.device)
-        ready, owner = self._exchange.ready()
+        ready = self._exchange.ready(bundle.stream)
         others_nbytes = bundle.nbytes - mine_numel * first.element_size()
 
         def issue() -> None:
-            bundle.summed = self._exchange.sum(given, mean, ready=ready, owner=owner)
+            bundle.summed = self._exchange.sum(given, mean, ready=ready, owner=bundle.stream)
             self._counters.add("ranks_reduced_nbytes", others_nbytes)
 
         bundle.mean = mean
@@ -180,4 +182,5 @@ def _what(bundle: Bundle) -> int:
     """The same on all ranks whose bundles have the same layout and numbers."""
     text = [str(bundle.contributions[0].flat.dtype)]
     text += [f"{each.index} {each.generation} {each.number}" for each in bundle.contributions]
-    return zlib.crc32("\n".join(text).encode())
+    digest = hashlib.blake2b("\n".join(text).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")

@@ -10,6 +10,7 @@ a block.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -79,6 +80,28 @@ class Anatomy:
             return max([here, *(most(child, held) for child in module.children())])
 
         return most(self.root, frozenset())
+
+    def units_by_block(self) -> tuple[list[int], list[set[int]]]:
+        """Units that are used outside of blocks, or by several, and those of each block alone, with
+        the tiles in it."""
+        needed = self.site_units()
+        index_of = {id(site.module): index for index, site in enumerate(self.sites)}
+        outside: set[int] = set()
+        blocks: dict[int, set[int]] = {}
+
+        def walk(module: nn.Module, into: set[int]) -> None:
+            index = index_of.get(id(module))
+            if index is not None:
+                if into is outside and self.sites[index].is_block:
+                    into = blocks.setdefault(id(module), set())
+                into.update(needed[index])
+            for child in module.children():
+                walk(child, into)
+
+        walk(self.root, outside)
+        uses = Counter(unit for block in blocks.values() for unit in block)
+        outside |= {unit for unit, count in uses.items() if count > 1}
+        return sorted(outside), [block - outside for block in blocks.values()]
 
 
 def dissect(model: nn.Module, rule: UnitRule = "auto") -> Anatomy:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from infinity.config import SwapConfig
 from infinity.config.values import Capacity
 from infinity.engine.rank_group import RankGroup
+from infinity.engine.sums_memory import SumsPlan, plan_sums
 from infinity.errors import ConfigError, StorageError
 from infinity.observe import Counters
 from infinity.ranks.collectives import Collectives, device_group
@@ -44,6 +45,7 @@ class Division:
     group: Group
     sharing: int  # Ranks that share this machine's memory by their configuration.
     is_collective: bool  # Their devices exchange with each other.
+    sums: SumsPlan  # Of micro-batches, before they are given away.
 
     @property
     def gathered_nbytes(self) -> int:
@@ -81,6 +83,7 @@ class Division:
             gathered_nbytes=self.gathered_nbytes,
             serving_nbytes=self.serving_nbytes,
             given_nbytes=self.given_nbytes,
+            summed_nbytes=self.sums.nbytes,
             **sizes,
         )
 
@@ -92,7 +95,7 @@ class Division:
             return None
         assert isinstance(device, StreamDevice)
         group = device_group(self.group, device.torch_device)
-        collectives = Collectives(links, group, counters)
+        collectives = Collectives(links, group, device.torch_device, counters)
         resources.callback(collectives.close)
         return collectives, DeviceExchange(device, collectives, self.buffers)
 
@@ -109,14 +112,21 @@ class Division:
 
 
 def divide(
-    units: Sequence[Unit], group: Group, config: SwapConfig, *, is_collective: bool
+    units: Sequence[Unit],
+    by_block: tuple[list[int], list[set[int]]],
+    group: Group,
+    config: SwapConfig,
+    *,
+    is_collective: bool,
 ) -> Division:
-    """This rank's part of the units, as `[ranks]` says."""
+    """This rank's part of the units, as `[ranks]` says. `by_block`: as of `Anatomy`."""
+    stage = config.ranks.stage
     return Division(
-        partition(units, rank=group.rank, count=group.count, stage=config.ranks.stage),
+        partition(units, rank=group.rank, count=group.count, stage=stage),
         group,
         group.node_count if config.ranks.budgets == "node" else 1,
         is_collective,
+        plan_sums(units, *by_block) if stage > 1 else plan_sums(units, (), ()),
     )
 
 
@@ -124,14 +134,16 @@ def is_collective(config: SwapConfig, group: Group, *, has_own_memory: bool, is_
     """Whether the devices of the ranks exchange with each other. A collective call: raises
     ConfigError where ranks differ."""
     wanted = config.ranks.exchange
-    if wanted == "collective" and not has_own_memory:
+    is_possible = wanted != "collective" or has_own_memory
+    mine = wanted == "collective" or (wanted == "auto" and is_cuda and dist.is_nccl_available())
+    of_all: list[Any] = [None] * group.count
+    # A rank that refuses tells the others: they would wait for it.
+    dist.all_gather_object(of_all, mine if is_possible else None, group=group.process_group)
+    if not is_possible:
         raise ConfigError(
             'ranks.exchange: "collective" is between devices with memory of their own, and this '
             'one computes on host memory; set it to "auto" or "one_sided"'
         )
-    mine = wanted == "collective" or (wanted == "auto" and is_cuda and dist.is_nccl_available())
-    of_all: list[Any] = [None] * group.count
-    dist.all_gather_object(of_all, mine, group=group.process_group)
     for rank, theirs in enumerate(of_all):
         if theirs != of_all[0]:
             raise ConfigError(

@@ -173,7 +173,13 @@ class Engine:
             if site.is_block
         ]
         device = self.parts.device.torch_device
-        conductor = Conductor(self.model, self._holds, blocks, self._layer_inputs, device)
+        conductor = Conductor(
+            self.model, self._holds, blocks, self._layer_inputs, device,
+            num_inside=self.config.schedule.tile_strands,
+        )  # fmt: skip
+        with uninterrupted(), self._lock:
+            self.reset()
+            self._gradients.begin_accumulating()
         self._begin_pass("train")
         try:
             with self._passes.layer_major():
@@ -182,6 +188,8 @@ class Engine:
             self._passes.end_forward()  # If it was broken off.
             self.reset()
             self._holds.backward_ended()
+            with uninterrupted(), self._lock:
+                self._gradients.end_accumulating()
 
     def _refuse_accumulating(self) -> None:
         if self.is_closed:

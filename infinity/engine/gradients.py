@@ -139,7 +139,7 @@ class Gradients:
         """Several gradients will come to each parameter of these units, until `write_out`."""
         if not self._device.shares_host_memory:
             fresh = (u for u in units if all(spec not in self._present for spec in u.trainable()))
-            self._summing = frozenset(fresh)
+            self._summing = self._summing.union(fresh)
 
     def _add_on_device(self, unit: Unit, spec: TensorSpec, flat: torch.Tensor) -> None:
         sums = self._sums.setdefault(unit, {})
@@ -215,8 +215,7 @@ class Gradients:
             return resting.view(torch.float32)
         buffer = self._buffers.get(unit)
         if buffer is None:
-            nbytes = unit.state_numel * STATE_ITEM_NBYTES  # Also of a unit with no home for them.
-            block = self._pool.require(nbytes, f"gradients of {unit.name}")
+            block = self._take_block(unit)
             buffer = _Buffer(block, self._pool.tensor(block).view(torch.float32))
             if any(spec in self._present for spec in unit.trainable()):
                 try:
@@ -232,6 +231,10 @@ class Gradients:
         elif buffer.writing is not None:
             self._wait_write(unit, buffer)
         return buffer.array
+
+    def _take_block(self, unit: Unit) -> Block:
+        nbytes = unit.state_numel * STATE_ITEM_NBYTES  # Also of a unit with no home for them.
+        return self._pool.require(nbytes, f"gradients of {unit.name}")
 
     def _rescale_resting(self, unit: Unit, memory: torch.Tensor) -> None:
         """Applies the clip factor that the last step left for later."""
@@ -251,6 +254,13 @@ class Gradients:
             with self._counters.timed("write_wait_s", what, (buffer.writing,)):
                 buffer.writing.wait()
             buffer.writing = None
+
+    def begin_accumulating(self) -> None:
+        """Several micro-batches are about to be summed. Raises CapacityError, before anything was
+        done, where they cannot be."""
+
+    def end_accumulating(self) -> None:
+        """Every gradient of them is where it rests, or a failure ended it."""
 
     def take_in(self) -> None:
         """Where ranks share gradients, adds up what others have given. Called now and then."""

@@ -9,7 +9,7 @@ but when the backward comes to the next unit.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from infinity.engine.changes import Changes
@@ -20,6 +20,8 @@ from infinity.engine.machinery import Machinery
 from infinity.errors import InfinityError
 from infinity.observe import Lane
 from infinity.storage.engine import Priority
+
+Turns = Callable[[list[int], bool], None]  # See `Residency.await_turn`.
 
 
 class Holds:
@@ -42,9 +44,18 @@ class Holds:
         self._lock = lock
         self._left: set[int] = set()  # By the backward that is running.
         self.is_closed = False
+        self.turns: Turns | None = None  # Of `accumulate`, while it runs.
         self.is_parameter_memory = faces.is_parameter_memory
 
     # -- Uses ------------------------------------------------------------------------------------
+
+    @property
+    def takes_turns(self) -> bool:
+        return self.turns is not None
+
+    def await_turn(self, units: list[int], *, is_over: bool = False) -> None:
+        if self.turns is not None:
+            self.turns(units, is_over)
 
     def enter(self, units: list[int]) -> None:
         """Makes units usable. All or none: a failure lets go of those already held."""
@@ -125,6 +136,8 @@ class Holds:
         """A backward has reached the first site."""
         if not self._passes.is_layer_major:
             self._passes.begin_backward()
+            with self._lock:
+                self._executor.begin_backward()
 
     def backward_ended(self) -> None:
         if self._passes.is_layer_major:

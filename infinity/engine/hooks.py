@@ -71,6 +71,12 @@ class Stay:
 class Residency(Protocol):
     """Holds of units, as hooks see them."""
 
+    takes_turns: bool
+
+    def await_turn(self, units: list[int], *, is_over: bool = False) -> None:
+        """Where `takes_turns`: before `enter`, and when a backward is about to go on behind the
+        units, their gradients given (`is_over`), other micro-batches come there first."""
+
     def enter(self, units: list[int]) -> None: ...
     def leave(self, units: list[int]) -> None: ...
     def is_parameter_memory(self, tensor: torch.Tensor) -> bool: ...
@@ -93,6 +99,12 @@ class Backwards:
         for node in exits:
             node.register_prehook(lambda gradients: self._reached(stay, ()))
             node.register_hook(lambda inputs, outputs: self._passed(stay))
+        if self._residency.takes_turns:
+            units = stay.units
+            for node in _behind({*inner, *exits}):
+                node.register_prehook(
+                    lambda gradients: self._residency.await_turn(units, is_over=True)
+                )
 
     def _reached(self, stay: Stay, exits: Iterable[Node]) -> None:
         """A node of the forward is about to run; `exits` is empty when it is one itself."""
@@ -101,6 +113,8 @@ class Backwards:
             self._follow(stay)
         if stay.held_in == running:
             return
+        if self._residency.takes_turns:
+            self._residency.await_turn(stay.units)
         with uninterrupted():
             self._arm(running)
             self._residency.enter(stay.units)
@@ -193,6 +207,8 @@ class SiteHooks:
     def _before(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if self.is_suspended:
             return
+        if self._residency.takes_turns:
+            self._residency.await_turn(self._site.units)
         with uninterrupted():
             self._residency.enter(self._site.units)
             numbers = self._running.setdefault(threading.get_ident(), [])
@@ -243,6 +259,12 @@ def nodes_since(first: int, output: Any) -> tuple[list[Node], list[Node]]:
         seen |= fresh
         waiting.extend(fresh)
     return inner, exits
+
+
+def _behind(nodes: set[Node]) -> set[Node]:
+    """The nodes that these hand gradients to, but for those of parameters."""
+    following = {each for node in nodes for each, _ in node.next_functions if each is not None}
+    return {each for each in following - nodes if each._sequence_nr() < _ACCUMULATES}
 
 
 def tensors_in(tree: Any, depth: int = 0) -> Iterator[torch.Tensor]:

@@ -3,7 +3,8 @@
 Plain accumulation runs forward and backward of one micro-batch after the other and so fetches every
 weight once per micro-batch and direction. Here every micro-batch is a *strand*: the unmodified
 model's forward, in a thread of its own, of which one runs at a time. A strand stops where it comes
-to a block. When all have come, the block's units are held once and each strand runs through it.
+to a block. When all have come, the block's units are held once and each strand runs through it, to
+its end. From there it goes on when the block is not held any more.
 
 Note [Cuts]
   A block's own graph is dropped as soon as its forward is over, and its outputs are given a single
@@ -25,9 +26,16 @@ Note [Random numbers]
   results do not depend on where state lives or on what is prefetched, but dropout differs from that
   of plain accumulation when there is more than one strand.
 
+Note [Turns at tiles]
+  A block with tiles (`engine/tiling.py`) is more than is fetched at once. So strands stop in it as
+  well, wherever they come to a tile, and one fetch of the tile serves all of them. In the backward
+  the repetitions of a block's forward, and their backward, are strands again, which stop at tiles
+  on both ways. Inside a block a strand keeps the block's activations: no more than `num_inside`
+  micro-batches are inside at once, in order; which changes no bit.
+
 Note [Threads]
-  Only forwards are suspended, never a backward: on an accelerator autograd's own thread runs the
-  nodes of all micro-batches.
+  On an accelerator autograd's own thread runs the nodes of all backwards, and none of them may be
+  suspended there. A repetition that is a strand runs its backward in its own thread instead.
 
 Source of the order: Pudipeddi et al., "Training Large Neural Networks with Constant Memory using a
 New Execution Algorithm", 2020, section 3 (layer-to-layer).
@@ -36,9 +44,10 @@ New Execution Algorithm", 2020, section 3 (layer-to-layer).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -47,19 +56,33 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from infinity.engine.activations import Activations
 from infinity.engine.handles import Handle
-from infinity.engine.hooks import Site, SiteHooks, detach_from_parameters, nodes_since, tensors_in
+from infinity.engine.hooks import (
+    OUTSIDE_BACKWARD,
+    Site,
+    SiteHooks,
+    current_backward,
+    detach_from_parameters,
+    nodes_since,
+    tensors_in,
+)
 from infinity.engine.shared_activations import SharedActivations
 from infinity.engine.strand import Modes, Random, Strand
+from infinity.engine.tiled import Tiled
 from infinity.errors import UnsupportedError
 
 # Calls whose inputs are brought back ahead of the one that runs.
 _RESTORED_AHEAD = 2
+
+# Where a strand stops behind a block.
+_THROUGH = object()
 
 _CACHES = ("past_key_values", "past_key_value", "layer_past", "cache_params")
 
 
 class Blocks(Protocol):
     """Holds of units, as this module sees them."""
+
+    turns: Callable[[list[int], bool], None] | None  # What `await_turn` of hooks is to do.
 
     def enter(self, units: list[int]) -> None: ...
     def leave(self, units: list[int]) -> None: ...
@@ -78,13 +101,30 @@ class _Block:
 
     site: Site
     forward: Callable[..., Any]
+    has_tiles: bool
     order: int = -1  # When a strand came here first.
 
 
-class _MicroBatch(Strand):
-    """A strand, and what of its forward waits for the backward."""
+class _Turn(NamedTuple):
+    """Where strands stop inside of a block: a tile, or in a backward what is behind one (no units).
+    The smallest is gone through first."""
 
-    at: _Block | None
+    is_backward: bool
+    order: float
+    units: tuple[int, ...]
+
+
+class _Suspended(Strand):
+    """A strand with random numbers of its own."""
+
+    at: _Block | _Turn | object | None
+    random: list[torch.Tensor]
+    is_inside = False  # A block.
+    behind_tiles: Node | None = None  # The last node it stopped at that follows tiles.
+
+
+class _MicroBatch(_Suspended):
+    """A strand, and what of its forward waits for the backward."""
 
     def __init__(
         self, number: int, forward: Callable[[], torch.Tensor], device: torch.device
@@ -94,7 +134,6 @@ class _MicroBatch(Strand):
         # Gradients on their way out of blocks, by where they go.
         self.pending: dict[tuple[Node, int], tuple[_Input, torch.Tensor]] = {}
         self.behind: dict[Node, frozenset[_Call]] = {}
-        self.random: list[torch.Tensor] = []
 
     def abandon(self) -> None:
         super().abandon()
@@ -176,6 +215,10 @@ def _calls_behind(node: Node, known: dict[Node, frozenset[_Call]]) -> frozenset[
     return found
 
 
+_T = TypeVar("_T")
+_S = TypeVar("_S", bound=_Suspended)
+
+
 class Conductor:
     """Runs the strands of one `accumulate` through the blocks, and back."""
 
@@ -186,16 +229,21 @@ class Conductor:
         hooks: Sequence[tuple[Site, SiteHooks]],
         activations: Activations | SharedActivations,
         device: torch.device,
+        num_inside: int,
     ) -> None:
         self._model = model
         self._holds = holds
         self._hooks = [hook for _, hook in hooks]
-        self._blocks = [_Block(site, site.module.forward) for site, _ in hooks]
+        self._blocks = [
+            _Block(site, site.module.forward, _has_tiles(site.module)) for site, _ in hooks
+        ]
+        self._num_inside = num_inside
         self._activations = activations
         self._device = device
         self._random = Random(device)
-        self._running: _MicroBatch | None = None
+        self._running: _Suspended | None = None
         self._num_seen = 0
+        self._tiles: dict[tuple[int, ...], int] = {}  # In the order in which they are come to.
         # Something that requires a gradient, for cuts to hang on.
         self._anchor = torch.zeros((), requires_grad=True)
 
@@ -238,9 +286,12 @@ class Conductor:
             module = block.site.module
             own.append("forward" in module.__dict__)
             module.forward = self._forward_of(block)  # type: ignore[method-assign]
+        if self._num_inside > 1:
+            self._holds.turns = self._await_turn
         try:
             yield
         finally:
+            self._holds.turns = None
             for config in caching:
                 config.use_cache = True
             for block, hooks, is_own in zip(self._blocks, self._hooks, own, strict=True):
@@ -256,32 +307,81 @@ class Conductor:
         losses: dict[int, torch.Tensor] = {}
         for strand in strands:
             self._run_on(strand, losses)
-        while waiting := [strand for strand in strands if strand.at is not None]:
+        while blocks := [s.at for s in strands if isinstance(s.at, _Block)]:
             # The block that was met first: strands that left some out wait for the others.
-            block = min((s.at for s in waiting if s.at), key=lambda at: at.order)
-            with self._holding(block):
-                for strand in waiting:
-                    if strand.at is block:
-                        self._run_on(strand, losses)
+            block = min(blocks, key=lambda at: at.order)
+            here = [strand for strand in strands if strand.at is block]
+            with self._holding(block.site.units):
+                for together in self._groups(here):
+                    self._run_by_turns(together, losses)
+            # But for those that are at another block, inside of this one.
+            self._run_by_turns([strand for strand in here if strand.at is _THROUGH], losses)
         return [losses[strand.number] for strand in strands]
 
+    def _run_by_turns(
+        self, strands: Sequence[_MicroBatch], losses: dict[int, torch.Tensor]
+    ) -> None:
+        """To the next stop of each that is no tile."""
+        for strand in strands:
+            self._run_on(strand, losses)
+        for turn, here in self._turns(strands):
+            with self._holding(turn.units):
+                for strand in here:
+                    self._run_on(strand, losses)
+
     @contextmanager
-    def _holding(self, block: _Block) -> Iterator[None]:
-        self._holds.enter(block.site.units)
+    def _holding(self, units: Sequence[int]) -> Iterator[None]:
+        self._holds.enter(list(units))
         try:
             yield
         finally:
-            self._holds.leave(block.site.units)
+            self._holds.leave(list(units))
+
+    def _groups(self, every: list[_T]) -> list[list[_T]]:
+        """Those that may be inside a block at once."""
+        count = self._num_inside
+        return [every[start : start + count] for start in range(0, len(every), count)]
+
+    def _turns(self, strands: Sequence[_S]) -> Iterator[tuple[_Turn, list[_S]]]:
+        """The tiles that strands are at, until none is at one: the caller runs those that it gets
+        to their next stop."""
+        while turns := [s.at for s in strands if isinstance(s.at, _Turn)]:
+            turn = min(turns)
+            yield turn, [strand for strand in strands if strand.at == turn]
+
+    def _await_turn(self, units: list[int], is_over: bool) -> None:
+        """In the strand: at a tile inside a block, before it is held, or behind it in a backward.
+
+        What is behind comes only when all strands have given the tile its gradients, so that these
+        leave before the block's own come: in little memory there is not room for both.
+        """
+        strand = self._running
+        if strand is None or not strand.is_inside:
+            return
+        key = tuple(units)
+        order = self._tiles.setdefault(key, len(self._tiles))
+        is_backward = current_backward() != OUTSIDE_BACKWARD
+        if is_over:
+            node = torch._C._current_autograd_node()
+            if strand.behind_tiles is not node:  # Of several tiles of a layer, once.
+                strand.behind_tiles = node
+                strand.pause_at(_Turn(True, 0.5 - order, ()))
+        else:
+            strand.pause_at(_Turn(is_backward, -order if is_backward else order, key))
+
+    def _resume(self, strand: _Suspended) -> None:
+        """The strand runs to its next stop, or to its end."""
+        self._running = strand
+        try:
+            strand.run_on()
+        finally:
+            self._running = None
 
     def _run_on(self, strand: _MicroBatch, losses: dict[int, torch.Tensor]) -> None:
         with self._random_of(strand):
-            self._running = strand
-            try:
-                strand.run_on()
-            finally:
-                self._running = None
+            self._resume(strand)
             at, loss = strand.at, strand.loss
-            if at is not None:
+            if isinstance(at, _Block):
                 if at.order < 0:
                     at.order, self._num_seen = self._num_seen, self._num_seen + 1
             elif loss is not None:
@@ -291,20 +391,21 @@ class Conductor:
                 loss.backward(retain_graph=True)
 
     @contextmanager
-    def _random_of(self, strand: _MicroBatch) -> Iterator[None]:
-        """The strand draws from its own numbers; the first strand's are the caller's."""
+    def _random_of(self, strand: _Suspended) -> Iterator[None]:
+        """The strand draws from its own numbers; the first micro-batch's are the caller's."""
         kept = self._random.state()
         self._random.set(strand.random)
+        is_caller_s = isinstance(strand, _MicroBatch) and strand.number == 0
         try:
             yield
         finally:
             strand.random = self._random.state()
-            self._random.set(strand.random if strand.number == 0 else kept)
+            self._random.set(strand.random if is_caller_s else kept)
 
     def _forward_of(self, block: _Block) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
             strand = self._running
-            assert strand is not None, f"{block.site.name} runs outside of a strand"
+            assert isinstance(strand, _MicroBatch), f"{block.site.name} runs outside of a strand"
             for name in _CACHES:
                 if kwargs.get(name) is not None:
                     raise UnsupportedError(
@@ -312,7 +413,9 @@ class Conductor:
                         "change again; set use_cache=False for training"
                     )
             strand.pause_at(block)
-            return self._call(strand, block, args, kwargs)
+            output = self._call(strand, block, args, kwargs)
+            strand.pause_at(_THROUGH)
+            return output
 
         return forward
 
@@ -324,7 +427,9 @@ class Conductor:
         call.random = self._random.state()
         versions = [leaf._version for leaf in call.leaves if _is_plain(leaf)]
         first = torch.autograd._get_sequence_nr()
+        was_inside, strand.is_inside = strand.is_inside, True
         output = block.forward(*args, **kwargs)
+        strand.is_inside = was_inside
         if versions != [leaf._version for leaf in call.leaves if _is_plain(leaf)]:
             raise UnsupportedError(
                 f"{block.site.name} changes an argument in place, so its forward cannot be "
@@ -390,18 +495,19 @@ class Conductor:
             calls = [pair for pair in calls if any(g is not None for g in pair[1].gradients)]
             if not calls:
                 continue
-            with self._holding(block):
+            units = set(block.site.units)
+            with self._holding(block.site.units):
                 self._holds.begin_block_backward(block.site.units)
-                for index, (strand, call) in enumerate(calls):
-                    for _, ahead in calls[index : index + 1 + _RESTORED_AHEAD]:
-                        for each in ahead.inputs():
-                            self._activations.fetch(each.value)
-                    self._repeat(strand, call)
+                if block.has_tiles and self._num_inside > 1:
+                    units |= self._repeat_by_turns(calls)
+                else:
+                    for index in range(len(calls)):
+                        self._repeat(calls, index)
                 for strand in waiting:  # What comes next, while the gradients leave.
                     first = next(strand.calls[-1].inputs(), None) if strand.calls else None
                     if first is not None:
                         self._activations.fetch(first.value)
-            self._holds.end_of_block(block.site.units)
+            self._holds.end_of_block(list(units))
         for strand in strands:
             self._flush(strand, None)
 
@@ -415,8 +521,45 @@ class Conductor:
             edges = [each.edge for each, _ in pairs]
             torch.autograd.backward(edges, [gradient for _, gradient in pairs], retain_graph=True)
 
-    def _repeat(self, strand: _MicroBatch, call: _Call) -> None:
+    def _repeat_by_turns(self, calls: list[tuple[_MicroBatch, _Call]]) -> set[int]:
+        """Repeats a block with tiles, each of which is held once for all that are inside. Returns
+        the tiles' units to whose gradients not all came in one turn."""
+        left: set[int] = set()
+        for indexes in self._groups(list(range(len(calls)))):
+            strands = []
+            try:
+                for index in indexes:
+                    strand = _Suspended(index, partial(self._repeat, calls, index), self._device)
+                    strand.random, strand.is_inside = calls[index][1].random, True
+                    strands.append(strand)
+                for strand in strands:
+                    with self._random_of(strand):
+                        self._resume(strand)
+                for turn, here in self._turns(strands):
+                    # Those of all micro-batches: the gradients are complete after this turn.
+                    is_whole = turn.is_backward and len(here) == len(calls)
+                    units = list(turn.units)
+                    with self._holding(units):
+                        if is_whole:
+                            self._holds.begin_block_backward(units)
+                        for strand in here:
+                            with self._random_of(strand):
+                                self._resume(strand)
+                    if is_whole:
+                        self._holds.end_of_block(units)
+                    elif turn.is_backward:
+                        left.update(units)
+            finally:
+                for strand in strands:
+                    strand.abandon()
+        return left
+
+    def _repeat(self, calls: list[tuple[_MicroBatch, _Call]], index: int) -> None:
         """The block's forward once more, with a graph, and its backward."""
+        for _, ahead in calls[index : index + 1 + _RESTORED_AHEAD]:
+            for each in ahead.inputs():
+                self._activations.fetch(each.value)
+        strand, call = calls[index]
         copies = {
             each: self._activations.take(each.value).detach().requires_grad_()
             for each in call.inputs()
@@ -442,10 +585,17 @@ class Conductor:
             before = strand.pending.pop(each.key, None)
             if before is not None:
                 pairs.append((copy, before[1]))
-        torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
+        # A strand's in its own thread, which may be suspended.
+        is_strand = self._running is not None
+        with torch.autograd.set_multithreading_enabled(False) if is_strand else nullcontext():
+            torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
         for each, copy in copies.items():
             if copy.grad is not None:
                 strand.pending[each.key] = each, copy.grad
+
+
+def _has_tiles(block: nn.Module) -> bool:
+    return any(isinstance(module, Tiled) for module in block.modules())
 
 
 def _configs_of(model: nn.Module) -> list[Any]:

@@ -14,6 +14,7 @@ import torch
 from infinity.engine.bundles import Bundles, Contribution
 from infinity.engine.gradients import Gradients, flat_of, in_memory_order
 from infinity.engine.passes import Passes
+from infinity.engine.sums_memory import SumsMemory
 from infinity.errors import RankError, UnsupportedError
 from infinity.ranks.inbox import Inbox
 from infinity.ranks.links import Links
@@ -23,10 +24,12 @@ from infinity.state.partition import Partition, Share
 from infinity.state.store import DeviceHome
 from infinity.state.units import STATE_GRANULE, Piece, TensorSpec, Unit
 from infinity.tiers.device import DeviceAdapter
+from infinity.tiers.host import Block
 from infinity.tiers.pool import HostPool
 
 _SUMMED_NUMEL = 256 * STATE_GRANULE  # At a time: fp64 copies are made of them.
 _LEAD_S = 10.0  # How long a rank that is ahead waits for others, once in a step.
+_ALL = 2**32 - 1  # More backward passes than a step has.
 _LOOK_S = 0.02  # Between looks at what has come, while waiting for room.
 _WIRE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -65,12 +68,14 @@ class RankedGradients(Gradients):
         reduce_dtype: torch.dtype | None,
         passes: Passes,
         bundles: Bundles | None,
+        sums: SumsMemory,
         **parts: Any,
     ) -> None:
         super().__init__(store, pool=pool, device=device, **parts)
         self._reduce_dtype = reduce_dtype  # None: as they come.
         self._passes = passes
         self._bundles = bundles
+        self._sums_memory = sums
         self.owned = Gradients(store, pool=pool, device=device, **parts)
         self._ranked_device = device
         self._partition: Partition = store.partition
@@ -153,12 +158,12 @@ class RankedGradients(Gradients):
         self._ranked_device.copy(flat, on_host).wait()
         return on_host
 
-    def _give(self, contribution: Contribution) -> None:
+    def _give(self, contribution: Contribution, *, is_on_host: bool = False) -> None:
         """Sends the parts of a gradient to their owners and adds what may be added already."""
         self._await_turn()
         spec, index, flat = contribution.spec, contribution.index, contribution.flat
         generation, number = contribution.generation, contribution.number
-        if not self._ranked_device.shares_host_memory and self._partition.stage > 1:
+        if not is_on_host and not self._ranked_device.shares_host_memory:
             flat = self._on_host(flat)
         for share in self._shares[spec]:
             part = flat[share.start : share.stop]
@@ -219,12 +224,24 @@ class RankedGradients(Gradients):
             self.owned.add(unit, share.part, self._part_of_mean(parcel), is_on_host=True)
             self._parcels.drop(parcel)
 
+    # -- Memory of sums that are given away --------------------------------------------------------
+
+    def begin_accumulating(self) -> None:
+        self._sums_memory.open()
+
+    def end_accumulating(self) -> None:
+        self._sums_memory.close()
+
+    def _take_block(self, unit: Unit) -> Block:
+        return self._sums_memory.take(unit)
+
     # -- The step ----------------------------------------------------------------------------------
 
     def offer_rest(self) -> None:
-        """This rank's backward passes are over."""
-        if self._bundles is None:
-            return
+        """This rank's backward passes are over. It waits for others before they meet, so nobody
+        waits for another backward of it."""
+        assert self._bundles is not None
+        self._links.note_backward(self._num_steps, _ALL)
         if self._partition.stage == 1 and self._bundles.is_on:
             for unit in self._partition.wholes:
                 self._bundle_resting(unit, self._bundles)
@@ -289,7 +306,7 @@ class RankedGradients(Gradients):
             if super().has(spec):
                 dtype = self._sent_as.pop(spec) or torch.float32
                 flat = super().view(unit, spec).to(dtype, copy=True)  # For its way.
-                self._give(self._contribution(spec, flat))
+                self._give(self._contribution(spec, flat), is_on_host=True)
                 super().forget(spec)
 
     def _bundle_sums(self, unit: Unit) -> None:
@@ -306,7 +323,7 @@ class RankedGradients(Gradients):
         """In stages 2 and 3 sums rest nowhere: they are in the unit's buffer until given."""
         if unit in self._buffers:
             self._give_sums(unit)
-            self._pool.free(self._buffers.pop(unit).block)
+            self._sums_memory.give_back(self._buffers.pop(unit).block)
 
     def _refuse_other_generation(
         self, rank: int, mine: numpy.ndarray[Any, Any], theirs: numpy.ndarray[Any, Any]
@@ -421,7 +438,8 @@ class RankedGradients(Gradients):
             self.finish_copies()
             for unit in list(self._buffers):
                 self._give_away(unit)
-            self.offer_rest()
+            if self._bundles is not None:
+                self._bundles.close_all()
             self._take_bundles()
             self._num_backwards, self._may_give = self._num_backwards + 1, False
             self._links.note_backward(self._num_steps, self._num_backwards)

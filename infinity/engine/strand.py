@@ -23,13 +23,13 @@ class _Abandoned(BaseException):
 class Strand:
     """One micro-batch's forward, in a thread of its own. It starts suspended.
 
-    `forward` returns the loss, which is found in `loss` when the strand is over. Grad mode,
+    `forward` returns the loss, or None; it is found in `loss` when the strand is over. Grad mode,
     autocast, the number of compute threads, context variables and the device's stream are those of
     the thread that made the strand.
     """
 
     def __init__(
-        self, number: int, forward: Callable[[], torch.Tensor], device: torch.device
+        self, number: int, forward: Callable[[], torch.Tensor | None], device: torch.device
     ) -> None:
         self.number = number
         self.at: Any = None  # Where it is suspended; None when it is over.
@@ -45,7 +45,7 @@ class Strand:
         )
         self._thread.start()
 
-    def _run(self, forward: Callable[[], torch.Tensor]) -> None:
+    def _run(self, forward: Callable[[], torch.Tensor | None]) -> None:
         try:
             self._wait_for_turn()
             self.loss = forward()
@@ -144,14 +144,14 @@ class Random:
 
 
 def in_same_modes(
-    function: Callable[[], torch.Tensor], device: torch.device
-) -> Callable[[], torch.Tensor]:
+    function: Callable[[], torch.Tensor | None], device: torch.device
+) -> Callable[[], torch.Tensor | None]:
     """The function, to be called in another thread as if in this one."""
     modes, num_threads, stream = Modes.now(device), torch.get_num_threads(), None
     if device.type != "cpu":
         stream = torch.get_device_module(device.type).current_stream()
 
-    def run() -> torch.Tensor:
+    def run() -> torch.Tensor | None:
         # OpenMP counts per thread; another count would cut sums elsewhere.
         torch.set_num_threads(num_threads)
         if stream is not None:

@@ -21,7 +21,8 @@ from infinity.ops.adamw import AdamWSettings
 from infinity.ops.optimizers import reference_span_, step_
 from infinity.ops.span import Span
 from infinity.schedule.job import Batch, batch_of, make_job, tuned_gbps, updated_nbytes
-from infinity.schedule.step import Rates, Use, drive_rates
+from infinity.schedule.order import Use
+from infinity.schedule.step import Rates, drive_rates
 from infinity.schedule.update_place import UpdatePlace, choose, settled
 from infinity.sizes import MIB, align_down
 from infinity.state.budgets import Budgets
@@ -83,7 +84,7 @@ def _uses(units: Sequence[Unit], batch: Batch) -> Iterator[Use]:
     no matrices, and are updated while nothing else is computed."""
     for index, unit in enumerate(units):
         numel = sum(tensor.numel for tensor in unit.tensors if len(tensor.facts.shape) == 2)
-        yield Use((index,), 2.0 * numel * batch.num_tokens)
+        yield Use((index,), 2.0 * numel * batch.num_tokens, block=index)
 
 
 def time_updates(

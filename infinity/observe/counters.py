@@ -29,6 +29,7 @@ _LANES = {
     "read_wait_s": Lane.STALLS,
     "write_wait_s": Lane.STALLS,
     "copy_wait_s": Lane.STALLS,
+    "ranks_wait_s": Lane.STALLS,
     "update_s": Lane.UPDATES,
 }
 

@@ -59,11 +59,13 @@ class ModelShape(Table):
 @dataclass(frozen=True, slots=True)
 class SiteWork:
     """One forward of a site: its units, the weights a token is multiplied with, and the width that
-    attention scores and mixes are computed over (0 without attention)."""
+    attention scores and mixes are computed over (0 without attention, which are the sites outside
+    of blocks). `is_tile`: of the block before it, and used while that is held."""
 
     units: tuple[int, ...]
     active_params: int
     attention_width: int = 0
+    is_tile: bool = False
 
     def forward_flops(self, num_tokens: int, sequence_length: int) -> float:
         """Of `num_tokens` in sequences of this length. Causal attention looks at half of it."""

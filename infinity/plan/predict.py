@@ -21,8 +21,9 @@ from infinity.plan.model import Model
 from infinity.plan.tiles import largest_nbytes, with_tiles
 from infinity.ranks.rendezvous import Group
 from infinity.schedule.job import Batch, make_job
+from infinity.schedule.order import Use
 from infinity.schedule.rank_job import rank_loads
-from infinity.schedule.step import WRITE, Job, Prediction, Use, predict
+from infinity.schedule.step import WRITE, Job, Prediction, predict
 from infinity.schedule.update_place import UpdatePlace, choose, settled
 from infinity.sizes import format_nbytes
 from infinity.state.budgets import Budgets
@@ -170,12 +171,18 @@ class _Node:
             self.hardware_of_rank = hardware.of_rank(count)
             self.is_collective = _is_collective(config, hardware)
 
-    def divide(self, units: tuple[Unit, ...]) -> Division | None:
+    def divide(self, model: Model) -> Division | None:
         count, rank = self.count, self.rank
         if count == 1:
             return None
         group = Group(None, 0, count, 0, count, 0, count, ("this node",) * count)
-        division = divide(units, group, self.config_of_rank, is_collective=self.is_collective)
+        division = divide(
+            model.units,
+            _units_by_block(model),
+            group,
+            self.config_of_rank,
+            is_collective=self.is_collective,
+        )
         # The shards of all ranks are in the partition of each.
         if rank is None:
             of_ranks = list(zip(*division.partition.shards, strict=True))
@@ -268,7 +275,7 @@ def _fitted(node: _Node, model: Model, window_nbytes: int | None) -> _Fitted:
 
     def attempt(limit_nbytes: int | None) -> _Fitted:
         tiled = with_tiles(model, limit_nbytes)
-        division = node.divide(tiled.units)
+        division = node.divide(tiled)
         sizes: dict[str, Any] = {
             "held_nbytes": tiled.held_nbytes,
             "shares_host_memory": hardware.shares_host_memory,
@@ -387,8 +394,9 @@ def _job(
             site.units,
             site.forward_flops(batch.num_tokens, batch.sequence_length),
             parked_nbytes if site.attention_width else 0,
+            block,
         )
-        for site in model.sites
+        for site, block in zip(model.sites, _blocks(model), strict=True)
     ]
     parked_on = "device" if parked is None else parked[0]
     loads = None
@@ -403,6 +411,32 @@ def _job(
             )
         )
     return make_job(config, budgets, model.units, uses, batch, parked_on=parked_on, loads=loads)
+
+
+def _blocks(model: Model) -> list[int | None]:
+    """Of every site, which block it belongs to."""
+    numbers: list[int | None] = []
+    for index, site in enumerate(model.sites):
+        is_tile = site.is_tile and bool(numbers)
+        numbers.append(numbers[-1] if is_tile else index if site.attention_width else None)
+    return numbers
+
+
+def _units_by_block(model: Model) -> tuple[list[int], list[set[int]]]:
+    """Those that are used outside of blocks, or by several, and those of each block alone."""
+    users: defaultdict[int, set[int | None]] = defaultdict(set)
+    for site, block in zip(model.sites, _blocks(model), strict=True):
+        for unit in site.units:
+            users[unit].add(block)
+    blocks: defaultdict[int, set[int]] = defaultdict(set)
+    outside = []
+    for unit, of in users.items():
+        block = next(iter(of))
+        if len(of) > 1 or block is None:
+            outside.append(unit)
+        else:
+            blocks[block].add(unit)
+    return sorted(outside), list(blocks.values())
 
 
 def _update_place(config: SwapConfig, hardware: Hardware, job: Job) -> UpdatePlace:

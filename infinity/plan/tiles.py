@@ -139,7 +139,7 @@ def _sites(whole: SiteWork, parts: list[_Parts], units: list[Unit]) -> Iterator[
     if left or whole.attention_width:
         yield SiteWork(left, whole.active_params - sum(shares), whole.attention_width)
     for unit, share in zip(tiles, shares, strict=True):
-        yield SiteWork((unit,), share)
+        yield SiteWork((unit,), share, is_tile=whole.attention_width > 0)
 
 
 def _numel(unit: Unit) -> int:

@@ -22,22 +22,23 @@ import torch.distributed as dist
 
 from infinity.errors import ConfigError, InfinityError, RankError
 from infinity.observe import Counters
-from infinity.ranks.links import Links
+from infinity.ranks.links import SILENCE_S, Links
 from infinity.ranks.matching import Key, Matchmaker, Verb, Verdict
 from infinity.ranks.rendezvous import Group
 
 # A rank that waits for others takes its offer back after this: one of them may be in a barrier of
-# the program's own, which this rank does not come to while it waits.
-PATIENCE_S = 5.0
-# Of an operation that every rank has begun. Whoever is slower is stuck.
-TIMEOUT_S = 120.0
+# the program's own, which this rank does not come to while it waits. Once, until that one is back.
+PATIENCE_S = 10.0
+# Of an operation that every rank has begun. A device may be far behind its host; the links find out
+# much sooner who is gone.
+TIMEOUT_S = 600.0
 _LOOK_S = 0.02
 _WATCH_S = 0.5  # How soon a thread that waits in an operation is let go when a rank is gone.
 # After a step in which a larger part of the offers than one in RARE was called off nothing is
 # offered for some steps, twice as many every time.
 _RARE = 8
 _MOST_PAUSED = 64
-_WORD = struct.Struct("<BxxxIIII")  # verb, step, key
+_WORD = struct.Struct("<BxxxIIIQ")  # verb, step, key
 _NO_KEY: Key = (0, 0, 0)
 
 
@@ -58,12 +59,13 @@ class Offer:
 class Collectives:
     """This rank's side of what all ranks do at once. Offers come from the training thread.
 
-    `group` has the devices' backend. A collective call: all ranks make one, and `open` it.
+    `group` has the backend of `device`. A collective call: all ranks make one, and `open` it.
     """
 
-    def __init__(self, links: Links, group: Any, counters: Counters) -> None:
+    def __init__(self, links: Links, group: Any, device: torch.device, counters: Counters) -> None:
         self._links = links
         self._group = group
+        self._device = device
         self._counters = counters
         self._matchmaker = Matchmaker(links.count) if links.rank == 0 else None
         self._changed = threading.Condition()  # Guards all that follows, and the matchmaker.
@@ -73,26 +75,48 @@ class Collectives:
         self._step = 0
         self._paused_steps = 0
         self._pause = 1
+        self._error: BaseException | None = None  # Of the thread that carries out what is begun.
         self._answered = self._called_off = 0  # Of rank 0's matchmaker, before this step.
         self._thread: threading.Thread | None = None
         self._is_closed = False
 
     def open(self) -> None:
-        """After the links: sees that the backend works, and begins to carry out what is begun."""
+        """After the links: sees that the backend works, and begins to carry out what is begun.
+
+        Backends connect in their first operations, and wait for all ranks there: now, when all have
+        come, and not in the middle of a step. Raises InfinityError.
+        """
+        trial = Offer(_NO_KEY, self._try)
+        self._num_begun += 1
+        self._begun.put(trial)
         self._thread = threading.Thread(target=self._run, name="infinity-collectives", daemon=True)
         self._thread.start()
+        with self._changed:
+            self._wait(lambda: trial.is_issued)
+
+    def _try(self) -> None:
+        rows = torch.zeros((self._links.count, 1), dtype=torch.uint8, device=self._device)
+        self.all_gather(torch.empty_like(rows).flatten(), rows[0])
+        self.all_to_all(torch.empty_like(rows), rows)
 
     def close(self) -> None:
-        """Takes back what is offered, when all ranks have come so far; or ends at once what waits
-        for a rank that is gone. Before the links are closed. Idempotent."""
+        """Takes back what is offered, and waits for no rank to come; or ends at once what waits for
+        a rank that is gone. Before the links are closed. Idempotent."""
         if self._thread is None or self._is_closed:
             return
+        is_own = self._thread is threading.current_thread()  # Of a garbage collector's choice.
         with contextlib.suppress(InfinityError):
-            self.end_step()
+            with self._changed:
+                for key in list(self._pending):
+                    self._say(Verb.WITHDRAW, key)
+            if not is_own:
+                self.end_step()
         self._is_closed = True
         self._begun.put(None)
-        if self._thread is not threading.current_thread():
-            self._thread.join()
+        while not is_own and self._thread.is_alive():
+            self._thread.join(_WATCH_S)
+            if self._links.is_broken:
+                self._abort()
         if self._links.is_broken:
             self._abort()
 
@@ -143,7 +167,7 @@ class Collectives:
             return self._wait(lambda: not self._pending and not self._num_begun, timeout_s)
 
     def _wait(self, is_reached: Callable[[], bool], timeout_s: float = float("inf")) -> bool:
-        """With the lock. Raises RankError when a rank is gone."""
+        """With the lock. Raises RankError when a rank is gone, and what failed here."""
         deadline_s = time.monotonic() + timeout_s
         while not is_reached():
             left_s = deadline_s - time.monotonic()
@@ -151,6 +175,8 @@ class Collectives:
                 return False
             self._changed.wait(min(left_s, _LOOK_S))
             self._links.check()
+            if self._error is not None:
+                raise InfinityError(f"between devices of ranks: {self._error}") from self._error
         return True
 
     # -- When to try -------------------------------------------------------------------------------
@@ -211,6 +237,7 @@ class Collectives:
         if verb is Verb.BEGIN:
             self._num_begun += 1
             self._begun.put(offer)
+            self._counters.add("ranks_collectives", 1)
         else:
             offer.act = None
             self._counters.add("ranks_called_off", 1)
@@ -219,6 +246,8 @@ class Collectives:
     # -- Operations --------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        if self._device.index is not None:
+            torch.get_device_module(self._device).set_device(self._device)  # A thread's own matter.
         while True:
             try:
                 offer = self._begun.get(timeout=_WATCH_S)
@@ -232,17 +261,16 @@ class Collectives:
             try:
                 assert offer.act is not None
                 offer.act()
-            except RankError:
-                return  # The links know of it.
             except BaseException as error:
-                self._links.abort(f"{type(error).__name__}: {error}")
+                if not isinstance(error, RankError):  # Else the links know of it.
+                    self._links.abort(f"{type(error).__name__}: {error}")
+                self._error = error  # The links take no word when all others have left.
                 self._abort()
                 return
             with self._changed:
                 offer.act, offer.is_issued = None, True
                 self._num_begun -= 1
                 self._changed.notify_all()
-            self._counters.add("ranks_collectives", 1)
             del offer
 
     def all_gather(self, target: torch.Tensor, source: torch.Tensor) -> None:
@@ -260,11 +288,11 @@ class Collectives:
 
     @contextlib.contextmanager
     def _told(self) -> Any:
-        """What a backend says of a rank that is gone is less than what the links know."""
+        """What a backend says of a rank that is gone is less than what the links will know."""
         try:
             yield
         except RuntimeError as error:
-            deadline_s = time.monotonic() + 2 * _WATCH_S
+            deadline_s = time.monotonic() + SILENCE_S
             while time.monotonic() < deadline_s:
                 self._links.check()
                 time.sleep(_LOOK_S)

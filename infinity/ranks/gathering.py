@@ -97,7 +97,7 @@ class Gathering:
         stretches = self._stretches(unit)
         if not self.is_on or not isinstance(home, DeviceHome) or not stretches:
             return None
-        whole, ready = home.memory, self._exchange.ready()[0]
+        whole, ready = home.memory, self._exchange.ready()
         mine = whole[:0]
         for each in stretches:
             if each.rank == self._partition.rank:  # There is one: what is trained lies together.

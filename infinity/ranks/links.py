@@ -1,11 +1,11 @@
 """Connections between ranks: requests that are served at once, whatever the other rank computes.
 
 Every rank has two sockets to every other, one for what it gives and says (put, note) and one for
-what it asks for (get), each with a thread that empties its queue, in order; and a thread behind
-every socket that others opened, which serves. So weights that are needed soon do not wait for
-gradients that nobody is waiting for, nor for room at who gets these. None of the threads takes a
-lock of the engine, so a rank that waits for another is still of use to a third. That is what lets
-ranks take different ways through a model.
+what it asks for (get, word), each with a thread that empties its queue, in order; and a thread
+behind every socket that others opened, which serves. So weights that are needed soon, and words
+that ranks wait for, do not wait for gradients that nobody is waiting for, nor for room at who gets
+these. None of the threads takes a lock of the engine, so a rank that waits for another is still of
+use to a third. That is what lets ranks take different ways through a model.
 
 A rank that is gone is noticed by its closed sockets, one that is stuck by its silence: a link that
 has nothing to say beats every BEAT_S. The first failure ends all waiting on this rank and is told
@@ -37,6 +37,7 @@ from infinity.observe import Counters
 
 BEAT_S = 2.0
 SILENCE_S = 20.0  # A process that says nothing for so long does not compute, it is stuck.
+_HELLO_S = 10.0  # For the first words of a connection: its rank may be busy with its start.
 LINGER_S = 600.0  # A rank that is done waits so long for the others, who may need its shards.
 _CAUSE_S = 1.0  # A closed socket may be seen before the word that explains it.
 _MEANWHILE_S = 0.02
@@ -214,7 +215,7 @@ class Links:
                 self._listener.settimeout(max(0.1, deadline_s - time.monotonic()))
                 connection, _ = self._listener.accept()
                 try:
-                    connection.settimeout(BEAT_S)
+                    connection.settimeout(_HELLO_S)
                     _prepare(connection)
                     kind, (rank, purpose, _), nbytes = _receive_header(connection)
                     secret = bytearray(min(nbytes, 64))
@@ -479,7 +480,8 @@ class Links:
     ) -> Job:
         self.check()
         job = Job()
-        purpose = Purpose.ASKING if kind is Kind.GET else Purpose.GIVING
+        # A word that is waited for must not come behind gradients that have no room.
+        purpose = Purpose.ASKING if kind in (Kind.GET, Kind.WORD) else Purpose.GIVING
         message = _Message(job, kind, numbers, content or memoryview(b""), sinks)
         self._outgoing[rank, purpose].waiting.put(message)
         return job

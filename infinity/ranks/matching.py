@@ -7,7 +7,8 @@ met is called off, and whoever made it goes another way. It cannot be met when
 
 * a rank has said that it is done with the step and did not offer it;
 * every rank is done or waits for an offer of its own: none of these would ever be met;
-* somebody has waited long enough and takes it back.
+* somebody has waited long enough and takes it back. Who has not come until then is *absent*, and
+  nobody is waited for long again on its account, until it says something.
 
 As in Horovod (Sergeev and Del Balso, 2018) a rank of its own decides the order; that offers can be
 called off is new. Pure: it hears and answers, and knows no clock and no thread.
@@ -50,6 +51,7 @@ class _Step:
     offers: dict[Key, set[int]] = field(default_factory=dict)
     awaited: dict[int, Key] = field(default_factory=dict)  # By rank.
     done: set[int] = field(default_factory=set)
+    absent: set[int] = field(default_factory=set)
 
 
 class Matchmaker:
@@ -59,7 +61,7 @@ class Matchmaker:
     """
 
     def __init__(self, count: int) -> None:
-        self._count = count
+        self._count = count  # Of ranks.
         # A rank may be in the next step before the matchmaker has heard that all are done.
         self._steps: dict[int, _Step] = {}
         self.begun = 0
@@ -69,6 +71,8 @@ class Matchmaker:
         """Takes one word of one rank; words of a rank come in their order."""
         now = self._steps.setdefault(step, _Step())
         answers: list[Verdict] = []
+        if verb is not Verb.WITHDRAW:
+            now.absent.discard(rank)
         if verb is Verb.OFFER:
             offered_by = now.offers.setdefault(key, set())
             assert rank not in offered_by and rank not in now.done
@@ -83,6 +87,8 @@ class Matchmaker:
             answers += [self._answer(step, each, Verb.CANCEL) for each in lacking]
         elif rank in now.offers.get(key, ()):  # Else it was answered on the way.
             if verb is Verb.WITHDRAW:
+                if rank in now.awaited:
+                    now.absent.update(set(range(self._count)) - now.offers[key])
                 answers.append(self._answer(step, key, Verb.CANCEL))
             else:
                 now.awaited[rank] = key
@@ -93,7 +99,7 @@ class Matchmaker:
 
     def _resolve_deadlock(self, step: int) -> list[Verdict]:
         now = self._steps[step]
-        idle = now.awaited.keys() | now.done
+        idle = now.awaited.keys() | now.done | now.absent
         if len(idle) < self._count:
             return []
         hopeless = list(dict.fromkeys(now.awaited.values()))

@@ -139,10 +139,11 @@ class Executor:
         self._is_outdated_by_step = is_outdated_by_step
         self._device_window_nbytes = device_window_nbytes
         self._attached_nbytes = 0
-        shards = {}
+        shards: dict[int, int] = {}
         if gathering is not None:
             wholes = (unit.index for unit in store.units if gathering.covers(unit.index))
             shards = {gathering.shard_of(whole): whole for whole in wholes}
+        self._whole_of = shards
         self.traces = {"train": Trace(shards), "eval": Trace(shards)}
         self._trace = self.traces["train"]
         self.weights = [self._weights_of(unit) for unit in store.units]
@@ -165,6 +166,11 @@ class Executor:
         self._trace = self.traces[kind]
         self._trace.begin()
         self._is_training = kind == "train"
+
+    def begin_backward(self) -> None:
+        """Of a training pass, which goes on: a pass of another kind may have come in between."""
+        self._trace = self.traces["train"]
+        self._is_training = True
 
     def end_training(self) -> None:
         """Other ranks come to nothing any more before the next pass: ends what is under way."""
@@ -444,6 +450,13 @@ class Executor:
             if weights.holds == 0 or not self._device.shares_host_memory:
                 yield weights.unit.index
 
+    def _feeding(self) -> Iterable[int]:
+        """Shards whose host block could be freed if the others were not waited for."""
+        for index in self._whole_of:
+            shard = self.weights[index]
+            if shard.gather is not None and shard.block is not None and not shard.rests_on_host:
+                yield index
+
     def forget(self) -> None:
         """Drops every copy of weights that rest on NVMe: what rests there is going to be other.
 
@@ -467,7 +480,10 @@ class Executor:
         """Frees a block that is needed late. Called by the pool when it is out of room."""
         victim = self._choose(self._evictable(), wanted_nbytes)
         if victim is None:
-            return False
+            victim = self._choose(self._feeding(), wanted_nbytes)
+            if victim is None:
+                return False
+            self._settle(self.weights[self._whole_of[victim]])
         self._evict(self.weights[victim])
         return True
 

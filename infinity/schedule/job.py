@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from infinity.config import SwapConfig
 from infinity.config.schema import NvmeTier
-from infinity.schedule.step import Job, UnitLoad, Use
+from infinity.schedule.order import Use
+from infinity.schedule.step import Job, UnitLoad
 from infinity.state.budgets import Budgets
 from infinity.state.placement import STATE_PIECES, Placement
 from infinity.state.units import Piece, Unit
@@ -69,6 +70,8 @@ def make_job(
         units=tuple(loads or _loads(config, units, budgets.placement, batch)),
         uses=tuple(uses),
         num_micro_batches=batch.num_micro_batches,
+        num_strands=num_strands_of(config, batch),
+        num_inside=config.schedule.tile_strands,
         backward_ratio=3.0 if batch.recomputes else 2.0,
         weights_cache_nbytes=0 if budgets.is_tight else cache_nbytes,
         device_cache_nbytes=device_cache_nbytes,
@@ -79,16 +82,19 @@ def make_job(
     )
 
 
-def is_summed_on_device(config: SwapConfig, batch: Batch) -> bool:
-    """Several micro-batches through one block: their gradients are added up there, in float32."""
+def num_strands_of(config: SwapConfig, batch: Batch) -> int:
+    """Micro-batches that go block by block. Gradients of several are summed on the device, in
+    float32."""
     micro_batch = config.schedule.micro_batch
-    return micro_batch is not None and batch.num_tokens > micro_batch * batch.sequence_length
+    if micro_batch is None:
+        return 1
+    return max(1, -(-batch.num_tokens // (micro_batch * batch.sequence_length)))
 
 
 def _loads(
     config: SwapConfig, units: Sequence[Unit], placement: Placement, batch: Batch
 ) -> Iterator[UnitLoad]:
-    is_summed = is_summed_on_device(config, batch)
+    is_summed = num_strands_of(config, batch) > 1
     return (load_of(unit, placement, is_summed) for unit in units)
 
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 
 from infinity.config import SwapConfig
-from infinity.schedule.job import Batch, is_summed_on_device, load_of
+from infinity.schedule.job import Batch, load_of, num_strands_of
 from infinity.schedule.step import Divided, UnitLoad
 from infinity.state.partition import Partition, Shard
 from infinity.state.placement import Placement
@@ -28,7 +28,7 @@ def rank_loads(
 ) -> Iterator[UnitLoad]:
     """One for each whole unit. `placement` is that of `partition.units`; `is_collective`: the
     devices of ranks exchange with each other."""
-    is_summed = is_summed_on_device(config, batch)
+    is_summed = num_strands_of(config, batch) > 1
     reduced = None if config.ranks.reduce_dtype == "auto" else torch.bfloat16
     for whole, of_ranks in zip(partition.wholes, partition.shards, strict=True):
         mine = of_ranks[partition.rank]

@@ -31,14 +31,15 @@ def visits(
     changing: Collection[int] = (),
     skipped: Collection[int] = (),
     taken_nbytes: Sequence[int] | None = None,
+    held: Sequence[Collection[int]] | None = None,
 ) -> list[Visit]:
     """Uses of `num_passes` rounds of `order` with a cache that drops what is used last.
 
     `nbytes` is by unit; a unit of 0 bytes rests where it is used and always hits. In the passes of
     `stale` the first use of a unit of `changing` misses even if it is there. A unit larger than the
-    cache takes all of it. Visits of `skipped` (indexes) do without the cache. `taken_nbytes` of it,
-    by use of a round, are taken by others then. The order is known from the first pass on, as in a
-    run after its first step.
+    cache takes all of it. Visits of `skipped` (indexes) do without the cache. By use of a round,
+    `taken_nbytes` of it are taken by others then, and units of `held` are not dropped. The order is
+    known from the first pass on, as in a run after its first step.
     """
     trace = Trace()
     for unit in order:
@@ -61,7 +62,8 @@ def visits(
             needed_nbytes = 0 if is_hit else nbytes[unit]
             room_nbytes = capacity_nbytes - (taken_nbytes[place] if taken_nbytes else 0)
             while used_nbytes + needed_nbytes > room_nbytes:
-                others = (each for each in there if each != unit)
+                kept = (unit, *held[place]) if held else (unit,)
+                others = (each for each in there if each not in kept)
                 victim = choose_victim(trace, others, nbytes=nbytes, wanted_nbytes=needed_nbytes)
                 if victim is None:
                     break

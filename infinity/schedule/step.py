@@ -18,6 +18,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from infinity.schedule.order import Move, Use, moves
 from infinity.schedule.residency import Visit, visits
 from infinity.schedule.simulate import Operation, Timeline, simulate
 from infinity.tiers.ranges import rounded_nbytes
@@ -163,22 +164,14 @@ class UnitLoad:
 
 
 @dataclass(frozen=True, slots=True)
-class Use:
-    """A site's forward of one micro-batch: the units it holds, and its FLOPs. Of its input,
-    `parked_nbytes` wait for the backward on the tier that the job names."""
-
-    units: tuple[int, ...]
-    forward_flops: float
-    parked_nbytes: int = 0
-
-
-@dataclass(frozen=True, slots=True)
 class Job:
     """Everything the prediction depends on but the machine's speed.
 
     `weights_cache_nbytes` is host memory for weights that travel, `device_cache_nbytes` the same on
     the device (None where it computes on host memory). `ring_nbytes` of state are in memory at
     once. `backward_ratio` is the backward's FLOPs over the forward's: 2, or 3 with recomputation.
+    A micro-batch may be `num_strands` of them that go block by block, `num_inside` at a time where
+    a block has tiles.
     """
 
     units: tuple[UnitLoad, ...]
@@ -193,6 +186,8 @@ class Job:
     is_deferred: bool = True
     updates_on_device: bool = False
     parked_on: str = "device"
+    num_strands: int = 1
+    num_inside: int = 1
 
     @property
     def shares_host_memory(self) -> bool:
@@ -302,6 +297,10 @@ class _Draft:
         self._gradients_out: list[int] = []
         self._parked: dict[int, int] = {}  # By use: when its input is where it waits.
         self._computed: list[int] = []  # Forwards and backwards of uses, in order.
+        self._moves = moves(
+            job.uses, num_strands=job.num_strands, num_inside=job.num_inside,
+            backward_ratio=job.backward_ratio,
+        )  # fmt: skip
         self._host, self._device = self._visits()
         self._host_free: dict[int, tuple[int, ...]] = {}  # Visit -> what its room waits for.
         self._device_free: dict[int, tuple[int, ...]] = {}
@@ -319,14 +318,15 @@ class _Draft:
 
     def _visits(self) -> tuple[list[Visit], list[Visit]]:
         job = self.job
-        forward = [unit for use in job.uses for unit in use.units]
-        order = forward + forward[::-1]
         # Gradients on their way to NVMe are summed in host memory, one unit's at a time.
         summed = [
             rounded_nbytes(nbytes) if tier == "nvme" and nbytes else 0
             for tier, nbytes in (unit.sums for unit in job.units)
         ]
-        taken_nbytes = [0] * len(forward) + [summed[unit] for unit in forward[::-1]]
+        places = [(unit, move) for move in self._moves for unit in self._units_of(move)]
+        order = [unit for unit, _ in places]
+        held = [move.held for _, move in places]
+        taken_nbytes = [summed[unit] if move.has_gradients else 0 for unit, move in places]
         passes = _NUM_STEPS * job.num_micro_batches
         first_passes = range(0, passes, job.num_micro_batches)
         travelling = [
@@ -342,15 +342,20 @@ class _Draft:
             away = [u.used_nbytes if u.is_away else 0 for u in job.units]
             device = visits(
                 order, away, job.device_cache_nbytes,
-                num_passes=passes, stale=first_passes, changing=changing,
+                num_passes=passes, stale=first_passes, changing=changing, held=held,
             )  # fmt: skip
             skipped = frozenset(i for i, visit in enumerate(device) if visit.is_hit)
         host = visits(
             order, travelling, job.weights_cache_nbytes,
-            num_passes=passes, skipped=skipped, taken_nbytes=taken_nbytes,
+            num_passes=passes, skipped=skipped, taken_nbytes=taken_nbytes, held=held,
             stale=first_passes if outdated else (), changing=outdated,
         )  # fmt: skip
         return host, device
+
+    def _units_of(self, move: Move) -> tuple[int, ...]:
+        """In the order in which they are fetched."""
+        units = self.job.uses[move.use].units
+        return units[::-1] if move.is_backward else units
 
     def _add(
         self, lane: str, name: str, duration_s: float = 0.0, *, after: Sequence[int | None] = (),
@@ -389,6 +394,7 @@ class _Draft:
         job = self.job
         self._step = step
         is_updating = step > 0
+        given: set[int] = set()  # Units that a gradient was summed for in this step.
         if is_updating and not job.is_deferred:
             self._pass = "update"
             units = list(dict.fromkeys(unit for use in job.uses for unit in use.units))
@@ -401,17 +407,22 @@ class _Draft:
             pending = set(range(len(job.units))) if is_first and is_updating else set()
             if not job.is_deferred:
                 pending.clear()
-            for index, use in enumerate(job.uses):
-                self._forward(use, pending)
-                self._park(index, use)
-            self._pass = "backward"
-            uses_left = Counter(unit for use in job.uses for unit in use.units)
-            for index, use in reversed(list(enumerate(job.uses))):
-                uses_left.subtract(use.units)
-                self._backward(use, self._take_back(index, use))
-                for unit in use.units:
-                    if uses_left[unit] == 0:  # The gradient is complete.
-                        self._gradient_out(unit, is_first=is_first)
+            forward_pass = self._pass
+            left = Counter(unit for move in self._moves for unit in self._given_by(move))
+            for move in self._moves:
+                use = job.uses[move.use]
+                if not move.is_backward:
+                    self._pass = forward_pass
+                    self._forward(move, pending)
+                    self._park(move.use, use)
+                    continue
+                self._pass = "backward"
+                self._backward(move, self._take_back(move.use, use))
+                for unit in self._given_by(move):
+                    left[unit] -= 1
+                    if left[unit] == 0 or self._leaves_early(unit, use):
+                        self._gradient_out(unit, is_first=unit not in given)
+                        given.add(unit)
         self._pass = "backward"
         for unit, ready in self._sums.items():
             self._give_sums(unit, ready)
@@ -423,13 +434,27 @@ class _Draft:
 
     # -- Forward and backward --------------------------------------------------------------------
 
-    def _forward(self, use: Use, pending: set[int]) -> None:
-        ready = []
+    def _leaves_early(self, unit: int, use: Use) -> bool:
+        """Whether a sum leaves memory before all micro-batches have been added to it: of a block
+        that they go through in groups; outside of blocks, where no room keeps anything. What other
+        ranks get of a rank has memory of its own until then."""
+        of = self.job.units[unit].divided
+        if of is not None and of.sums is None:
+            return False
+        if use.block is None:
+            return self.job.num_strands > 1 and not self.job.weights_cache_nbytes
+        return self.job.num_strands > self.job.num_inside
+
+    def _given_by(self, move: Move) -> tuple[int, ...]:
+        return self.job.uses[move.use].units if move.has_gradients else ()
+
+    def _forward(self, move: Move, pending: set[int]) -> None:
+        use, ready = self.job.uses[move.use], []
         for unit in use.units:
             is_pending = unit in pending
             pending.discard(unit)
             ready.append(self._bring_in(unit, is_pending=is_pending))
-        duration_s = use.forward_flops / self.rates.flops + self._hold_s(use)
+        duration_s = use.forward_flops * move.forwards / self.rates.flops + self._hold_s(use)
         computed = self._add(COMPUTE, self._name(use), duration_s, after=ready)
         self._computed.append(computed)
         for unit in use.units:
@@ -437,9 +462,10 @@ class _Draft:
                 self._write_weights(unit, [self._unwritten.pop(unit), computed])
         self._let_go(use, computed)
 
-    def _backward(self, use: Use, parked: int | None) -> None:
-        ready = [*(self._bring_in(unit) for unit in reversed(use.units)), parked]
-        duration_s = use.forward_flops * self.job.backward_ratio / self.rates.flops
+    def _backward(self, move: Move, parked: int | None) -> None:
+        use = self.job.uses[move.use]
+        ready = [*(self._bring_in(unit) for unit in self._units_of(move)), parked]
+        duration_s = use.forward_flops * move.forwards / self.rates.flops
         duration_s += self._hold_s(use)
         computed = self._add(COMPUTE, self._name(use), duration_s, after=ready)
         self._computed.append(computed)

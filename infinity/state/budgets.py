@@ -6,6 +6,7 @@ Pure: the machine's sizes are given, so that a machine that is not here can be a
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from infinity.config import SwapConfig
 from infinity.errors import CapacityError, ConfigError
@@ -34,7 +35,11 @@ class Budgets:
     `tiers.host.capacity` is taken of. `shares_host_memory`: the device computes on host memory.
     With ranks, `gathered_nbytes`: the largest unit's weights that are put together from shards;
     `serving_nbytes`: what other ranks are served through, lent for good; `given_nbytes`: the most
-    that they give in the time of a backward. `inbox_nbytes` of the budget are not in the arena.
+    that they give in the time of a backward; `summed_nbytes`: what `infinity.accumulate` sums
+    gradients in before they are given away, for which room is kept where the file says that there
+    are micro-batches. `needed_for_sums_nbytes` is what it works in, all together, and
+    `least_for_sums_nbytes` the smallest budget that keeps it.
+    `inbox_nbytes` of the budget are not in the arena.
     Raises ConfigError for a tier that is not there, CapacityError for a budget that is too small.
     """
 
@@ -50,6 +55,7 @@ class Budgets:
         gathered_nbytes: int = 0,
         serving_nbytes: int = 0,
         given_nbytes: int = 0,
+        summed_nbytes: int = 0,
     ) -> None:
         self.preferences = {
             kind: tuple(getattr(config.placement, kind))
@@ -59,16 +65,20 @@ class Budgets:
         self.shares_host_memory = shares_host_memory
         self.device_nbytes = device_nbytes
         self.held_nbytes = held_nbytes
-        smallest = smallest_working_nbytes(
-            units,
-            self.preferences,
-            held_nbytes=self.held_nbytes,
-            chunk_nbytes=config.schedule.update_chunk,
-            staged_nbytes=self._staged_nbytes(units),
-            gathered_nbytes=gathered_nbytes,
+        working: dict[str, Any] = {
+            "held_nbytes": self.held_nbytes,
+            "chunk_nbytes": config.schedule.update_chunk,
+            "staged_nbytes": self._staged_nbytes(units),
+            "gathered_nbytes": gathered_nbytes,
+        }
+        alone, with_sums = (
+            serving_nbytes
+            + smallest_working_nbytes(units, self.preferences, **working, summed_nbytes=nbytes)
+            for nbytes in (0, summed_nbytes)
         )
-        smallest += serving_nbytes
-        comfortable = self._comfortable(config, units, smallest)
+        smallest = alone if config.schedule.micro_batch is None else with_sums
+        kept_nbytes = smallest - alone
+        comfortable = self._comfortable(config, units, alone) + kept_nbytes
         asked_nbytes = self._host_nbytes(
             config, units, comfortable + given_nbytes, available_host_nbytes
         )
@@ -78,6 +88,10 @@ class Budgets:
         self.inbox_nbytes = self._inbox_nbytes(
             config, units, given_nbytes, asked_nbytes, asked_nbytes - needed_nbytes
         )
+        self.least_for_sums_nbytes = (
+            self._resting_nbytes(units) + with_sums
+            + self._inbox_nbytes(config, units, given_nbytes, 0, 0)
+        )  # fmt: skip
         self.host_nbytes = asked_nbytes - self.inbox_nbytes
         self._refuse_small_host(units, smallest)
         self.placement = self._place(units, smallest, comfortable)
@@ -87,7 +101,8 @@ class Budgets:
         )
         # Where less than this is free, what is kept for later gets in the way of what is needed
         # now.
-        self.is_tight = working_nbytes < 3 * smallest
+        self.is_tight = working_nbytes - kept_nbytes < 3 * alone
+        self.needed_for_sums_nbytes = with_sums - serving_nbytes
         weights_nbytes = max(resting_nbytes(unit, Piece.PARAMETERS) for unit in units)
         weights_nbytes = max(weights_nbytes, gathered_nbytes)
         granule_nbytes, travelling = least_chunk_nbytes(units), self.placement.travelling()

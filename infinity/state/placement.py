@@ -141,11 +141,12 @@ def smallest_working_nbytes(
     chunk_nbytes: int,
     staged_nbytes: int = 0,
     gathered_nbytes: int = 0,
+    summed_nbytes: int = 0,
 ) -> int:
     """The least host memory training can work in, beside what rests on the host.
 
     `gathered_nbytes`: the largest unit's weights that are put together from the shards of ranks.
-
+    `summed_nbytes`: sums of micro-batches that wait to be given to other ranks.
     `staged_nbytes`: what gradients of a device with its own memory come out through.
     `held_nbytes`: the most weight bytes that nested modules hold at once. In a backward these are
     in memory and, where gradients do not rest on the host, those of one unit being summed and of
@@ -163,7 +164,7 @@ def smallest_working_nbytes(
     travelling = sum(piece.kind in streamed for piece in STATE_PIECES)
     chunk_nbytes = max(min(chunk_nbytes, _SMALLEST_CHUNK_NBYTES), least_chunk_nbytes(units))
     working_nbytes = max(
-        held_nbytes + gradients_nbytes + staged_nbytes,
+        held_nbytes + gradients_nbytes + staged_nbytes + summed_nbytes,
         weights_nbytes + master_nbytes,
         held_nbytes + rounded_nbytes(travelling * chunk_nbytes),
     )

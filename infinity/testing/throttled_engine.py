@@ -1,13 +1,11 @@
 """A storage engine whose paths are as slow as a test wants them, for tests of striping.
 
-The drives behind the paths of a test are one and the same; here each path gets a bandwidth of its
-own. Without a limit it behaves like the engine inside.
+The drives behind the paths of a test are one and the same, and as fast as the machine happens to
+be; here each path gets a bandwidth of its own, on a clock of its own.
 """
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Mapping, Sequence
 
 from infinity.storage.engine import (
@@ -20,20 +18,34 @@ from infinity.storage.engine import (
 from infinity.testing.wrapped_engine import WrappedEngine
 
 
+class Clock:
+    """What the module `time` is asked for. It stands still but for those who wait on it."""
+
+    def __init__(self) -> None:
+        self._now_s = 0.0
+
+    def perf_counter(self) -> float:
+        return self._now_s
+
+    def wait_until(self, moment_s: float) -> None:
+        self._now_s = max(self._now_s, moment_s)
+
+
 class ThrottledEngine(WrappedEngine):
-    """Wraps `engine`. `bytes_per_s` maps the start of a path to what files below it may move.
+    """Wraps `engine`. `bytes_per_s` maps the start of a path to what files below it may move, in
+    seconds of `clock`; files elsewhere take no time.
 
     Each limit is one drive that serves its requests one after the other, in the order of
     submission: a request is done when the engine inside is, and every drive it touches has had the
-    time for its share.
+    time for its share. For one thread.
     """
 
     def __init__(self, engine: StorageEngine, bytes_per_s: Mapping[str, float]) -> None:
         super().__init__(engine, "throttled")
+        self.clock = Clock()
         self._limits = dict(bytes_per_s)
         self._limit_of: dict[int, str] = {}  # by file
         self._free_at_s: dict[str, float] = {}  # when each drive has served what it was given
-        self._lock = threading.Lock()
 
     def open(self, path: str, *, direct: bool) -> int:
         file = super().open(path, direct=direct)
@@ -46,38 +58,35 @@ class ThrottledEngine(WrappedEngine):
         self, operation: Operation, segments: Sequence[Segment], priority: Priority
     ) -> Ticket:
         inner = self._engine.submit(operation, segments, priority)
-        return _ThrottledTicket(inner, self._serve(segments))
+        return _ThrottledTicket(inner, self._serve(segments), self.clock)
 
     def drain(self) -> None:
         self._engine.drain()
-        with self._lock:
-            last_s = max(self._free_at_s.values(), default=0.0)
-        time.sleep(max(0.0, last_s - time.monotonic()))
+        self.clock.wait_until(max(self._free_at_s.values(), default=0.0))
 
     def _serve(self, segments: Sequence[Segment]) -> float:
         """When the drives will have served these segments."""
-        now_s = time.monotonic()
-        ready_s = now_s
-        with self._lock:
-            for segment in segments:
-                limit = self._limit_of.get(segment.file)
-                if limit is None:
-                    continue
-                start_s = max(now_s, self._free_at_s.get(limit, 0.0))
-                self._free_at_s[limit] = start_s + segment.nbytes / self._limits[limit]
-                ready_s = max(ready_s, self._free_at_s[limit])
+        now_s = ready_s = self.clock.perf_counter()
+        for segment in segments:
+            limit = self._limit_of.get(segment.file)
+            if limit is None:
+                continue
+            start_s = max(now_s, self._free_at_s.get(limit, 0.0))
+            self._free_at_s[limit] = start_s + segment.nbytes / self._limits[limit]
+            ready_s = max(ready_s, self._free_at_s[limit])
         return ready_s
 
 
 class _ThrottledTicket:
     """Done when the ticket inside is and the drives have had their time."""
 
-    def __init__(self, inner: Ticket, ready_at_s: float) -> None:
+    def __init__(self, inner: Ticket, ready_at_s: float, clock: Clock) -> None:
         self._inner = inner
         self._ready_at_s = ready_at_s
+        self._clock = clock
 
     def done(self) -> bool:
-        return time.monotonic() >= self._ready_at_s and self._inner.done()
+        return self._clock.perf_counter() >= self._ready_at_s and self._inner.done()
 
     def cancel(self) -> bool:
         return self._inner.cancel()
@@ -86,10 +95,5 @@ class _ThrottledTicket:
         return self._inner.passages()
 
     def wait(self, timeout_s: float | None = None) -> None:
-        start_s = time.monotonic()
         self._inner.wait(timeout_s)
-        left_s = self._ready_at_s - time.monotonic()
-        if timeout_s is not None and left_s > timeout_s - (time.monotonic() - start_s):
-            time.sleep(max(0.0, timeout_s - (time.monotonic() - start_s)))
-            raise TimeoutError("the request is still being served")
-        time.sleep(max(0.0, left_s))
+        self._clock.wait_until(self._ready_at_s)

@@ -42,7 +42,11 @@ class StreamMemoryRegion(ResizedRegion):
 
 
 class AcceleratorStreams:
-    """Streams of one accelerator, by its module in torch (`torch.cuda`, `torch.xpu`)."""
+    """Streams of one accelerator, by its module in torch (`torch.cuda`, `torch.xpu`).
+
+    A thread of the engine's has device 0 as its current one, and `stream` alone would go back to it
+    at its end: that makes a context there, of some hundred MiB, for every other rank.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -59,7 +63,7 @@ class AcceleratorStreams:
         return self._module.current_stream(self.device)
 
     def copy(self, stream: Any, source: torch.Tensor, target: torch.Tensor) -> None:
-        with self._module.stream(stream):
+        with self._module.device(self.device), self._module.stream(stream):
             target.copy_(source, non_blocking=True)
 
     def run(
@@ -69,7 +73,7 @@ class AcceleratorStreams:
         used: Sequence[ResizedRegion],
         made: ResizedRegion | None = None,
     ) -> None:
-        with self._module.stream(stream), torch.no_grad():
+        with self._module.device(self.device), self._module.stream(stream), torch.no_grad():
             work()
 
     def empty_region(self, stream: Any, nbytes: int) -> ResizedRegion:

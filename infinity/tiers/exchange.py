@@ -108,11 +108,16 @@ class DeviceExchange:
         return copies
 
     def gather_in_place(
-        self, whole: torch.Tensor, mine: torch.Tensor, stretches: Sequence[Stretch], ready: Event
+        self,
+        whole: torch.Tensor,
+        mine: torch.Tensor,
+        stretches: Sequence[Stretch],
+        ready: Sequence[Event],
     ) -> StreamCopy:
         """As `gather`, in device memory of one's own, uint8, of which `mine` may be a part.
         `ready`: what uses or makes that memory until now."""
-        self._link.wait_event(ready)
+        for event in ready:
+            self._link.wait_event(event)
         arrival, _ = self._gather(whole, mine, stretches)
         return arrival
 
@@ -180,30 +185,36 @@ class DeviceExchange:
 
     # -- Gradients ---------------------------------------------------------------------------------
 
-    def ready(self) -> tuple[Event, Stream]:
-        """What the current stream has to do until now, which makes the tensors that `sum` takes;
-        and that stream."""
-        event, current = self._device.streams.new_event(), self._device.streams.current()
-        event.record(current)
-        return event, current
+    def current(self) -> Stream:
+        return self._device.streams.current()
+
+    def ready(self, stream: Stream | None = None) -> list[Event]:
+        """What a stream has to do until now, which makes the tensors that are given; and the
+        current one, which has just allocated what takes the result."""
+        events = []
+        for each in {stream or self.current(), self.current()}:
+            events.append(self._device.streams.new_event())
+            events[-1].record(each)
+        return events
 
     def sum(
         self,
         given: Sequence[Sequence[torch.Tensor]],
         mean: torch.Tensor,
         *,
-        ready: Event,
+        ready: Sequence[Event],
         owner: Stream,
     ) -> StreamCopy:
         """Issues giving every rank its parts of this rank's gradients, and summing what comes.
 
         `given`: by rank, flat tensors of one dtype, of the same sizes on all ranks. `mean`, fp32:
         takes the sum, divided by the number of ranks, of what all give to this one, one tensor
-        after the other. All of them are memory of `owner`, the stream that was current for `ready`,
-        and kept until somebody waits for the result. Sums are made by the tree of ranks/inbox.py:
-        their bits are those of gradients that come one by one.
+        after the other. `ready`: what makes them. All are memory of the stream `owner`, and kept
+        until somebody waits for the result. Sums are made by the tree of ranks/inbox.py: their bits
+        are those of gradients that come one by one.
         """
-        self._link.wait_event(ready)
+        for event in ready:
+            self._link.wait_event(event)
         dtype = next(tensor.dtype for tensors in given for tensor in tensors)
         at_once = self._part_nbytes // dtype.itemsize
         totals = [sum(tensor.numel() for tensor in tensors) for tensors in given]

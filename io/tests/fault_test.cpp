@@ -86,7 +86,7 @@ Outcome climb(Backend backend, const Kind& kind, std::uint64_t rung, bool is_sca
     }
     if (outcome.has_failed) break;
   }
-  CHECK(engine->drain(10s));  // No request is lost, whatever happened.
+  CHECK(engine->drain(kTimeLimit));  // No request is lost, whatever happened.
   if (!outcome.has_failed) {
     CHECK(std::memcmp(&source[0], &target[0], 2 * kFileNbytes) == 0);
   }

@@ -23,6 +23,9 @@ using namespace std::chrono_literals;
 constexpr std::uint64_t kKiB = 1024;
 constexpr std::uint32_t kBlockNbytes = 64 * kKiB;
 
+// Of a hang, on the slowest machine under the slowest sanitizer.
+constexpr std::chrono::seconds kTimeLimit{300};
+
 // Page-aligned memory that is never registered unless asked.
 class Memory {
  public:
@@ -99,7 +102,7 @@ inline Ticket submit(Engine& engine, Operation operation, std::vector<Segment> s
 }
 
 inline void wait(const Ticket& ticket) {
-  while (!ticket->wait_for(10s)) CHECK(false);
+  while (!ticket->wait_for(kTimeLimit)) CHECK(false);
 }
 
 inline void on_each_backend(const std::function<void(Backend)>& body) {

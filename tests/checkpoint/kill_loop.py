@@ -1,9 +1,11 @@
 """A run that is killed again and again: started by test_kills.py in a process of its own.
 
-The process forks a child for every life of the run, so that a life costs little more than its training. A life goes on from the newest checkpoint and is killed by SIGKILL:
-every other one from outside, a random time after a few steps, the others by themselves at the nth
-effect on files. Checkpoints are copies, or "linked": then every step is committed as well, and a
-checkpoint is written at every other one.
+The process forks a child for every life of the run, so that a life costs little more than its
+training. A life goes on from the newest checkpoint and is killed by SIGKILL: every other one from
+outside, a random time after a few steps, the others by themselves at the nth effect on files. None
+but the last takes more than its share of the steps, however late its end comes. Checkpoints are
+copies, or "linked": then every step is committed as well, and a checkpoint is written at every other
+one.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from tests.checkpoint.harness import durable, run
 from tests.checkpoint.test_copy import elsewhere, save
 
 EVERY = 2
+EFFECTS_OF_A_SHARE = {"copied": 200, "linked": 60}
 EFFECTS = ("pwrite", "write", "fsync", "link", "rename", "replace", "unlink", "rmdir")
 
 
@@ -36,8 +39,11 @@ def begin(directory: Path) -> None:
         each.save(directory / "begin")
 
 
-def live(directory: Path, mode: str, steps: int, life: int, die_at_effect: int) -> None:
-    """To the last step, unless it is killed. Placement and mode differ from life to life."""
+def live(
+    directory: Path, mode: str, steps: int, life: int, share: int | None, die_at_effect: int
+) -> None:
+    """`share` steps, and then it waits to be killed; or to the last step. Placement and mode differ
+    from life to life."""
     options: dict[str, Any] = [
         {},
         {"placement": "host", "host_nbytes": "16MiB"},
@@ -60,7 +66,7 @@ def live(directory: Path, mode: str, steps: int, life: int, die_at_effect: int) 
         first = each.load(newest).step
         assert first >= committed(directory), f"{newest}, after {committed(directory)}"
         die_at(die_at_effect)
-        for step in range(first, steps):
+        for step in range(first, steps if share is None else first + share):
             outcome = each.step(step)
             with (directory / "outcomes").open("a") as log:
                 log.write(json.dumps([step, *outcome]) + "\n")
@@ -70,6 +76,10 @@ def live(directory: Path, mode: str, steps: int, life: int, die_at_effect: int) 
                 each.commit()
             if is_linked or (step + 1) % EVERY == 0:
                 note_committed(directory, step + 1)
+        if share is not None:
+            if die_at_effect:
+                os.kill(os.getpid(), signal.SIGKILL)
+            signal.pause()
         digest = hashlib.sha256()
         for value in each.state().values():
             digest.update(tensor_bytes(value.contiguous()))
@@ -111,16 +121,14 @@ def die_at(effect: int) -> None:
         setattr(os, name, mortal(getattr(os, name)))
 
 
-def await_steps(directory: Path, count: int) -> None:
-    """Until so many more steps were taken than now."""
+def num_steps(directory: Path) -> int:
+    """Steps that were taken, in all lives."""
     log = directory / "outcomes"
+    return len(log.read_text().splitlines()) if log.exists() else 0
 
-    def taken() -> int:
-        return len(log.read_text().splitlines()) if log.exists() else 0
 
-    goal = taken() + count
-    while taken() < goal:
-        time.sleep(0.002)
+def is_alive(child: int) -> bool:
+    return os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
 
 
 def fork(work: Callable[..., None], *arguments: Any) -> int:
@@ -142,16 +150,19 @@ def main(directory: Path, mode: str, steps: int, kills: int, seed: int) -> dict[
     _, status = os.waitpid(fork(begin, directory), 0)
     assert status == 0
     drawn = random.Random(seed)
+    most = steps // (kills + 1)  # So that there is something left for every life.
     checkpoints = directory / "checkpoints"
     report: dict[str, Any] = {"killed": 0, "in_checkpoint": 0, "lives": 0}
     while not (directory / "final").exists():
         life = report["lives"]
         is_last = report["killed"] == kills
         by_itself = life % 2 == 1 and not is_last
-        effect = drawn.randint(1, 200) if by_itself else 0
-        child = fork(live, directory, mode, steps, life, effect)
+        effect = drawn.randint(1, EFFECTS_OF_A_SHARE[mode]) if by_itself else 0
+        goal = num_steps(directory) + drawn.randint(0, most)
+        child = fork(live, directory, mode, steps, life, None if is_last else most, effect)
         if not by_itself and not is_last:
-            await_steps(directory, drawn.randint(0, 5))
+            while num_steps(directory) < goal and is_alive(child):
+                time.sleep(0.002)
             time.sleep(drawn.uniform(0, 0.1))
             os.kill(child, signal.SIGKILL)
         _, status = os.waitpid(child, 0)

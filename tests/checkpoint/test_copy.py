@@ -195,8 +195,12 @@ def test_a_copy_that_is_given_up_leaves_its_step_in_the_swap_directory(tmp_path,
         each.steps(0, 2)
         saving = save(each, far)
         each.steps(2, 3)
-        threading.Timer(0.05, drives[0].open_to_copies.set).start()
+        # The copy stands before its first block until it has been told to end.
+        stop = saving._orders.stop
+        told = threading.Thread(target=lambda: (stop.wait(), drives[0].open_to_copies.set()))
+        told.start()
         saving.abandon()
+        told.join()
         assert saving.is_abandoned and list(far.iterdir()) == []
         with pytest.raises(InfinityError, match="given up"):
             saving.wait()

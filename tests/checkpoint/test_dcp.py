@@ -264,9 +264,8 @@ def test_shards_of_fsdp_are_put_together(tmp_path: Path) -> None:
     """Written by FSDP2 on two ranks, in rows that do not divide evenly."""
     out = str(tmp_path / "fsdp")
     ranks = [Script(SHARDED, rank, out, tmp_path / "store") for rank in range(2)]
-    for rank in ranks:
-        _, errors = rank.communicate()
-        assert rank.returncode == 0, errors
+    errors = [rank.communicate()[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], errors
     expected = torch.load(f"{out}.pt")
     model = infinity.offload(Mlp(width=31, layers=2), swap(tmp_path))
     optimizer = infinity.AdamW(model, lr=7.0)

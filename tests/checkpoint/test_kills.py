@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import infinity
-from tests.forked import run_script
+from tests.forked import TIME_LIMIT_S, run_script
 
 LINKED_KILLS = int(os.environ.get("INFINITY_KILLS", "6"))
 LIVES = """
@@ -28,7 +28,7 @@ def lives(
     directory: Path, kills: int, seed: int = 0, *, mode: str = "copied", steps: int
 ) -> dict[str, int]:
     directory.mkdir()
-    done = run_script(LIVES, directory, mode, steps, kills, seed, timeout=270 + 10 * kills)
+    done = run_script(LIVES, directory, mode, steps, kills, seed, timeout=TIME_LIMIT_S + 30 * kills)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -58,7 +58,7 @@ def test_a_run_that_is_killed_again_and_again_ends_with_the_same_bits(tmp_path):
     assert len(left) == 2 and all(each.is_whole for each in left)
 
 
-@pytest.mark.timeout(300 + 30 * LINKED_KILLS)
+@pytest.mark.timeout(900 + 30 * LINKED_KILLS)
 def test_a_run_whose_every_step_is_committed_loses_none(tmp_path):
     """Links, commits and checkpoints in turn; a life never begins before the last commit."""
     steps = max(24, 3 * LINKED_KILLS)

@@ -8,26 +8,12 @@ from tests.forked import run_script
 
 _MIB = 1 << 20
 
-# In a process of its own: the high-water mark of resident memory belongs to the whole process.
 _CHILD = """
 import json, sys
 from pathlib import Path
 import torch
 import infinity
-from infinity.training.allocator import give_back
-
-def high_water_nbytes():
-    with open("/proc/self/status") as status:
-        return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM:"))
-
-def growth_nbytes(work):
-    def once():
-        give_back()  # Or what was freed is taken again, and is no growth.
-        open("/proc/self/clear_refs", "w").write("5")  # The mark falls to what is resident now.
-        before = high_water_nbytes()
-        work()
-        return high_water_nbytes() - before
-    return min(once(), once())  # The first time is also the first of some imports.
+from tests.memory import growth_nbytes
 
 directory = Path(sys.argv[1])
 with torch.device("meta"):

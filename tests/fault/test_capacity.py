@@ -29,8 +29,6 @@ from .harness import (
     swap_files,
 )
 
-pytestmark = pytest.mark.timeout(60)
-
 STEPS = 3
 
 # The configuration itself asks for four chunks of the update, of 64 KiB here.

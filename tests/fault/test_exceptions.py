@@ -33,8 +33,6 @@ from .harness import (
     weights_of,
 )
 
-pytestmark = pytest.mark.timeout(60)
-
 
 class Boom(Exception):
     """What the user's code raises."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,12 +28,18 @@ from .harness import (
 
 
 @contextmanager
-def interrupted_after(delay_s: float) -> Iterator[None]:
-    """Sends this process a SIGINT from a timer."""
-    before = signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
+def interrupted_after(delay_s: float) -> Iterator[threading.Event]:
+    """Sends this process a SIGINT from a timer. Yields whether it has."""
+    is_sent = threading.Event()
+
+    def send(*unused: object) -> None:
+        is_sent.set()
+        signal.raise_signal(signal.SIGINT)
+
+    before = signal.signal(signal.SIGALRM, send)
     signal.setitimer(signal.ITIMER_REAL, delay_s)
     try:
-        yield
+        yield is_sent
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
@@ -51,7 +58,6 @@ def test_an_interrupt_waits_for_the_end() -> None:
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-@pytest.mark.timeout(120)
 def test_interrupted_at_random_moments_the_steps_are_the_same(swap_directory: Path) -> None:
     source = random.Random(5)
     expected = plain_steps(mlp(), 25)
@@ -61,13 +67,14 @@ def test_interrupted_at_random_moments_the_steps_are_the_same(swap_directory: Pa
         optimizer = optimizer_of(model)
         for step in range(25):
             try:
-                with interrupted_after(source.uniform(0.0002, 0.02)):
-                    loss_of(model, step).backward()
-                    loss_of(model, step)  # More to interrupt; its graph is dropped.
+                with interrupted_after(source.uniform(0.0002, 0.02)) as is_sent:
+                    while not is_sent.is_set():  # However fast the machine is.
+                        loss_of(model, step).backward()
+                        loss_of(model, step)  # More to interrupt; its graph is dropped.
             except KeyboardInterrupt:
                 num_interrupts += 1
             optimizer.zero_grad()
             offloaded_step(model, optimizer, step)
         assert_same(expected, weights_of(model))
-    assert num_interrupts >= 5, "the timer was too late to show anything"
+    assert num_interrupts >= 20, "one that comes in a finalizer is lost"
     assert torch.isfinite(expected[next(iter(expected))]).all()

@@ -38,8 +38,6 @@ from .harness import (
     weights_of,
 )
 
-pytestmark = pytest.mark.timeout(60)
-
 MOST_RUNGS = 400
 
 

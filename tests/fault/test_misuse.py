@@ -126,7 +126,7 @@ def test_a_forked_child_leaves_the_parents_files(tmp_path: Path) -> None:
     program = textwrap.dedent(FORKS).format(config=swap_config(swap), path=str(swap))
     ran = subprocess.run(
         [sys.executable, "-c", program],
-        capture_output=True, text=True, timeout=60,
+        capture_output=True, text=True,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr
     assert "the parent went on" in ran.stdout

@@ -24,8 +24,6 @@ from .harness import (
     swap_files,
 )
 
-pytestmark = pytest.mark.timeout(90)
-
 ROOT = Path(__file__).parents[2]
 
 TRAINING = """

@@ -228,6 +228,21 @@ def test_micro_batches_are_summed_on_the_device(swap_directory: Path) -> None:
     assert left_nbytes[1] - left_nbytes[0] < blocks_nbytes / 2
 
 
+def test_micro_batches_take_turns_at_tiles(swap_directory: Path) -> None:
+    """In half a block's window: backwards wait for each other, each in a thread of its own."""
+    found = []
+    for num_inside in (1, 4):
+        schedule = {"tile": "1MiB", "tile_strands": num_inside}
+        with offloaded(decoder(), config(swap_directory, blocks=0.5, schedule=schedule)) as model:
+            infinity.accumulate(model, lambda seed: model(**batch(seed)), range(4))
+            engine = infinity.engine_of(model)
+            gradients = {name: engine.read_gradient(name) for name in engine.parameter_names()}
+            found.append((engine.counters.snapshot()["device_in_nbytes"], gradients))
+    (alone_nbytes, expected), (together_nbytes, gradients) = found
+    assert together_nbytes < alone_nbytes / 2
+    torch.testing.assert_close(gradients, expected, rtol=1e-4, atol=1e-6)
+
+
 def test_compiled_blocks(swap_directory: Path) -> None:
     """`torch.compile` per block trains, and agrees to rounding with blocks that are not."""
 

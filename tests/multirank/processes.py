@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import pickle
 import queue
-import socket
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -15,23 +15,27 @@ from typing import Any
 
 from tests import forked
 
-TIME_LIMIT_S = 120.0  # Of a hang; what is tested takes seconds.
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
-
 
 def _run(
-    rank: int, count: int, port: int, results: Any, work: Callable[..., Any], arguments: Any
+    rank: int,
+    count: int,
+    directory: str,
+    ports: Any,
+    results: Any,
+    work: Callable[..., Any],
+    arguments: Any,
 ) -> None:
     import torch
     import torch.distributed as dist
 
+    tempfile.tempdir = directory
     torch.set_num_threads(1)
     os.environ["MASTER_ADDR"] = "127.0.0.1"
-    store = dist.TCPStore("127.0.0.1", port, count, is_master=rank == 0)
+    # The kernel chooses the port; one that is only seen to be free may be another's a moment later.
+    port = 0 if rank == 0 else ports.get()
+    store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False)
+    for _ in range(count - 1 if rank == 0 else 0):
+        ports.put(store.port)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=count)
     try:
         # Pickled here: the queue would share the memory of tensors, which ends with this process.
@@ -47,15 +51,29 @@ def _run(
 
 
 class Ranks:
-    """`count` processes that run `work(rank, *arguments)`. Ends them all when it is left."""
+    """`count` processes that run `work(rank, *arguments)`. Ends them all when it is left.
+
+    What is `tempfile.gettempdir()` there is theirs alone, and goes with them.
+    """
 
     def __init__(self, count: int, work: Callable[..., Any], *arguments: Any) -> None:
         context = forked.context()
+        self._directory = tempfile.TemporaryDirectory(prefix="infinity-ranks-")
         self._results = context.Queue()
-        port = free_port()
+        self._ports = context.SimpleQueue()
         self.processes: list[BaseProcess] = [
             context.Process(
-                target=_run, args=(rank, count, port, self._results, work, arguments), daemon=True
+                target=_run,
+                args=(
+                    rank,
+                    count,
+                    self._directory.name,
+                    self._ports,
+                    self._results,
+                    work,
+                    arguments,
+                ),
+                daemon=True,
             )
             for rank in range(count)
         ]
@@ -69,11 +87,12 @@ class Ranks:
         for process in self.processes:
             process.kill()
             process.join()
+        self._directory.cleanup()
 
     def outcomes(self, ranks: set[int]) -> dict[int, tuple[Any, Any]]:
         """(answer, (error, traceback) or None) of each of `ranks`, as they end."""
         found: dict[int, tuple[Any, Any]] = {}
-        deadline_s = time.monotonic() + TIME_LIMIT_S
+        deadline_s = time.monotonic() + forked.TIME_LIMIT_S
         while missing := sorted(ranks - found.keys()):
             codes = {rank: self.processes[rank].exitcode for rank in missing}
             try:

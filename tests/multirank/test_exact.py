@@ -149,6 +149,14 @@ def _goes_its_own_way(rank: int, exchange: str) -> tuple[dict[str, torch.Tensor]
     width = MODELS[case.model].width
     model = offloaded(case, Path())
     optimizer = infinity.AdamW(model, lr=LR)
+    links = infinity.engine_of(model).parts.ranks.links
+    is_waited_for, await_backwards = [], links.await_backwards
+    links.await_backwards = lambda *a, **k: is_waited_for.append(await_backwards(*a, **k)) or True
+    for micro in range(1 + 3 * (rank == 0)):  # One has offered what the other never does.
+        loss_of(model, batch(rank + micro, width), (rank,)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    assert all(is_waited_for), "who is in the step already is waited for"
     for step in range(case.steps):
         for micro in range(1 + (rank == 0)):
             loss_of(model, batch(10 * step + rank + micro, width)).backward()

@@ -13,6 +13,7 @@ import torch
 
 import infinity
 from infinity.errors import InfinityError, NonFiniteError, RankError
+from infinity.ranks import links
 
 from .models import loss_of
 from .processes import Ranks, run_ranks
@@ -38,9 +39,9 @@ def _die_in(
 ) -> None:
     """Trains until rank VICTIM dies in `phase` of the second step."""
     if silence_s is not None:
-        from infinity.ranks import links
-
         links.BEAT_S, links.SILENCE_S = silence_s / 4, silence_s
+    if signal_number is None:
+        links._CAUSE_S = TIME_LIMIT_S  # Its word is on its way, however late it is read.
     case = Case(3, steps=50, exchange=exchange, simulated=exchange == "collective")
     model = offloaded(case, None)  # type: ignore[arg-type]
     engine = infinity.engine_of(model)
@@ -145,6 +146,8 @@ def _misuse(rank: int) -> dict[str, str]:
 
     torch.manual_seed(rank)
     note("other weights", InfinityError, lambda: infinity.offload(_unlike(rank), _config()))
+    unlike = _config() | {"ranks": {"exchange": ("one_sided", "collective")[rank]}}
+    note("other exchange", InfinityError, lambda: infinity.offload(build(case), unlike))
 
     model = offloaded(case, None)  # type: ignore[arg-type]
     optimizer = infinity.AdamW(model, lr=LR)
@@ -176,6 +179,8 @@ def test_misuse_is_named_and_does_not_hang() -> None:
         assert "ConfigError: /proc is not empty" in found["export"]
         assert "call zero_grad() on all ranks alike" in found["zero_grad on one rank"]
         assert "Build the same model on every rank" in found["other weights"]
+    assert "rank 1 would exchange otherwise" in first["other exchange"]
+    assert "computes on host memory" in second["other exchange"]
     assert (
         "rank 0" in second["too few steps"] and "has closed its engine" in second["too few steps"]
     )

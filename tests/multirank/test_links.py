@@ -6,6 +6,7 @@ import errno
 import socket
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import pytest
 
@@ -13,6 +14,7 @@ from infinity.errors import RankError, StorageError
 from infinity.observe import Counters
 from infinity.ranks import links as links_module
 from infinity.ranks.links import Kind, Links, Peer
+from tests.forked import TIME_LIMIT_S
 
 CONTENT = bytes(range(256)) * 1000
 
@@ -56,7 +58,7 @@ def together(functions: Iterable[object]) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(10)
+        thread.join(TIME_LIMIT_S)
         assert not thread.is_alive()
 
 
@@ -83,13 +85,31 @@ def test_gets_are_scattered_and_puts_come_before_notes(
     assert shelves[0].delivered == [(1, number, 1, 2, CONTENT) for number in range(20)]
 
 
+def test_a_word_does_not_wait_for_gradients_that_have_no_room(
+    pair: tuple[list[Links], list[Shelf]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    links, shelves = pair
+    room, heard, deliver = threading.Event(), threading.Event(), shelves[1].deliver
+
+    def deliver_late(*message: Any) -> None:
+        room.wait(10)
+        deliver(*message)
+
+    monkeypatch.setattr(shelves[1], "deliver", deliver_late)
+    monkeypatch.setattr(shelves[1], "hear", lambda *unused: heard.set(), raising=False)
+    links[0].put(1, 0, 0, 0, memoryview(CONTENT), meanwhile=lambda: None)
+    links[0].tell(1, b"a word")
+    assert heard.wait(5)
+    room.set()
+
+
 def test_strangers_are_not_let_in() -> None:
     links = make(2)
     mine = links[0].peers[0]
     stranger = socket.create_connection((mine.address, mine.port))
     stranger.sendall(links_module._HEADER.pack(Kind.HELLO, 1, 0, 0, 32) + b"a guess".ljust(32))
     together([lambda i=i: links[i].open(Shelf()) for i in range(2)])
-    stranger.settimeout(5)
+    stranger.settimeout(TIME_LIMIT_S)
     with stranger:
         assert stranger.recv(1) == b"", "the connection is closed"
     together([each.close for each in links])
@@ -137,22 +157,22 @@ def test_who_is_ahead_waits_for_the_last_backward_but_not_for_who_waits(
             )
         )
         thread.start()
-        assert looks.acquire(timeout=10), "it looks at what came, and waits on"
+        assert looks.acquire(timeout=TIME_LIMIT_S), "it looks at what came, and waits on"
         return thread
 
     first = waiting(3, 1)
     links[1].note_backward(3, 1)
-    first.join(10)
+    first.join(TIME_LIMIT_S)
     assert not first.is_alive()
     assert links[0].await_backwards(2, 7, timeout_s=60, meanwhile=pytest.fail), "that step is over"
     assert not links[0].await_backwards(3, 2, timeout_s=0.05, meanwhile=looks.release)
     second = waiting(3, 2)
     meeting = threading.Thread(target=lambda: links[1].all_gather("a meeting", b""))
     meeting.start()  # It gives nothing more before the other one comes.
-    second.join(10)
+    second.join(TIME_LIMIT_S)
     assert not second.is_alive()
     links[0].all_gather("a meeting", b"")
-    meeting.join(10)
+    meeting.join(TIME_LIMIT_S)
 
 
 def test_a_drive_that_fails_is_of_the_rank_that_serves(
@@ -173,14 +193,16 @@ def test_a_rank_that_takes_its_time_is_not_gone(monkeypatch: pytest.MonkeyPatch)
     """It has no room for what it is given, longer than a silent rank is waited for, and makes some
     while it waits in a meeting: the other one's word comes behind what it gave. A shard that is
     asked for does not wait for that."""
-    monkeypatch.setattr(links_module, "SILENCE_S", 0.8)
-    monkeypatch.setattr(links_module, "BEAT_S", 0.2)
+    # Longer than a thread of a busy machine waits for its turn.
+    monkeypatch.setattr(links_module, "SILENCE_S", 3.0)
     links, shelves = make(2), [Shelf(), Shelf()]
     together([lambda i=i: links[i].open(shelves[i]) for i in range(2)])
+    # Not before: who connects has a beat's time to say who it is.
+    monkeypatch.setattr(links_module, "BEAT_S", 0.2)
     has_room, take = threading.Event(), shelves[1].deliver
 
     def deliver(*message: object) -> None:
-        assert has_room.wait(10)
+        assert has_room.wait(TIME_LIMIT_S)
         take(*message)  # type: ignore[arg-type]
 
     monkeypatch.setattr(shelves[1], "deliver", deliver)
@@ -189,7 +211,7 @@ def test_a_rank_that_takes_its_time_is_not_gone(monkeypatch: pytest.MonkeyPatch)
     sink = bytearray(len(CONTENT))
     links[0].get(1, 0, 0, [memoryview(sink)]).wait()
     assert sink == CONTENT and not shelves[1].delivered
-    assert not has_room.wait(2.5 * links_module.SILENCE_S)
+    assert not has_room.wait(1.3 * links_module.SILENCE_S)
     together([lambda i=i: links[i].all_gather("x", b"", meanwhile=has_room.set) for i in range(2)])
     assert shelves[1].delivered == [(0, 0, 0, 0, content)]
     together([each.close for each in links])

@@ -109,7 +109,7 @@ def test_without_a_drive_a_giver_waits_for_room(
     giver.join(0.05)
     assert giver.is_alive()
     parcels.drop(first)
-    giver.join(10)
+    giver.join()
     assert torch.equal(parcels.read(found[0]), values)
     monkeypatch.setattr(parcels_module, "PATIENCE_S", 0.01)
     with pytest.raises(CapacityError, match="ranks.inbox"):

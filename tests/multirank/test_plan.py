@@ -24,7 +24,7 @@ from infinity.testing import SimulatedDevice
 from infinity.tiers.ranges import rounded_nbytes
 
 from .processes import run_ranks
-from .work import LR, NVME, Case, build, case_id, one_step
+from .work import LR, NVME, Case, build, one_step
 
 LINKS = {
     "ranks_gathered_nbytes": ("sockets_got", "gather_got"),
@@ -65,7 +65,7 @@ def _count(rank: int, runs: list[Run]) -> list[dict[str, float]]:
     """Of each run, what a step moves: the mean of the third and the fourth."""
     found = []
     for run in runs:
-        case, swap = run.case, Path(tempfile.gettempdir()) / f"infinity-plan-{case_id(run.case)}"
+        case, swap = run.case, Path(tempfile.gettempdir(), "swap")  # Of this job alone.
         model = build(case)
         device = None if run.window is None else SimulatedDevice(7, delay_s=0.0)
         infinity.offload(model, run.table(swap), device=device)
@@ -94,7 +94,10 @@ def _model(config: SwapConfig, case: Case) -> Model:
     return Model(
         name=case.model,
         units=units,
-        sites=tuple(SiteWork(tuple(needed), 1) for needed in anatomy.site_units()),
+        sites=tuple(
+            SiteWork(tuple(needed), 1, int(site.is_block))
+            for site, needed in zip(anatomy.sites, anatomy.site_units(), strict=True)
+        ),
         held_nbytes=anatomy.held_nbytes([rounded_nbytes(unit.weight_nbytes) for unit in units]),
         num_params=1,
         checkpoint_width=1,

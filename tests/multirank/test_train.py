@@ -114,7 +114,6 @@ def test_the_command_runs_under_torchrun(tmp_path: Path) -> None:
         [sys.executable, "-m", *torchrun, "infinity", "train", str(config)],
         capture_output=True,
         text=True,
-        timeout=200,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("step 1/3") == 1, "one rank prints"

@@ -7,7 +7,6 @@ compared bit by bit.
 
 from __future__ import annotations
 
-import shutil
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -47,12 +46,13 @@ class Case:
     is_shared: bool = False
     simulated: bool = False
     layer_major: bool = False
+    micro_batch: int | None = None
     tile: int | None = None
     moments: str = "float32"
     inbox: int | str = "auto"
     reduce_dtype: str = "auto"
     budgets: str = "node"
-    capacity: str = "48MiB"
+    capacity: str | int = "48MiB"
     exchange: str = "auto"
     update_on: tuple[str, ...] = ("auto",)  # By rank, in turn: what "auto" may come to.
 
@@ -101,8 +101,11 @@ def offloaded(
         "precision": {"compute": case.compute, "moments": case.moments},
     }
     rank = dist.get_rank() if dist.is_initialized() else 0
-    config["schedule"] = {"update_on": case.update_on[rank % len(case.update_on)]}
-    if case.tile:
+    config["schedule"] = {
+        "update_on": case.update_on[rank % len(case.update_on)],
+        "micro_batch": case.micro_batch,
+    }
+    if case.tile is not None:
         config["schedule"]["tile"] = case.tile
     if "nvme" in case.placement.values():
         config["tiers"]["nvme"] = [{"path": str(swap), "capacity": "64MiB"}]
@@ -114,20 +117,11 @@ def offloaded(
 
 def train(rank: int, case: Case) -> Run:
     """Trains over the ranks of this job."""
-    swap = Path(tempfile.gettempdir()) / f"infinity-ranks-{case_id(case)}"
-    model = offloaded(case, swap)
+    model = offloaded(case, Path(tempfile.gettempdir(), "swap"))
     try:
         return train_model(model, rank, case)
     finally:
         infinity.engine_of(model).close()
-        shutil.rmtree(swap, ignore_errors=True)
-
-
-def case_id(case: Case) -> str:
-    """The same on every rank of a job, and on no other."""
-    import os
-
-    return f"{os.getppid()}-{case}"
 
 
 def train_model(model: nn.Module, rank: int, case: Case) -> Run:

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infinity.errors import ConfigError
@@ -46,9 +46,6 @@ from tests.ops.state import (
 
 ADAMW = AdamWSettings(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, step=3)
 SIGNED, SQUARES = dynamic_map(True), dynamic_map(False)
-per_instruction_set = settings(
-    deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
 numels = st.one_of(
     st.integers(0, 40), st.integers(200, 330), st.sampled_from([255, 256, 257, 1003, 4096])
 )
@@ -95,7 +92,7 @@ def test_the_map_is_the_documented_one(used: DynamicMap) -> None:
 
 @both_maps
 @given(number=st.floats(-1, 1, width=32))
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 def test_a_number_gets_the_nearest_code(used: DynamicMap, number: float) -> None:
     number = number if used.is_signed else abs(number)
     distances = (used.values.double() - number).abs()
@@ -169,7 +166,7 @@ def assert_state(ours: object, theirs: State8Bit) -> None:
 
 @both_maps
 @given(numel=st.integers(1, 600), seed=seeds)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_the_error_is_at_most_half_a_step_of_the_map(
     used: DynamicMap, numel: int, seed: int
 ) -> None:
@@ -223,7 +220,7 @@ def test_zeros_and_what_is_below_a_normal_number_are_zero(simd: str) -> None:
     gradient_dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     grad_scale=st.sampled_from([1.0, 0.3, 1e-30, float("inf")]),
 )
-@settings(per_instruction_set, max_examples=200)
+@settings(max_examples=200)
 def test_every_instruction_set_has_the_bits_of_the_reference(
     simd: str,
     recipe: Settings,
@@ -250,7 +247,7 @@ def test_every_instruction_set_has_the_bits_of_the_reference(
 
 
 @given(numel=st.integers(1, 600), seed=seeds, recipe=adamws, is_split=st.booleans())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_the_update_is_decode_fp32_update_encode(
     numel: int, seed: int, recipe: AdamWSettings, is_split: bool
 ) -> None:
@@ -274,7 +271,7 @@ def test_the_update_is_decode_fp32_update_encode(
     cuts=st.sets(st.integers(0, 8)),
     is_split=st.booleans(),
 )
-@settings(per_instruction_set, max_examples=60)
+@settings(max_examples=60)
 def test_cut_between_blocks_it_has_the_same_bits(
     simd: str, recipe: Settings, numel: int, seed: int, cuts: set[int], is_split: bool
 ) -> None:

@@ -23,7 +23,6 @@ def all_patterns() -> Iterator[Tensor]:
         yield first + (start if start < 1 << 31 else start - NUM_PATTERNS)
 
 
-@pytest.mark.timeout(600)
 def test_all_patterns_come_back_and_native_kernels_keep_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

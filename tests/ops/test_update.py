@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -35,9 +35,6 @@ from tests.ops.state import (
 )
 
 ADAMW = AdamWSettings(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, step=3)
-per_instruction_set = settings(
-    deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
 numels = st.one_of(st.integers(0, 100), st.sampled_from([255, 256, 1003, 4096]))
 seeds = st.integers(0, 1 << 20)
 all_settings = st.one_of(adamws, adams, sgds, lions)
@@ -52,7 +49,7 @@ all_settings = st.one_of(adamws, adams, sgds, lions)
     gradient_dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     grad_scale=st.sampled_from([1.0, 0.3, 1e-30, float("inf")]),
 )
-@settings(per_instruction_set, max_examples=300)
+@settings(max_examples=300)
 def test_every_instruction_set_has_the_bits_of_the_reference(
     simd: str,
     recipe: Settings,
@@ -99,7 +96,7 @@ def torch_update(span: Span, recipe: Settings) -> None:
     seed=seeds,
     values=st.sampled_from(RANGES),
 )
-@settings(per_instruction_set, max_examples=500)
+@settings(max_examples=500)
 def test_fp32_has_the_bits_of_torchs_fused_kernels(
     simd: str, recipe: Settings, numel: int, seed: int, values: str
 ) -> None:
@@ -133,7 +130,7 @@ def test_a_million_elements_have_the_bits_of_torchs(simd: str, step: int, beta2:
     is_split=st.booleans(),
     together=st.booleans(),
 )
-@settings(per_instruction_set, max_examples=100)
+@settings(max_examples=100)
 def test_cut_anywhere_it_has_the_same_bits(
     simd: str,
     recipe: Settings,
@@ -169,7 +166,7 @@ def test_threads_and_addresses_change_no_bit(simd: str, is_split: bool) -> None:
 
 
 @given(seed=seeds, numel=numels, recipe=adamws)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_split_update_is_join_update_split(seed: int, numel: int, recipe: AdamWSettings) -> None:
     whole = make_span(numel, seed, recipe, is_split=True)
     assert whole.residual is not None
@@ -185,7 +182,7 @@ def test_split_update_is_join_update_split(seed: int, numel: int, recipe: AdamWS
 
 
 @given(seed=seeds, numel=numels, factor=st.floats(0, 1, width=32))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_grad_scale_has_the_bits_of_a_multiplication_before(
     seed: int, numel: int, factor: float
 ) -> None:
@@ -271,7 +268,7 @@ def test_a_forked_child_has_threads_of_its_own() -> None:
     passed = context.SimpleQueue()
     child = context.Process(target=_update_in_child, args=(span.weight, passed))
     child.start()
-    child.join(60)
+    child.join()
     assert child.exitcode == 0
     assert passed.get() is True
 

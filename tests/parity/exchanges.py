@@ -84,8 +84,8 @@ def run(
             on_host.copy_(mine)
             exchange.take(region)
             resting = device.allocate(mine.numel()).copy_(mine) if on_device else on_host
-            ready, _ = exchange.ready()
-            ready.synchronize()
+            for event in exchange.ready():
+                event.synchronize()
             arrival, departure = exchange.gather(region, resting, stretches)
             departure.wait()
             host.free(block)
@@ -97,7 +97,7 @@ def run(
             assert torch.equal(found.cpu(), whole), "weights came otherwise"
             if on_device:
                 kept = device.allocate(WHOLE_NBYTES)
-                ready, _ = exchange.ready()
+                ready = exchange.ready()
                 exchange.gather_in_place(kept, resting, stretches, ready).order()
                 assert torch.equal(kept.cpu(), whole), "weights were refreshed otherwise"
 
@@ -106,7 +106,7 @@ def run(
             mine = [each.to(device.torch_device) for each in given[rank]]
             halves = [[*each.split(1_700)] for each in mine]
             mean = torch.empty(mine[rank].numel(), device=device.torch_device)
-            ready, owner = exchange.ready()
+            ready, owner = exchange.ready(), exchange.current()
             exchange.sum(halves, mean, ready=ready, owner=owner).order()
             wanted = mean_of([theirs[rank] for theirs in given])
             assert torch.equal(mean.cpu(), wanted), f"{dtype}: sums differ"

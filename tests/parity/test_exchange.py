@@ -15,8 +15,6 @@ from tests.loopback import Loopback
 
 from . import exchanges
 
-pytestmark = pytest.mark.timeout(60)
-
 
 def simulated(host: Any, counters: Any) -> SimulatedDevice:
     device = SimulatedDevice(3, delay_s=1e-3)

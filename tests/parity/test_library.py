@@ -42,8 +42,6 @@ from .harness import (
 )
 from .zoo import ZOO, module_loss
 
-pytestmark = pytest.mark.timeout(120)
-
 Scenario = Callable[[Side], Named]
 PLAN = Plan(lr=1e-2, weight_decay=0.1)
 

@@ -26,8 +26,6 @@ import pytest
 
 from tests.forked import run_script
 
-pytestmark = pytest.mark.timeout(180)
-
 MIB = 1 << 20
 FIXED_NBYTES = 32 * MIB
 
@@ -45,6 +43,9 @@ PROGRAM = textwrap.dedent(
     def reset_peak():
         Path("/proc/self/clear_refs").write_text("5")
 
+    from tests.memory import use_small_pages
+
+    use_small_pages()
     case = json.loads(sys.argv[1])
     import torch, infinity
     from infinity.testing import models
@@ -168,7 +169,7 @@ def test_peak_memory_is_the_budget_and_a_stated_overhead(name: str, tmp_path: Pa
             "precision": {"compute": options["compute"]},
         },
     }  # fmt: skip
-    done = run_script(PROGRAM, json.dumps(case), timeout=170)
+    done = run_script(PROGRAM, json.dumps(case))
     assert done.returncode == 0, done.stderr[-4000:]
     seen = json.loads(done.stdout.strip().splitlines()[-1])
 

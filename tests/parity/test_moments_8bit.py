@@ -37,8 +37,6 @@ from .test_placements import (
     skip_without,
 )
 
-pytestmark = pytest.mark.timeout(120)
-
 EIGHT_BIT = replace(PLAN, steps=4)
 PRECISION = {"compute": "float32", "moments": "8bit"}
 

@@ -52,8 +52,6 @@ from .harness import (
 )
 from .zoo import ZOO, Batch, Entry, configuration, constructor, seeded
 
-pytestmark = pytest.mark.timeout(120)
-
 MANY_STEPS, STEPS = 20, 8
 VOCAB = 96
 

@@ -33,8 +33,6 @@ from infinity.tiers.streams import StreamCopy, StreamDevice, StreamRegion
 
 from .harness import offloaded, swap_config
 
-pytestmark = pytest.mark.timeout(60)
-
 WIDTH, LAYERS = 32, 9
 BLOCK_NBYTES = 20 << 10  # In whole pages.
 WINDOW_NBYTES = 2 * BLOCK_NBYTES + (4 << 10)  # And the head.

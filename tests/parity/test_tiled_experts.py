@@ -41,8 +41,6 @@ from .harness import (
 )
 from .zoo import DECODER, ZOO, Entry, configuration
 
-pytestmark = pytest.mark.timeout(120)
-
 EXPERT_NBYTES = 3 * 96 * 64 * 4
 # Without clipping: the norm of a cut parameter is rounded otherwise.
 PLAN = Plan(steps=3, accumulation=2, lr=1e-3)

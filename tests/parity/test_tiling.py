@@ -12,6 +12,7 @@ The bound. For y = sum of K products in floating point with unit roundoff u, wha
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -50,8 +51,6 @@ from .harness import (
     swap_config,
 )
 from .zoo import ZOO, Entry
-
-pytestmark = pytest.mark.timeout(120)
 
 LIMIT_NBYTES = 64 << 10
 VOCAB = 448  # Of width 128: three tiles of 128 rows and one of 64.
@@ -543,23 +542,129 @@ def test_built_on_meta_tiles_are_initialised(swap_directory: Path) -> None:
 
 
 def test_layer_major_accumulation_with_tiles_in_blocks(swap_directory: Path) -> None:
-    """Without tied weights its sums are those of the plain loop, bit for bit."""
+    """Without tied weights its sums are those of the plain loop, bit for bit, however many
+    micro-batches take turns at tiles."""
     seeds = [1, 2, 3]
     plain = cut(wide(), 64 * 257 * 4)
     for seed in seeds:
         (WIDE.loss(plain, wide_batch(seed)) / 3).backward()
-    for gradients in ("nvme", "host"):
+    for gradients, num_inside, device in (
+        ("nvme", 4, SimulatedDevice(2)), ("host", 2, SimulatedDevice(3)), ("nvme", 1, None),
+        ("nvme", 2, None), ("host", 3, None),
+    ):  # fmt: skip
         config = tiled_config(
             swap_directory, tile=64 * 257 * 4, host_nbytes="8MiB",
             placement={"parameters": "nvme", "moments": "nvme", "gradients": gradients},
+            schedule={"tile_strands": num_inside},
         )  # fmt: skip
-        with offloaded(wide(), config, device=SimulatedDevice(2)) as model:
+        with offloaded(wide(), config, device=device) as model:
             assert len(model.blocks[0][1].tiles) == 4  # type: ignore[index,union-attr]
             losses = infinity.accumulate(
                 model, lambda seed: WIDE.loss(model, wide_batch(seed)) / 3, seeds
             )
             assert len(losses) == 3
             assert not differences(PlainSide(plain).gradients(), OffloadedSide(model).gradients())
+
+
+@pytest.mark.parametrize(("tile", "num_inside"), [(0, 1), ("64KiB", 1), ("64KiB", 3)])
+def test_what_is_behind_a_block_needs_no_room_beside_it(
+    tile: Any, num_inside: int, swap_directory: Path
+) -> None:
+    """In the smallest window of the device, with a head as large as a block."""
+
+    def build() -> nn.Module:
+        model = wide()
+        model.out = nn.Linear(256, 256)
+        return model
+
+    config = tiled_config(
+        swap_directory, tile=tile, device_nbytes=1, schedule={"tile_strands": num_inside}
+    )
+    with pytest.raises(CapacityError, match="one device") as refused:
+        infinity.offload(build(), config, device=SimulatedDevice(1))
+    config["tiers"]["device"]["capacity"] = refused.value.needed_nbytes
+    device = SimulatedDevice(1)
+    with offloaded(build(), config, device=device) as model:
+        infinity.accumulate(model, lambda seed: WIDE.loss(model, wide_batch(seed)), [1, 2, 3])
+    assert 0 < device.attached_high_water_nbytes <= refused.value.needed_nbytes
+
+
+class Counted(torch.autograd.Function):
+    """Fails at one of its forwards and backwards, of all micro-batches and their repetitions."""
+
+    left = 1 << 60
+
+    @classmethod
+    def count(cls, x: Tensor) -> Tensor:
+        cls.left -= 1
+        if cls.left < 0:
+            raise RuntimeError("made to fail")
+        return x.clone()
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return Counted.count(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return Counted.count(gradient)
+
+
+class Entering(nn.Module):
+    """Notes how many micro-batches have entered a block and are not at its end."""
+
+    inside = most = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        Entering.inside += 1
+        Entering.most = max(Entering.most, Entering.inside)
+        return x
+
+
+class Counting(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        Entering.inside -= 1
+        return Counted.apply(x)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def test_micro_batches_between_turns(swap_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No more than may be are inside a block, and each draws its own random numbers. Where one fails, those that wait for their turn end, also
+    inside of a backward, and the next run has the gradients of one that never failed."""
+    seeds = [1, 2, 3]
+
+    def build() -> nn.Module:
+        model = wide()
+        for block in model.blocks:  # type: ignore[union-attr]
+            block.insert(0, Entering()).insert(1, nn.Dropout(0.5))  # type: ignore[operator]
+            block.append(Counting()).append(nn.Dropout(0.5))  # type: ignore[operator]
+        return model
+
+    def gradients(model: nn.Module) -> Any:
+        torch.manual_seed(4)
+        Entering.inside = Entering.most = 0
+        infinity.accumulate(model, lambda seed: WIDE.loss(model, wide_batch(seed)), seeds)
+        return OffloadedSide(model).gradients()
+
+    config = tiled_config(
+        swap_directory, tile=64 * 257 * 4, host_nbytes="4MiB", schedule={"tile_strands": 1}
+    )
+    with offloaded(build(), config) as model:
+        expected = gradients(model)
+        assert Entering.most == 1
+    config["schedule"]["tile_strands"] = 2
+    with offloaded(build(), config) as model:
+        assert not differences(expected, gradients(model))
+        assert Entering.most == 2
+        for count in range(2 * 3 * len(seeds)):  # Blocks; forward, repeated, backward.
+            model.zero_grad()
+            monkeypatch.setattr(Counted, "left", count)
+            with pytest.raises(RuntimeError, match="made to fail"):
+                gradients(model)
+            assert not held_units(model)
+            assert not any("micro-batch" in each.name for each in threading.enumerate())
+        model.zero_grad()
+        monkeypatch.setattr(Counted, "left", 1 << 60)
+        assert not differences(expected, gradients(model))
 
 
 def test_accumulating_a_tied_decoder(swap_directory: Path) -> None:

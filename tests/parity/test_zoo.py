@@ -35,8 +35,6 @@ from .harness import (
 )
 from .zoo import MODULES, PEFT, TRANSFORMERS, ZOO
 
-pytestmark = pytest.mark.timeout(120)
-
 # Plain AdamW keeps the state of a bf16 parameter in bf16, the engine keeps an fp32 master: the
 # gradients must be equal, the updates cannot be.
 WITHOUT_UPDATES = {"MixedDtypes"}

@@ -151,3 +151,30 @@ def test_bytes_are_those_of_a_run(
     ran = json.loads(lines[-2])  # The last one also carries out the update it decides.
     assert found["nvme_write"] == ran["nvme_write_nbytes"]
     assert found["nvme_read"] == pytest.approx(ran["nvme_read_nbytes"], rel=0.1)
+
+
+def test_bytes_of_tiles_are_those_of_a_run(tmp_path: Path) -> None:
+    """Three micro-batches, two of them at a time through blocks with tiles, where no memory keeps
+    anything: what is fetched and what leaves is known to all but the turns of the passes."""
+    shape = """
+    model_type = "llama"
+    vocab_size = 256
+    hidden_size = 256
+    intermediate_size = 768
+    num_hidden_layers = 2
+    num_attention_heads = 4
+    """
+    head = CONFIG.format(
+        swap=tmp_path / "swap", output=tmp_path / "out", dtype="bfloat16", accumulation=1
+    ).partition("[model.config]")[0]
+    file = tmp_path / "swap.toml"
+    file.write_text(f"{head}\n[model.config]\n{shape}")
+    change = ["tiers.host.capacity=6MiB", "train.batch_size=3", "schedule.micro_batch=1",
+              "schedule.tile=128KiB", "schedule.tile_strands=2"]  # fmt: skip
+    options = [part for each in change for part in ("--set", each)]
+    found = json.loads(plan(str(file), "--json", *options))["moved_nbytes"]
+    result = RUNNER.invoke(app, ["train", str(file), *options])
+    assert result.exit_code == 0, result.output
+    ran = json.loads((tmp_path / "out" / "metrics.jsonl").read_text().splitlines()[-2])
+    assert found["nvme_write"] == ran["nvme_write_nbytes"]
+    assert found["nvme_read"] == pytest.approx(ran["nvme_read_nbytes"], rel=0.01)

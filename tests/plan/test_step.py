@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from infinity.schedule.order import Use, moves
 from infinity.schedule.residency import visits
-from infinity.schedule.step import Job, Rates, UnitLoad, Use, predict
+from infinity.schedule.step import Job, Rates, UnitLoad, predict
 
 GB = 10**9
 RATES = Rates(flops=1e13, update=100e9, host=100e9, nvme_read=8e9, nvme_write=4e9, nvme_mixed=6e9,
@@ -122,13 +123,32 @@ def test_gradients_of_more_micro_batches_are_read_and_written_again() -> None:
     assert two["nvme_read"] - one["nvme_read"] == 4 * params
 
 
+def test_the_order_of_micro_batches_that_go_block_by_block() -> None:
+    """Three of them, two at a time through blocks with two tiles. An embedding, two blocks, a head
+    whose backward follows its forward."""
+    uses = [Use((0,), 1.0), Use((7,), 1.0)]
+    uses[1:1] = [Use((unit,), 1.0, block=(unit - 1) // 3) for unit in range(1, 7)]
+    found = moves(uses, num_strands=3, num_inside=2, backward_ratio=3.0)
+    # `*`: while its block is held. `<`: backward, with gradients.
+    said = [
+        str(uses[move.use].units[0]) + "*" * bool(move.held) + "<" * move.has_gradients
+        for move in found
+    ]
+    assert " ".join(said) == (
+        "0 0 0 1 2* 3* 2* 3* 4 5* 6* 5* 6* 7 7< 7 7< 7 7< "
+        "4< 5* 6* 6*< 5*< 4< 5* 6* 6*< 5*< 1< 2* 3* 3*< 2*< 1< 2* 3* 3*< 2*< 0< 0< 0<"
+    )
+    assert sum(m.forwards for m in found if not m.is_backward) == pytest.approx(len(uses))
+    assert sum(m.forwards for m in found if m.is_backward) == pytest.approx(3 * len(uses))
+
+
 def test_a_tied_unit_has_one_gradient_and_one_update() -> None:
     tied = job(2, uses=(Use((0,), 1e9), Use((1,), 1e9), Use((0,), 1e9)))
     moved = predict(replace(tied, weights_cache_nbytes=10 * GB), RATES).moved_nbytes
     assert moved["nvme_write"] == 16 * 2 * GB // 10
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(jobs)
 def test_bytes_are_conserved(given_job: Job) -> None:
     step = predict(given_job, RATES)
@@ -142,7 +162,7 @@ def test_bytes_are_conserved(given_job: Job) -> None:
     assert step.moved_nbytes["nvme_write"] == 12 * params + accumulated
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(jobs)
 def test_a_step_takes_at_least_as_long_as_any_lane_is_busy(given_job: Job) -> None:
     step = predict(given_job, RATES)
@@ -150,7 +170,7 @@ def test_a_step_takes_at_least_as_long_as_any_lane_is_busy(given_job: Job) -> No
         assert step.step_s >= busy_s * 0.97, lane  # Some of it was fetched in the step before.
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(jobs, st.sampled_from(["flops", "update", "host", "nvme", "h2d", "d2h"]))
 def test_faster_is_not_slower(given_job: Job, what: str) -> None:
     names = ("nvme_read", "nvme_write", "nvme_mixed") if what == "nvme" else (what,)

@@ -14,7 +14,8 @@ import torch
 
 from infinity.plan.hardware import load_hardware
 from infinity.plan.model import load_model
-from infinity.schedule.step import Job, Rates, UnitLoad, Use, predict
+from infinity.schedule.order import Use
+from infinity.schedule.step import Job, Rates, UnitLoad, predict
 
 V100_FLOPS = 70e12
 STATES_NBYTES = 20

@@ -77,7 +77,7 @@ recipes = st.builds(
     together=st.booleans(),
     odd_values=st.booleans(),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_cut_anywhere_at_multiples_of_16_it_has_the_same_bits(
     numel: int, seed: int, recipe: AdamWSettings, cuts: set[int], together: bool, odd_values: bool
 ) -> None:
@@ -97,7 +97,7 @@ def test_cut_anywhere_at_multiples_of_16_it_has_the_same_bits(
 
 
 @given(seed=st.integers(0, 1 << 16), recipe=recipes, numel=st.integers(1, 300))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_several_steps_are_those_of_torchs_fused_adamw(
     seed: int, recipe: AdamWSettings, numel: int
 ) -> None:

@@ -29,7 +29,7 @@ def test_a_whole_granule_wastes_nothing() -> None:
 
 
 @given(numels=sizes, chunk_mib=st.integers(1, 3))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_chunks_cover_every_code_and_scale_once(numels: list[int], chunk_mib: int) -> None:
     facts = [
         TensorFacts(f"t{i}", (numel,), (1,), torch.bfloat16, True) for i, numel in enumerate(numels)

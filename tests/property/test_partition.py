@@ -23,7 +23,7 @@ def all_ranks(laid_out: list[Unit], count: int, stage: int) -> list[Partition]:
 
 
 @given(laid_out=units(), count=COUNTS, stage=st.sampled_from(STAGES))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_every_element_of_state_has_one_owner(laid_out: list[Unit], count: int, stage: int) -> None:
     divided = partition(laid_out, rank=0, count=count, stage=stage)
     for unit, shards in zip(laid_out, divided.shards, strict=True):
@@ -38,7 +38,7 @@ def test_every_element_of_state_has_one_owner(laid_out: list[Unit], count: int, 
 
 
 @given(laid_out=units(), count=COUNTS)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_every_byte_of_weights_has_one_owner_and_a_place(laid_out: list[Unit], count: int) -> None:
     divided = partition(laid_out, rank=0, count=count, stage=3)
     for unit, shards in zip(laid_out, divided.shards, strict=True):
@@ -58,7 +58,7 @@ def test_every_byte_of_weights_has_one_owner_and_a_place(laid_out: list[Unit], c
 
 
 @given(laid_out=units(), count=COUNTS)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_a_share_finds_its_elements_in_state_and_in_weights(
     laid_out: list[Unit], count: int
 ) -> None:
@@ -96,7 +96,7 @@ def test_a_share_finds_its_elements_in_state_and_in_weights(
 
 
 @given(laid_out=units(), count=COUNTS, stage=st.sampled_from(STAGES))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_what_rests_is_what_the_stage_says(laid_out: list[Unit], count: int, stage: int) -> None:
     divided = all_ranks(laid_out, count, stage)
     kept = {1: {Piece.PARAMETERS, Piece.GRADIENTS}, 2: {Piece.PARAMETERS}, 3: set()}[stage]
@@ -114,7 +114,7 @@ def test_what_rests_is_what_the_stage_says(laid_out: list[Unit], count: int, sta
 
 
 @given(laid_out=units(max_units=2), seed=st.integers(0, 99))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_sums_of_squares_do_not_depend_on_the_number_of_ranks(
     laid_out: list[Unit], seed: int
 ) -> None:
@@ -164,7 +164,7 @@ def tree(parts: list[str]) -> str:
 
 
 @given(data=st.data(), count=st.integers(1, 7), is_fresh=st.booleans())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_the_inbox_has_one_sum_whatever_the_timing(
     data: st.DataObject, count: int, is_fresh: bool
 ) -> None:

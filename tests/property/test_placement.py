@@ -74,7 +74,7 @@ def placed(
 
 
 @given(units=units(), preferences=preferences, host=budgets, device=st.none() | budgets)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_each_piece_lies_on_the_first_tier_of_its_list_with_room(
     units: list[Unit], preferences: dict[str, Any], host: int, device: int | None
 ) -> None:
@@ -109,7 +109,7 @@ def test_each_piece_lies_on_the_first_tier_of_its_list_with_room(
 
 
 @given(units=units(), preferences=preferences, host=budgets, device=st.none() | budgets)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_kinds_that_can_go_to_nvme_never_starve_the_others(
     units: list[Unit], preferences: dict[str, Any], host: int, device: int | None
 ) -> None:
@@ -136,7 +136,7 @@ def test_kinds_that_can_go_to_nvme_never_starve_the_others(
     ),
     host=budgets,
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_with_nvme_in_every_list_nothing_is_refused(
     units: list[Unit], preferences: dict[str, Any], host: int
 ) -> None:
@@ -149,7 +149,7 @@ def test_with_nvme_in_every_list_nothing_is_refused(
     held=st.integers(0, 1 << 20),
     chunk=st.integers(1, 32).map(lambda granules: granules * GRANULE_NBYTES),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_working_memory_holds_what_it_must(
     units: list[Unit], preferences: dict[str, Any], held: int, chunk: int
 ) -> None:
@@ -187,7 +187,7 @@ def test_working_memory_holds_what_it_must(
     unit=st.integers(0, 1 << 30).map(lambda n: n * STATE_ITEM_NBYTES),
     pieces=st.integers(1, 4),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_berths_fit_what_is_free_and_are_whole_granules(
     free: int, configured: int, unit: int, pieces: int
 ) -> None:

@@ -63,14 +63,14 @@ def fetches_of_the_rule(order: list[int], cycles: int, room: int) -> int:
     order=[0, 1, 2, 3], cycles=3, room=3
 )  # A loop larger than the memory: LRU would always miss.
 @example(order=[0, 1, 2, 3, 3, 2, 1, 0], cycles=3, room=2)  # Forward and backward.
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=250)
 def test_no_eviction_policy_fetches_less(order: list[int], cycles: int, room: int) -> None:
     assert fetches_of_the_rule(order, cycles, room) == fewest_fetches(order * cycles, room)
 
 
 @given(order=orders, start=st.integers(0, 7), candidates=st.sets(st.integers(0, 6)),
        wanted=st.one_of(st.none(), uses))  # fmt: skip
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_the_victim_is_the_one_used_last_and_later_than_who_asks(
     order: list[int], start: int, candidates: set[int], wanted: int | None
 ) -> None:

@@ -97,12 +97,11 @@ class Allocation(RuleBasedStateMachine):
         assert self.allocator.free_nbytes == sum(self.is_free) * PAGE_NBYTES
 
 
-Allocation.TestCase.settings = settings(max_examples=120, stateful_step_count=30, deadline=None)
+Allocation.TestCase.settings = settings(max_examples=120, stateful_step_count=30)
 TestAllocation = Allocation.TestCase
 
 
 @given(nbytes=st.integers(0, 1 << 45))
-@settings(deadline=None)
 def test_rounding_is_to_whole_pages_small_and_huge(nbytes: int) -> None:
     rounded = rounded_nbytes(nbytes)
     granule = HUGE_PAGE_NBYTES if nbytes >= HUGE_PAGE_NBYTES else PAGE_NBYTES
@@ -115,7 +114,7 @@ def test_rounding_is_to_whole_pages_small_and_huge(nbytes: int) -> None:
     count=st.integers(1, 40),
     huge=st.integers(1, 3),
 )
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_small_ranges_leave_huge_pages_whole(count: int, huge: int) -> None:
     """As many small ranges as fit in one huge page spoil one huge page, not several."""
     allocator = RangeAllocator((huge + 1) * HUGE_PAGE_NBYTES)

@@ -56,7 +56,7 @@ def fewest_nbytes(order: list[int], nbytes: list[int], capacity_nbytes: int) -> 
 
 
 @given(order=orders, size=st.integers(1, 9), room=st.integers(1, 6), rest=st.integers(0, 8))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_units_of_one_size_move_the_fewest_bytes(
     order: list[int], size: int, room: int, rest: int
 ) -> None:
@@ -68,7 +68,7 @@ def test_units_of_one_size_move_the_fewest_bytes(
 
 
 @given(order=orders, nbytes=st.lists(st.integers(1, 8), min_size=6, max_size=6))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_where_all_fit_each_is_fetched_once(order: list[int], nbytes: list[int]) -> None:
     used = sum(nbytes[unit] for unit in set(order))
     assert moved_nbytes(order, nbytes, used) == used == fewest_nbytes(order, nbytes, used)
@@ -78,7 +78,7 @@ def test_where_all_fit_each_is_fetched_once(order: list[int], nbytes: list[int])
     count=st.integers(2, 6), block=st.integers(1, 3), other=st.integers(1, 8),
     place=st.sampled_from(["first", "last", "tied"]), rest=st.integers(0, 30),
 )  # fmt: skip
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 def test_an_embedding_costs_at_most_a_block_a_step(
     count: int, block: int, other: int, place: str, rest: int
 ) -> None:

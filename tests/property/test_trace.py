@@ -40,7 +40,7 @@ class Future:
 
 
 @given(passes=passes)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_it_predicts_what_the_model_predicts(passes: list[list[int]]) -> None:
     trace, future = Trace(), Future()
     last: list[int] = []
@@ -63,7 +63,7 @@ def _same_view(trace: Trace, future: Future) -> None:
 
 
 @given(order=st.lists(uses, min_size=1, max_size=12), cycles=st.integers(1, 4))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_an_order_that_repeats_is_predicted_wholly(order: list[int], cycles: int) -> None:
     trace = Trace()
     trace.begin()
@@ -77,7 +77,7 @@ def test_an_order_that_repeats_is_predicted_wholly(order: list[int], cycles: int
 
 
 @given(order=st.lists(uses, min_size=1, max_size=12), wrong=st.lists(uses, max_size=6))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_a_pass_in_another_order_is_learnt_at_once(order: list[int], wrong: list[int]) -> None:
     trace = Trace()
     for one in (wrong, order):
@@ -91,7 +91,7 @@ def test_a_pass_in_another_order_is_learnt_at_once(order: list[int], wrong: list
 
 
 @given(order=st.lists(uses, min_size=1, max_size=12))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_a_pass_without_uses_keeps_the_prediction(order: list[int]) -> None:
     trace = Trace()
     trace.begin()

@@ -25,7 +25,7 @@ STATE_PIECES = (Piece.EXP_AVG, Piece.EXP_AVG_SQ, Piece.GRADIENTS)
 
 
 @given(facts=facts_lists())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_every_byte_of_the_weights_belongs_to_one_tensor_at_most(facts: list[TensorFacts]) -> None:
     unit = layout_unit(0, "unit", facts)
     owner: list[str | None] = [None] * unit.weight_nbytes
@@ -47,7 +47,7 @@ def test_every_byte_of_the_weights_belongs_to_one_tensor_at_most(facts: list[Ten
 
 
 @given(facts=facts_lists())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_order_and_facts_are_kept(facts: list[TensorFacts]) -> None:
     unit = layout_unit(7, "name", facts)
     assert (unit.index, unit.name) == (7, "name")
@@ -62,7 +62,7 @@ def test_order_and_facts_are_kept(facts: list[TensorFacts]) -> None:
 
 
 @given(facts=facts_lists())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_every_state_element_belongs_to_one_trainable_tensor_at_most(
     facts: list[TensorFacts],
 ) -> None:
@@ -87,7 +87,7 @@ def test_every_state_element_belongs_to_one_trainable_tensor_at_most(
 
 
 @given(facts=facts_lists(), chunk_pages=st.integers(1, 8))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_chunks_cover_every_element_once_in_order(
     facts: list[TensorFacts], chunk_pages: int
 ) -> None:
@@ -119,7 +119,7 @@ def test_chunks_cover_every_element_once_in_order(
 
 
 @given(facts=facts_lists(), bad=tensor_facts("bad", dtypes=(torch.float64, torch.int32)))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_a_trainable_dtype_without_fp32_state_is_refused_by_name(
     facts: list[TensorFacts], bad: TensorFacts
 ) -> None:

@@ -97,7 +97,6 @@ def run_python() -> Callable[..., str]:
             [sys.executable, "-c", textwrap.dedent(script), *arguments],
             capture_output=True,
             text=True,
-            timeout=60,
             env={**os.environ, **environment},
             check=False,
         )

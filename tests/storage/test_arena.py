@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import os
 import random
+import resource
 import struct
-import time
 from pathlib import Path
 
 import pytest
@@ -23,6 +23,11 @@ needs_remap = pytest.mark.skipif(
 
 def num_mappings() -> int:
     return len(Path("/proc/self/maps").read_text().splitlines())
+
+
+def num_faults() -> int:
+    """Pages that this process has touched for the first time."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
 def has_huge_pages() -> bool:
@@ -44,20 +49,18 @@ def test_arena_is_aligned_zeroed_and_writable() -> None:
 @pytest.mark.skipif(not has_huge_pages(), reason="transparent huge pages are 'never' here")
 def test_arena_reports_huge_pages_it_has_and_none_it_was_not_to_have() -> None:
     with Arena(16 * MIB) as huge, Arena(16 * MIB, huge_pages=False) as small:
-        assert huge.huge_page_nbytes == 16 * MIB
+        assert 0 < huge.huge_page_nbytes <= 16 * MIB, "as many as the kernel has free"
         assert small.huge_page_nbytes == 0
 
 
 def test_arena_is_populated_at_once() -> None:
     """No page fault is left for later: the first touch of every page is cheap."""
-    import resource
-
     with Arena(64 * MIB, huge_pages=False) as arena:
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        before = num_faults()
         view = arena.memory(0, 64 * MIB)
         for at in range(0, 64 * MIB, PAGE_NBYTES):
             view[at] = 1
-        assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 1000
+        assert num_faults() - before < 1000
 
 
 @pytest.mark.parametrize("bad", [(-1, 4096), (0, 2 * MIB + 1), (2 * MIB, 1), (0, -1)])
@@ -67,11 +70,11 @@ def test_view_outside_the_arena_is_refused(bad: tuple[int, int]) -> None:
 
 
 def test_arena_larger_than_memory_is_refused_before_it_is_populated() -> None:
-    start_s = time.monotonic()
+    faults, free_nbytes = num_faults(), available_host_nbytes()
     with pytest.raises(CapacityError, match=r"tiers\.host\.capacity") as caught:
         Arena(64 * TIB)
-    assert time.monotonic() - start_s < 1
-    assert caught.value.available_nbytes <= available_host_nbytes() * 1.5
+    assert num_faults() - faults < 1000
+    assert caught.value.available_nbytes <= max(free_nbytes, available_host_nbytes()) * 1.5
 
 
 @pytest.mark.parametrize("kind", [Arena, Window])
@@ -198,35 +201,38 @@ def test_released_window_reads_as_nan(capacity_nbytes: int) -> None:
 
 
 @needs_remap
-def test_poison_costs_less_than_a_second_remap() -> None:
-    """A round trip of a unit of 28 MiB with poison, against one whose window has none.
-
-    A window of 1 TiB asks for more mappings than poison may take, so it has no access instead. Each
-    pair of trips runs together, and the median of their ratios counts: the machine may be slow.
-    """
+def test_poison_costs_a_mapping_for_eight_mib_and_touches_no_page() -> None:
+    """So a unit that comes and goes costs little more than without: a window of 2 TiB asks for more
+    mappings than poison may take, and has no access instead."""
     nbytes = 28 * MIB
 
-    def trip_s(window: Window) -> float:
-        start_s = time.perf_counter()
-        window.map(arena, 0, nbytes)
-        window.unmap(arena, 0, nbytes)
-        return time.perf_counter() - start_s
+    def num_mappings_of(window: Window) -> int:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+        ranges = ([int(end, 16) for end in line.split()[0].split("-")] for line in lines)
+        last = window.address + nbytes
+        return sum(start < last and window.address < stop for start, stop in ranges)
 
-    with Arena(nbytes) as arena, Window(nbytes) as poisoned, Window(2 * TIB) as bare:
-        ratios = sorted(trip_s(poisoned) / trip_s(bare) for _ in range(300))
-    assert ratios[150] < 2, f"median ratio {ratios[150]:.2f}"
+    for capacity_nbytes, expected in ((nbytes, 4), (2 * TIB, 1)):
+        with Arena(nbytes) as arena, Window(capacity_nbytes) as window:
+            before = num_faults()
+            for _ in range(100):
+                window.map(arena, 0, nbytes)
+                window.unmap(arena, 0, nbytes)
+            assert num_mappings_of(window) == expected
+            assert num_faults() - before < 1000
 
 
 @needs_remap
 @pytest.mark.skipif(not has_huge_pages(), reason="transparent huge pages are 'never' here")
 def test_moves_of_whole_huge_pages_keep_them_whole() -> None:
     with Arena(16 * MIB) as arena, Window(8 * MIB) as window:
+        before_nbytes = arena.huge_page_nbytes
         for cycle in range(50):
             offset = cycle % 4 * 2 * MIB
             window.map(arena, offset, 8 * MIB)
             assert window.memory(0, 1)[0] == 0
             window.unmap(arena, offset, 8 * MIB)
-        assert arena.huge_page_nbytes == 16 * MIB
+        assert arena.huge_page_nbytes >= before_nbytes > 0
 
 
 @needs_remap

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infinity.errors import StorageError
@@ -258,9 +258,7 @@ def compare(request, arena: Arena, open_any, tmp_path: Path) -> Iterator[Compare
         yield run
 
 
-_SETTINGS = settings(
-    max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+_SETTINGS = settings(max_examples=100)
 
 
 @_SETTINGS

@@ -13,15 +13,17 @@ import time
 from collections.abc import Callable
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infinity.errors import ConfigError, StorageError, UnsupportedError
 from infinity.sizes import GIB, KIB, MIB, PAGE_NBYTES
 from infinity.storage.arena import Arena
-from infinity.storage.engine import Priority, Segment, StorageEngine, open_engine
+from infinity.storage.engine import Priority, Segment, StorageEngine, Ticket, open_engine
 from infinity.storage.native import NativeEngine
 from infinity.storage.probe import explain_missing_uring, grants_ring_flags
+from tests.forked import TIME_LIMIT_S
+from tests.memory import resident_nbytes
 
 BLOCK_NBYTES = 64 * KIB
 Make = Callable[..., str]
@@ -92,12 +94,22 @@ def test_one_request_moves_many_segments_of_many_files(
         assert arena.memory(at * PAGE_NBYTES, PAGE_NBYTES) == expected
 
 
+def behind_a_queue(attempt: Callable[[int], bool]) -> None:
+    """Runs `attempt` with longer and longer queues, until one lasts for what is done behind it: that
+    takes longer where the machine is busy. It answers whether its queue did."""
+    assert any(attempt(4**turn) for turn in range(5)), "no queue was long enough"
+
+
+def issued_ns(ticket: Ticket) -> int:
+    """When the first block of a request, on one file, was given to the drive."""
+    ((_, _, issued, _),) = ticket.passages()
+    return issued
+
+
 NUM_UNITS = 48
 
 
-@settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=25)
 @given(
     seed=st.integers(0, 2**32 - 1),
     rounds=st.lists(st.sets(st.integers(1, NUM_UNITS - 1), max_size=12), min_size=1, max_size=8),
@@ -151,9 +163,7 @@ def test_random_operations_agree_with_a_model(
     engine.close_file(file)
 
 
-@settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=40)
 @given(
     seed=st.integers(0, 2**32 - 1),
     lengths=st.lists(st.integers(0, 3 * BLOCK_NBYTES // PAGE_NBYTES), min_size=1, max_size=120),
@@ -227,26 +237,53 @@ def test_small_requests_that_touch_in_the_file_share_blocks(
     engine = open_any(native_name, queue_depth=1, num_threads=1, block_nbytes=BLOCK_NBYTES)
     other = engine.open(make_file(32 * MIB, "other"), direct=True)
     plug = [Segment(other, 0, arena.address, 32 * MIB)]
-    plugs = [engine.submit("read", plug, Priority.STATE) for _ in range(60)]
     data = random_bytes(64 * PAGE_NBYTES, seed=12)
-    file = engine.open(make_file(data), direct=True)
     places = list(range(64))
     random.Random(12).shuffle(places)
     memory = arena.address + 32 * MIB
-    tickets = []
-    for page, place in enumerate(places):
-        segment = Segment(file, page * PAGE_NBYTES, memory + place * PAGE_NBYTES, PAGE_NBYTES)
-        tickets.append(engine.submit("read", [segment], Priority.STATE))
-    assert not plugs[-1].done()  # So nothing behind it has been issued.
-    for ticket in plugs:
-        ticket.cancel()
-    for ticket in tickets:
-        ticket.wait()
-    for page, place in enumerate(places):
-        found = arena.memory(32 * MIB + place * PAGE_NBYTES, PAGE_NBYTES)
-        assert found == data[page * PAGE_NBYTES :][:PAGE_NBYTES]
-    (stats,) = [each for each in engine.stats().by_file if each.file == file]
-    assert stats.num_reads == 64 * PAGE_NBYTES // BLOCK_NBYTES
+
+    def attempt(length: int) -> bool:
+        plugs = [engine.submit("read", plug, Priority.STATE) for _ in range(20 * length)]
+        file = engine.open(make_file(data, f"data{length}"), direct=True)
+        tickets = []
+        for page, place in enumerate(places):
+            segment = Segment(file, page * PAGE_NBYTES, memory + place * PAGE_NBYTES, PAGE_NBYTES)
+            tickets.append(engine.submit("read", [segment], Priority.STATE))
+        is_behind = not plugs[-1].done()  # So nothing behind it has been issued.
+        for ticket in plugs:
+            ticket.cancel()
+        for ticket in tickets:
+            ticket.wait()
+        for page, place in enumerate(places):
+            found = arena.memory(32 * MIB + place * PAGE_NBYTES, PAGE_NBYTES)
+            assert found == data[page * PAGE_NBYTES :][:PAGE_NBYTES]
+        (stats,) = [each for each in engine.stats().by_file if each.file == file]
+        assert not is_behind or stats.num_reads == 64 * PAGE_NBYTES // BLOCK_NBYTES
+        return is_behind
+
+    behind_a_queue(attempt)
+
+
+@pytest.mark.parametrize("operation", ["read", "write"])
+def test_small_extents_are_large_blocks_or_many_in_flight(
+    open_any, native_name: str, arena: Arena, make_file: Make, operation: str
+) -> None:
+    """256 extents of 64 KiB, scattered in memory. Neighbours in the file go to the drive in whole
+    blocks, others one by one, with as many bytes in flight. What that is worth in seconds is the
+    drive's business, and measured by `infinity bench --only extents`."""
+    engine = open_any(native_name, block_nbytes=4 * MIB, queue_depth=2, num_threads=4)
+    places = [arena.address + at * 64 * KIB for at in range(256)]
+    random.Random(0).shuffle(places)
+    for distance, num_commands in ((64 * KIB, 4), (128 * KIB, 256)):
+        file = engine.open(make_file(32 * MIB, f"data{distance}"), direct=True)
+        segments = [
+            Segment(file, at * distance, place, 64 * KIB) for at, place in enumerate(places)
+        ]
+        engine.submit(operation, segments, Priority.STATE).wait()
+        (stats,) = [each for each in engine.stats().by_file if each.file == file]
+        assert stats.num_reads + stats.num_writes == num_commands
+    most = 8 * MIB // (64 * KIB) if native_name == "io_uring" else 4  # A thread has one at a time.
+    assert most // 4 <= stats.max_in_flight <= most
 
 
 @pytest.mark.parametrize("ring_flags", ["auto", "defer_taskrun", "coop_taskrun", "none"])
@@ -277,9 +314,7 @@ def test_flags_that_the_kernel_refuses_are_named(
         open_engine("io_uring", arena=arena, ring_flags="defer_taskrun")
 
 
-@settings(
-    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=30)
 @given(
     seed=st.integers(0, 2**32 - 1),
     operations=st.lists(
@@ -354,60 +389,100 @@ def test_cancelled_request_fails_and_its_buffer_is_free(
     """What is behind a long queue can be dropped; what is finished cannot."""
     path = make_file(32 * MIB)
     file = engine.open(path, direct=True)
-    front = engine.submit("read", [Segment(file, 0, arena.address, 16 * MIB)], Priority.FORWARD)
-    segment = Segment(file, 16 * MIB, arena.address + 16 * MIB, MIB)
     arena.memory(16 * MIB, MIB)[:] = b"x" * MIB
-    ticket = engine.submit("write", [segment], Priority.WRITE_BACK)
-    assert ticket.cancel()
-    assert not ticket.cancel()
-    for _ in range(2):
-        with pytest.raises(StorageError, match="cancelled") as caught:
+    offsets = itertools.count(16 * MIB, MIB)
+
+    def attempt(length: int) -> bool:
+        offset_nbytes = next(offsets)
+        front = engine.submit(
+            "read", [Segment(file, 0, arena.address, 16 * MIB)] * length, Priority.FORWARD
+        )
+        segment = Segment(file, offset_nbytes, arena.address + 16 * MIB, MIB)
+        ticket = engine.submit("write", [segment], Priority.WRITE_BACK)
+        if not ticket.cancel():
             ticket.wait()
-    error = caught.value
-    assert (error.errno, error.operation, error.path) == (errno.ECANCELED, "write", path)
-    assert (error.offset_nbytes, error.nbytes) == (16 * MIB, MIB)
-    assert ticket.done()
-    front.wait()
-    assert not front.cancel()
-    with open(path, "rb") as plain:
-        plain.seek(16 * MIB)
-        assert plain.read() == bytes(16 * MIB)
+            return False
+        assert not ticket.cancel()
+        for _ in range(2):
+            with pytest.raises(StorageError, match="cancelled") as caught:
+                ticket.wait()
+        error = caught.value
+        assert (error.errno, error.operation, error.path) == (errno.ECANCELED, "write", path)
+        assert (error.offset_nbytes, error.nbytes) == (offset_nbytes, MIB)
+        assert ticket.done()
+        front.wait()
+        assert not front.cancel()
+        with open(path, "rb") as plain:
+            plain.seek(offset_nbytes)
+            assert plain.read() == bytes(32 * MIB - offset_nbytes)
+        return True
+
+    behind_a_queue(attempt)
     assert sum(device.num_cancelled for device in engine.stats().by_device) == 1
 
 
 def test_full_queue_makes_submitters_wait_but_not_the_urgent(
     open_any, native_name, arena: Arena, make_file: Make
 ) -> None:
-    engine = open_any(native_name, queue_depth=1, num_threads=1, max_pending=2)
-    file = engine.open(make_file(16 * MIB), direct=True)
-    slow = Segment(file, 0, arena.address, 16 * MIB)
-    page = Segment(file, 0, arena.address + 32 * MIB, PAGE_NBYTES)
-    for _ in range(2):
-        engine.submit("read", [slow], Priority.WRITE_BACK)
-    with pytest.raises(TimeoutError, match="full"):
-        engine.submit("read", [page], Priority.WRITE_BACK, timeout_s=0)
-    engine.submit("read", [page], Priority.FORWARD, timeout_s=0).wait()
-    assert engine.stats().by_device[0].num_pending == 2
-    engine.submit("read", [page], Priority.WRITE_BACK).wait()
-    assert engine.stats().by_device[0].stall_s > 0
+    path = make_file(16 * MIB)
+
+    def attempt(length: int) -> bool:
+        engine = open_any(native_name, queue_depth=1, num_threads=1, max_pending=2)
+        file = engine.open(path, direct=True)
+        slow = [Segment(file, 0, arena.address, 16 * MIB)] * length
+        page = [Segment(file, 0, arena.address + 32 * MIB, PAGE_NBYTES)]
+        first, _ = [engine.submit("read", slow, Priority.WRITE_BACK) for _ in range(2)]
+        try:
+            engine.submit("read", page, Priority.WRITE_BACK, timeout_s=0)
+        except TimeoutError as error:
+            assert "full" in str(error)
+        engine.submit("read", page, Priority.FORWARD, timeout_s=0).wait()
+        num_pending = engine.stats().by_device[0].num_pending
+        if first.done():
+            return False
+        assert num_pending == 2
+        engine.submit("read", page, Priority.WRITE_BACK).wait()
+        return engine.stats().by_device[0].stall_s > 0
+
+    behind_a_queue(attempt)
 
 
-def test_signal_interrupts_the_wait_for_room(open_any, native_name, arena, make_file) -> None:
+class _Interrupted(Exception):
+    pass
+
+
+def is_interrupted(work: Callable[[], object]) -> bool:
+    """Whether a signal, a moment after it has begun, ended `work` before its own end."""
+
     def interrupt(*unused: object) -> None:
         raise _Interrupted
 
-    engine = open_any(native_name, queue_depth=1, num_threads=1, max_pending=1)
-    file = engine.open(make_file(16 * MIB), direct=True)
-    slow = [Segment(file, 0, arena.address, 16 * MIB)] * 60
     before = signal.signal(signal.SIGALRM, interrupt)
     try:
-        ticket = engine.submit("read", slow, Priority.STATE)
         signal.setitimer(signal.ITIMER_REAL, 0.01)
-        with pytest.raises(_Interrupted):
-            engine.submit("read", slow, Priority.STATE)
+        work()
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    except _Interrupted:
+        return True
     finally:
         signal.signal(signal.SIGALRM, before)
-    ticket.cancel()
+    return False
+
+
+def test_signal_interrupts_the_wait_for_room(open_any, native_name, arena, make_file) -> None:
+    engine = open_any(native_name, queue_depth=1, num_threads=1, max_pending=1)
+    file = engine.open(make_file(16 * MIB), direct=True)
+
+    def attempt(length: int) -> bool:
+        slow = [Segment(file, 0, arena.address, 16 * MIB)] * (20 * length)
+        ticket = engine.submit("read", slow, Priority.STATE)
+        was_waiting = is_interrupted(lambda: engine.submit("read", slow, Priority.STATE))
+        was_waiting &= not ticket.done()
+        ticket.cancel()
+        engine.drain()
+        return was_waiting
+
+    behind_a_queue(attempt)
 
 
 def test_zero_lengths_move_nothing(engine: StorageEngine, arena: Arena, make_file: Make) -> None:
@@ -444,17 +519,27 @@ def test_forward_read_overtakes_queued_writes(
 ) -> None:
     """A demand read waits for the blocks in flight at most, not for the queue.
 
-    Method: queue 100 write-backs of eight blocks, then one read of one block elsewhere.
+    Method: queue 100 write-backs of eight blocks, then one read of one block elsewhere. The writes
+    that are begun between its submission and its turn are those that went first.
     """
     file = engine.open(make_file(MIB), direct=True)
     segment = Segment(file, 0, arena.address, 8 * BLOCK_NBYTES)
-    writes = [engine.submit("write", [segment], Priority.WRITE_BACK) for _ in range(100)]
     target = Segment(file, 512 * KIB, arena.address + 4 * MIB, BLOCK_NBYTES)
-    engine.submit("read", [target], Priority.FORWARD).wait()
-    num_done = sum(write.done() for write in writes)
-    assert num_done < 50, f"{num_done} of 100 writes went first"
-    for write in writes:
-        write.wait()
+
+    def attempt(length: int) -> bool:
+        writes = [
+            engine.submit("write", [segment], Priority.WRITE_BACK) for _ in range(100 * length)
+        ]
+        read = engine.submit("read", [target], Priority.FORWARD)
+        submitted_ns = time.monotonic_ns()
+        for ticket in (read, *writes):
+            ticket.wait()
+        begun_ns = [ns for ns in map(issued_ns, writes) if ns > submitted_ns]
+        num_first = sum(ns < issued_ns(read) for ns in begun_ns)
+        assert num_first <= 4, f"{num_first} of {len(begun_ns)} writes went first"
+        return len(begun_ns) > 20
+
+    behind_a_queue(attempt)
 
 
 def test_priorities_are_served_in_order(open_any, native_name, arena, make_file) -> None:
@@ -467,8 +552,7 @@ def test_priorities_are_served_in_order(open_any, native_name, arena, make_file)
     marks = b"".join(bytes([rank]) * 6 * PAGE_NBYTES for rank in range(6))
     engine = open_any(native_name, queue_depth=1, num_threads=1, block_nbytes=16 * MIB)
     file = engine.open(make_file(marks + bytes(16 * MIB)), direct=True)
-    plug = Segment(file, len(marks), arena.address, 16 * MIB)
-    engine.submit("read", [plug], Priority.FORWARD)
+    plug = [Segment(file, len(marks), arena.address, 16 * MIB)]
     queued = [
         (0, Priority.FORWARD),
         (4, Priority.STATE),
@@ -478,27 +562,42 @@ def test_priorities_are_served_in_order(open_any, native_name, arena, make_file)
         (2, Priority.FORWARD),
     ]
     memory = arena.address + 16 * MIB
-    for rank, priority in queued:
-        nbytes = (6 - rank) * PAGE_NBYTES
-        where = Segment(file, rank * 6 * PAGE_NBYTES, memory + rank * PAGE_NBYTES, nbytes)
-        engine.submit("read", [where], priority)
-    engine.drain()
-    seen = [arena.memory(16 * MIB + rank * PAGE_NBYTES, 1)[0] for rank in range(6)]
-    assert seen == list(range(6))
+
+    def attempt(length: int) -> bool:
+        plugs = [engine.submit("read", plug, Priority.FORWARD) for _ in range(length)]
+        for rank, priority in queued:
+            nbytes = (6 - rank) * PAGE_NBYTES
+            where = Segment(file, rank * 6 * PAGE_NBYTES, memory + rank * PAGE_NBYTES, nbytes)
+            engine.submit("read", [where], priority)
+        was_held = not plugs[-1].done()
+        engine.drain()
+        seen = [arena.memory(16 * MIB + rank * PAGE_NBYTES, 1)[0] for rank in range(6)]
+        assert not was_held or seen == list(range(6))
+        return was_held
+
+    behind_a_queue(attempt)
 
 
 def test_write_back_is_not_starved_by_reads(
     engine: StorageEngine, arena: Arena, make_file: Make
 ) -> None:
-    """One write-back block goes through after eight reads that overtook it."""
+    """One write-back block goes through after eight reads that overtook it, and those in flight."""
     file = engine.open(make_file(MIB), direct=True)
     read = Segment(file, 0, arena.address, BLOCK_NBYTES)
     write = Segment(file, 512 * KIB, arena.address + MIB, BLOCK_NBYTES)
-    reads = [engine.submit("read", [read], Priority.FORWARD) for _ in range(400)]
-    engine.submit("write", [write], Priority.WRITE_BACK).wait()
-    num_done = sum(ticket.done() for ticket in reads)
-    assert num_done < 200, f"{num_done} of 400 reads went first"
-    engine.drain()
+
+    def attempt(length: int) -> bool:
+        reads = [engine.submit("read", [read], Priority.FORWARD) for _ in range(400 * length)]
+        ticket = engine.submit("write", [write], Priority.WRITE_BACK)
+        submitted_ns = time.monotonic_ns()
+        for each in (ticket, *reads):
+            each.wait()
+        begun_ns = [ns for ns in map(issued_ns, reads) if ns > submitted_ns]
+        num_first = sum(ns < issued_ns(ticket) for ns in begun_ns)
+        assert num_first <= 12, f"{num_first} of {len(begun_ns)} reads went first"
+        return len(begun_ns) > 100
+
+    behind_a_queue(attempt)
 
 
 def test_reading_past_the_end_names_the_place(
@@ -620,48 +719,51 @@ def test_wait_times_out_and_the_request_goes_on(
     engine: StorageEngine, arena: Arena, make_file: Make
 ) -> None:
     file = engine.open(make_file(MIB), direct=True)
-    ticket = engine.submit("read", [Segment(file, 0, arena.address, MIB)] * 64, Priority.FORWARD)
-    with pytest.raises(TimeoutError):
-        ticket.wait(0)
-    ticket.wait(30)
-    assert ticket.done()
 
+    def attempt(length: int) -> bool:
+        segments = [Segment(file, 0, arena.address, MIB)] * (32 * length)
+        ticket = engine.submit("read", segments, Priority.FORWARD)
+        try:
+            ticket.wait(0)
+        except TimeoutError:
+            ticket.wait(TIME_LIMIT_S)
+            assert ticket.done()
+            return True
+        return False
 
-class _Interrupted(Exception):
-    pass
+    behind_a_queue(attempt)
 
 
 def test_signal_interrupts_a_wait(engine: StorageEngine, arena: Arena, make_file: Make) -> None:
-    def interrupt(*unused: object) -> None:
-        raise _Interrupted
-
     file = engine.open(make_file(16 * MIB), direct=True)
-    segments = [Segment(file, 0, arena.address, 16 * MIB)] * 60
-    before = signal.signal(signal.SIGALRM, interrupt)
-    try:
+
+    def attempt(length: int) -> bool:
+        segments = [Segment(file, 0, arena.address, 16 * MIB)] * (20 * length)
         ticket = engine.submit("read", segments, Priority.FORWARD)
-        start_s = time.monotonic()
-        signal.setitimer(signal.ITIMER_REAL, 0.01)
-        with pytest.raises(_Interrupted):
-            ticket.wait()
-        assert time.monotonic() - start_s < 1
-    finally:
-        signal.signal(signal.SIGALRM, before)
-    ticket.wait()
+        was_waiting = is_interrupted(ticket.wait) and not ticket.done()
+        ticket.wait()
+        return was_waiting
+
+    behind_a_queue(attempt)
 
 
 def test_waiting_lets_other_python_threads_run(
     engine: StorageEngine, arena: Arena, make_file: Make
 ) -> None:
     file = engine.open(make_file(16 * MIB), direct=True)
-    ticket = engine.submit("read", [Segment(file, 0, arena.address, 16 * MIB)] * 20, Priority.STATE)
-    progress = 0
-    waiter = threading.Thread(target=ticket.wait)
-    waiter.start()
-    while waiter.is_alive():
-        progress += 1
-    waiter.join()
-    assert progress > 1000
+
+    def attempt(length: int) -> bool:
+        segments = [Segment(file, 0, arena.address, 16 * MIB)] * (10 * length)
+        ticket = engine.submit("read", segments, Priority.STATE)
+        progress = 0
+        waiter = threading.Thread(target=ticket.wait)
+        waiter.start()
+        while waiter.is_alive():
+            progress += 1
+        waiter.join()
+        return progress > 1000
+
+    behind_a_queue(attempt)
 
 
 def test_close_waits_for_work_in_flight(open_any, engine_name, arena, make_file) -> None:
@@ -714,25 +816,48 @@ def test_drain_means_every_ticket_is_done(
         assert all(ticket.done() for ticket in tickets)
 
 
+def settles(count: Callable[[], int], most: int) -> bool:
+    """Whether it falls to `most`: a thread that was joined is listed until the kernel has done."""
+    deadline_s = time.monotonic() + 60
+    while count() > most and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    return count() <= most
+
+
+def num_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def num_threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+def leaks(cycle: Callable[[int], None], count: int, nbytes: int) -> bool:
+    """Whether so many cycles take so many bytes, time and again. Once, anything may."""
+
+    def growth_nbytes() -> int:
+        before = resident_nbytes()
+        cycle(count)
+        gc.collect()
+        return resident_nbytes() - before
+
+    return all(growth_nbytes() >= nbytes for _ in range(3))
+
+
 def test_cycles_leak_no_descriptor_and_no_thread(open_any, engine_name, arena, make_file) -> None:
     path = make_file(MIB)
 
-    def cycle() -> tuple[int, int]:
+    def cycle() -> None:
         engine = open_any(engine_name)
         file = engine.open(path, direct=True)
         engine.submit("read", [Segment(file, 0, arena.address, MIB)], Priority.FORWARD).wait()
         engine.close()
-        return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
 
-    first = cycle()
+    cycle()
+    before = num_descriptors(), num_threads()
     for _ in range(15):
-        last = cycle()
-    assert last <= first
-
-
-def resident_nbytes() -> int:
-    with open("/proc/self/statm") as statm:
-        return int(statm.read().split()[1]) * PAGE_NBYTES
+        cycle()
+    assert settles(num_descriptors, before[0]) and settles(num_threads, before[1])
 
 
 def test_thousands_of_open_and_close_cycles_leak_nothing(
@@ -741,58 +866,50 @@ def test_thousands_of_open_and_close_cycles_leak_nothing(
     """Neither a descriptor nor memory: 4000 files, each with a read, in one engine."""
     path = make_file(MIB)
 
-    def cycle(count: int) -> tuple[int, int]:
+    def cycle(count: int) -> None:
         for _ in range(count):
             file = engine.open(path, direct=True)
             segment = Segment(file, 0, arena.address, PAGE_NBYTES)
             engine.submit("read", [segment], Priority.FORWARD).wait()
             engine.close_file(file)
-        gc.collect()
-        return len(os.listdir("/proc/self/fd")), resident_nbytes()
 
-    num_descriptors, nbytes = cycle(500)
-    last_descriptors, last_nbytes = cycle(4000)
-    assert last_descriptors == num_descriptors
-    assert last_nbytes - nbytes < MIB, "4000 forgotten files would be 8 MiB"
+    cycle(500)
+    before = num_descriptors()
+    assert not leaks(cycle, 4000, MIB), "4000 forgotten files would be 8 MiB"
+    assert num_descriptors() == before
     assert len(engine.stats().by_file) == 1
     for number in range(70):
         os.link(path, other := f"{path}-{number}")
         engine.close_file(engine.open(other, direct=True))
     assert len(engine.stats().by_file) == 65
-    assert engine.stats().num_reads == 4500
+    assert engine.stats().num_reads % 4000 == 500
 
 
 def test_thousand_engines_leak_nothing(native_name, open_any, arena, make_file) -> None:
     open_any(native_name)  # Skips where it does not work.
     path = make_file(MIB)
 
-    def cycle(count: int) -> tuple[int, int, int]:
+    def cycle(count: int) -> None:
         for _ in range(count):
             engine = open_engine(native_name, arena=None, num_threads=2)
             file = engine.open(path, direct=True)
             segment = Segment(file, 0, arena.address, PAGE_NBYTES)
             engine.submit("read", [segment], Priority.FORWARD).wait()
             engine.close()
-        gc.collect()
-        return (
-            len(os.listdir("/proc/self/fd")),
-            len(os.listdir("/proc/self/task")),
-            resident_nbytes(),
-        )
 
-    first = cycle(200)
-    last = cycle(1000)
-    assert last[:2] == first[:2]
-    assert last[2] - first[2] < 2 * MIB
+    cycle(200)
+    before = num_descriptors(), num_threads()
+    assert not leaks(cycle, 1000, 2 * MIB)
+    assert settles(num_descriptors, before[0]) and settles(num_threads, before[1])
 
 
 def test_dropping_an_engine_closes_it(native_name, open_any, make_file, arena) -> None:
     open_any(native_name)  # Skips where it does not work.
-    before = len(os.listdir("/proc/self/fd"))
+    before = num_descriptors()
     engine = open_engine(native_name, arena=arena)
     engine.open(make_file(MIB), direct=True)
     del engine
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert num_descriptors() == before
 
 
 def test_statistics_count_bytes_blocks_and_errors_by_file(
@@ -903,7 +1020,7 @@ def test_ticket_knows_when_its_bytes_were_moved_in_each_file(
         files[1]: MIB,
     }
     for _, issued_ns, completed_ns in passages.values():
-        assert before_ns <= issued_ns < completed_ns <= after_ns
+        assert before_ns <= issued_ns <= completed_ns <= after_ns
 
 
 def test_file_that_no_block_reached_has_no_passage(open_any, engine_name, arena, make_file) -> None:
@@ -913,4 +1030,4 @@ def test_file_that_no_block_reached_has_no_passage(open_any, engine_name, arena,
     failed = engine.submit("read", [Segment(file, 2 * MIB, arena.address, MIB)], Priority.FORWARD)
     with pytest.raises(StorageError):
         failed.wait()
-    assert all(completed > issued for _, _, issued, completed in failed.passages())
+    assert all(completed >= issued for _, _, issued, completed in failed.passages())

@@ -24,6 +24,7 @@ from infinity.sizes import KIB, MIB, PAGE_NBYTES
 from infinity.storage.arena import Arena
 from infinity.storage.engine import Priority, Segment, StorageEngine
 from infinity.storage.volume import Volume, VolumePath
+from tests.forked import TIME_LIMIT_S
 
 DRIVE = Path(__file__).with_name("fuse_drive.py")
 NBYTES = 512 * KIB  # Eight blocks.
@@ -126,7 +127,7 @@ def test_drive_that_is_pulled_fails_and_the_other_goes_on(
                 "read", [Segment(file, 0, arena.address, 64 * KIB)], Priority.FORWARD
             )
             with pytest.raises(StorageError) as caught:
-                ticket.wait(30)
+                ticket.wait(TIME_LIMIT_S)
             assert caught.value.path == pulled
         with pytest.raises(StorageError, match="close"):
             engine.close_file(file)  # It says so, and has let go all the same.

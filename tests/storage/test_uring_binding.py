@@ -285,10 +285,10 @@ def test_wait_gives_up_in_time_and_loses_nothing() -> None:
         started_s = time.monotonic()
         with pytest.raises(TimeoutError):
             ring.wait(2, timeout_s=0.05)
-        assert 0.04 < time.monotonic() - started_s < 5
+        assert time.monotonic() - started_s > 0.04
         assert ring.num_in_flight == 2
         os.write(writer, b"hello")
-        assert {each.token for each in ring.wait(2, timeout_s=10)} == {"there", "pipe"}
+        assert {each.token for each in ring.wait(2, timeout_s=60)} == {"there", "pipe"}
         assert buffer == b"hello"
     os.close(reader)
     os.close(writer)

@@ -8,7 +8,7 @@ import random
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infinity.errors import CorruptionError, StorageError
@@ -106,9 +106,7 @@ def test_failed_read_is_not_taken_for_corruption(
         read(volume, piece, arena.address, MIB)
 
 
-@settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=25)
 @given(seed=st.integers(0, 2**32 - 1))
 def test_random_ranges_in_any_state_of_the_queue_are_never_called_corrupt(
     open_any, native_name, arena: Arena, tmp_path: Path, seed: int

@@ -27,19 +27,20 @@ from infinity.storage.arena import Arena
 from infinity.storage.engine import Priority, StorageEngine
 from infinity.storage.volume import Extent, Volume, VolumePath
 from infinity.testing.faulty_engine import Fault, FaultyEngine
+from tests.forked import TIME_LIMIT_S
 
 Mount = Callable[..., Path]
 SWAP_GLOB = "infinity-*.swap"
 
 HOLDER = """
-import sys, time
+import signal, sys
 from infinity.storage.engine import open_engine
 from infinity.storage.volume import Volume, VolumePath
 engine = open_engine("threads", arena=None)
 volume = Volume(engine, [VolumePath(sys.argv[1])])
 volume.reserve([1 << 20])
 print("ready", flush=True)
-time.sleep(60)
+signal.pause()
 """
 
 
@@ -453,7 +454,7 @@ def test_failed_write_poisons_the_volume_even_when_nobody_waits(
         where = {"nbytes": 4096, "address": arena.address, "priority": Priority.WRITE_BACK}
         volume.write(piece, offset_nbytes=0, **where).wait()
         volume.write(piece, offset_nbytes=8192, **where)
-        deadline_s = time.monotonic() + 10
+        deadline_s = time.monotonic() + TIME_LIMIT_S
         with pytest.raises(StorageError) as first:
             while time.monotonic() < deadline_s:
                 volume.read(piece, offset_nbytes=0, **where)

@@ -40,7 +40,7 @@ def test_threads_in_turn_keep_the_memory_of_one() -> None:
         is_tuned: int(
             subprocess.run(
                 [sys.executable, "-c", PROGRAM.format(is_tuned=is_tuned)],
-                capture_output=True, text=True, check=True, timeout=60,
+                capture_output=True, text=True, check=True,
             ).stdout
         )
         for is_tuned in (False, True)

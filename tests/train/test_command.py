@@ -7,14 +7,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from infinity.cli.train import override
 from infinity.errors import ConfigError
-from tests.forked import run_script
+from tests.forked import Script, run_script, wait_until
 
 from .jobs import COMMAND, CONFIG, start, wait_for_steps, write_job
 
@@ -35,9 +34,7 @@ def command(job: Path, *arguments: str) -> list[str]:
 
 def test_json_prints_the_summary_alone_on_stdout(job):
     options = "--json", "--set", "train.steps=2", "--set", "output.directory=elsewhere"
-    done = subprocess.run(
-        command(job, *options), capture_output=True, text=True, timeout=120, check=False
-    )
+    done = subprocess.run(command(job, *options), capture_output=True, text=True, check=False)
 
     assert done.returncode == 0, done.stderr
     summary = json.loads(done.stdout)
@@ -67,7 +64,7 @@ def test_interrupt_finishes_the_step_exports_and_releases(job, processes):
     processes.append(process := subprocess.Popen(command(job), **pipes))
     wait_for_steps(job, 3, process)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate()
 
     assert process.returncode == 130, err
     assert "stopping after this step" in err
@@ -86,26 +83,36 @@ def test_terminate_ends_in_order_too(job, processes):
     processes.append(process := start(job))
     wait_for_steps(job, 1, process)
     process.terminate()
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate()
 
     assert process.returncode == 143, err
     assert (job / "output" / "model.safetensors").is_file()
 
 
+TELLING = """
+from infinity.training.loop import Loop
+step = Loop.step
+
+def tell(loop):
+    print("a step begins", flush=True)
+    return step(loop)
+
+Loop.step = tell
+"""
+
+
 def test_second_interrupt_ends_at_once_and_still_releases(job, processes):
     """One step is made to last, so that the second signal comes before the first has its way."""
     slow = "--set", "train.accumulation=1000000"
-    processes.append(process := start(job, *slow))
-    deadline_s = time.monotonic() + 90
-    while not (job / "output" / "metrics.jsonl").exists():
-        assert process.poll() is None and time.monotonic() < deadline_s
-        time.sleep(0.02)
-    time.sleep(0.5)
-    process.send_signal(signal.SIGINT)
-    time.sleep(0.5)
-    assert process.poll() is None, "the step is not finished"
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
+    process = Script(TELLING + COMMAND, "train", job / "job.toml", *slow)
+    processes.append(process)
+    for output, said in (
+        (process.stdout, "a step begins"),
+        (process.stderr, "stopping after this step"),  # One signal may hide another.
+    ):
+        wait_until(lambda output=output, said=said: said in output.read_text(), process)
+        process.send_signal(signal.SIGINT)
+    _, err = process.communicate()
 
     assert process.returncode == 130, err
     assert "nothing was exported" in err

@@ -9,7 +9,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from infinity.errors import ConfigError, StorageError
 from infinity.training import program
 from infinity.training.report import Summary
 from tests.checkpoint.test_copy import elsewhere
+from tests.forked import TIME_LIMIT_S
 
 from .jobs import CONFIG, start, wait_for_steps, write_job
 
@@ -68,7 +69,8 @@ def test_killed_terminated_and_resumed_elsewhere_it_is_the_same_run(job, process
     """kill -9, then SIGTERM, then to the end on other tiers: metrics and exported weights."""
     run(job, "output.directory=whole")
 
-    processes.append(first := start(job, "--resume"))  # Nothing is there yet: it begins.
+    first = start(job, "--resume", at_most=40)  # Nothing is there yet: it begins.
+    processes.append(first)
     wait_for_steps(job, 14, first)
     first.kill()
     first.wait()
@@ -80,10 +82,11 @@ def test_killed_terminated_and_resumed_elsewhere_it_is_the_same_run(job, process
         run(job, "train.batch_size=3", "optimizer.lr=1.0", resume=True)
 
     reached = len(metrics(job)) + 4
-    processes.append(second := start(job, "--resume", "--set", "placement.moments=host"))
+    second = start(job, "--resume", "--set", "placement.moments=host", at_most=59)
+    processes.append(second)
     wait_for_steps(job, reached, second)
     second.send_signal(signal.SIGTERM)
-    out, err = second.communicate(timeout=60)
+    out, err = second.communicate()
     assert second.returncode == 143, err
     assert "then writing a checkpoint" in err
     summary = json.loads((job / "output" / "summary.json").read_text())
@@ -109,6 +112,7 @@ def test_killed_terminated_and_resumed_elsewhere_it_is_the_same_run(job, process
 
 def test_a_copy_to_another_file_system_is_given_up_in_time_and_taken_up_again(job, monkeypatch):
     """SIGTERM comes while one is on its way; the next one does not end within `grace`."""
+    step, is_asked = program.Loop.step, threading.Event()
     far = job / "far"
     elsewhere(far, monkeypatch.setattr)
     options = "train.steps=12", "checkpoint.every=4"
@@ -119,12 +123,15 @@ def test_a_copy_to_another_file_system_is_given_up_in_time_and_taken_up_again(jo
     config = SwapConfig.from_table(table, source)
     asked = []
 
+    def interrupted(loop: program.Loop) -> Any:
+        if loop.num_steps == 5:
+            assert is_asked.wait(TIME_LIMIT_S)
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step(loop)
+
     def slow(source: Path, directory: Path, storage: Any, *, orders: Orders) -> Path:
         asked.append(source)
-        if len(asked) == 1:
-            while len(metrics(job)) < 5:
-                time.sleep(0.001)
-            os.kill(os.getpid(), signal.SIGTERM)
+        is_asked.set()
         orders.stop.wait()
         return copy_checkpoint(source, directory, storage, orders=orders)
 
@@ -133,8 +140,10 @@ def test_a_copy_to_another_file_system_is_given_up_in_time_and_taken_up_again(jo
 
     console = Console(file=io.StringIO())
     monkeypatch.setattr(state_save, "copy_checkpoint", slow)
+    monkeypatch.setattr(program.Loop, "step", interrupted)
     summary, code = program.train(config, console=console)
-    assert (code, len(asked)) == (143, 2) and 4 < len(summary.records) < 12
+    assert (code, len(asked), len(summary.records)) == (143, 2, 6)
+    monkeypatch.setattr(program.Loop, "step", step)
     assert summary.checkpoint == str(asked[1]) == str(*(job / "swap" / "copying").glob("step-*"))
     assert "gave up copying" in console.file.getvalue() and list(far.iterdir()) == []
 
@@ -177,7 +186,7 @@ def test_every_step_survives_kill_9(job, processes):
     write_job(job, CONFIG + RUN.replace("steps = 60", "steps = 24") + EVERY_STEP)
     run(job, "output.directory=whole", "checkpoint.durability=none")
 
-    processes.append(first := start(job))
+    processes.append(first := start(job, at_most=20))
     wait_for_steps(job, 7, first)
     first.kill()
     first.wait()
@@ -199,8 +208,8 @@ def test_every_step_survives_kill_9(job, processes):
 
 
 def test_swap_directory_is_inspected_and_removed_on_demand_only(job, processes):
-    write_job(job, CONFIG + RUN.replace("steps = 60", "steps = 6000") + EVERY_STEP)
-    processes.append(first := start(job))
+    write_job(job, CONFIG + RUN.replace("steps = 60", "steps = 6001") + EVERY_STEP)
+    processes.append(first := start(job, at_most=6000))
     wait_for_steps(job, 3, first)
     held = inspect(job / "swap")
     assert held.returncode == 0 and f"in use by process {first.pid}" in held.stdout

@@ -178,7 +178,6 @@ def test_help_and_config_import_no_torch(arguments: list[str]) -> None:
         capture_output=True,
         text=True,
         check=True,
-        timeout=60,
     )
     assert done.stderr.strip() == "[]"
     assert done.stdout

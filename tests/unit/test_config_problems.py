@@ -366,7 +366,7 @@ def _table_strategy(table: str) -> st.SearchStrategy[dict[str, Any]]:
     return st.fixed_dictionaries({}, optional=inner)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(_table_strategy(""))
 def test_any_table_is_read_or_refused_with_a_config_error(table: dict[str, Any]) -> None:
     """Nothing that a file could hold ends in another exception."""

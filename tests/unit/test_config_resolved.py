@@ -174,7 +174,7 @@ TABLES = section(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(TABLES)
 def test_written_configuration_reads_back_equal_in_every_format(table: dict[str, Any]) -> None:
     """TOML as `show` prints it, and the dict through JSON and YAML."""

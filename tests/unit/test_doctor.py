@@ -483,7 +483,7 @@ def test_in_an_unprivileged_container(tmp_path: Path) -> None:
     """
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(script), str(tmp_path)],
-        capture_output=True, text=True, timeout=120, check=False,
+        capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.stderr == ""
     report = json.loads(done.stdout)

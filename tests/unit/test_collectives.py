@@ -1,0 +1,61 @@
+"""What ranks do at once: nobody waits for ever, whoever does not come."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from infinity.errors import InfinityError
+from infinity.observe import Counters
+from infinity.ranks.collectives import Collectives
+
+
+class Silent:
+    """Links to ranks that say nothing, and to which nothing can be told."""
+
+    rank = 0
+    is_broken = False
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def check(self) -> None:
+        pass
+
+    def tell(self, rank: int, content: bytes) -> None:
+        pass
+
+    def abort(self, cause: str) -> None:
+        pass
+
+
+def make(count: int, monkeypatch: pytest.MonkeyPatch) -> Collectives:
+    links: Any = Silent(count)
+    collectives = Collectives(links, None, torch.device("cpu"), Counters())
+    monkeypatch.setattr(collectives, "_try", lambda: None)
+    collectives.open()
+    return collectives
+
+
+def test_who_closes_takes_back_what_nobody_else_has_come_to(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    collectives = make(2, monkeypatch)
+    offer = collectives.offer((1, 0, 0), lambda: None)
+    closing = threading.Thread(target=collectives.close, daemon=True)
+    closing.start()
+    closing.join(10)
+    assert not closing.is_alive() and offer.is_called_off
+
+
+def test_what_fails_is_told_also_where_nobody_else_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise OSError("of the test")
+
+    collectives = make(1, monkeypatch)
+    with pytest.raises(InfinityError, match="of the test"):
+        collectives.settle(collectives.offer((0, 0, 0), fail))
+    collectives.close()
