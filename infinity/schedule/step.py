@@ -572,7 +572,7 @@ class _Draft:
         name, out = f"gradients of {load.name}", self._last_on[COMPUTE]
         of = load.divided
         if of is not None and of.sums is None:
-            if of.given_nbytes:
+            if load.is_changed:
                 self._give(unit, [out], is_first=is_first)
             return
         if not nbytes:
