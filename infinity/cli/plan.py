@@ -42,7 +42,11 @@ def plan(
     ] = None,
     tokens: Annotated[
         int | None,
-        typer.Option("--tokens", min=1, help="Tokens of a micro-batch, on all devices together."),
+        typer.Option(
+            "--tokens",
+            min=1,
+            help="Tokens of a micro-batch, on all devices together; with --ranks, of each.",
+        ),
     ] = None,
     sequence: Annotated[
         int | None, typer.Option("--sequence", min=1, help="Tokens of a sequence.")
@@ -50,6 +54,10 @@ def plan(
     accumulation: Annotated[
         int | None, typer.Option("--accumulation", min=1, help="Micro-batches a step.")
     ] = None,
+    ranks: Annotated[
+        int,
+        typer.Option("--ranks", min=1, help="Ranks on the node that state is divided over."),
+    ] = 1,
     overrides: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Replace one value of the file."),
@@ -88,7 +96,7 @@ def plan(
         from infinity.plan.measure import measure
 
         machine = measure(loaded, shape, batch)
-    found = forecast(loaded, shape, machine, batch)
+    found = forecast(loaded, shape, machine, batch, num_ranks=ranks)
     advice = advise(loaded, shape, found)
     if as_json:
         typer.echo(json.dumps(report.to_dict(found, advice), indent=1))

@@ -184,7 +184,9 @@ def _lay_out(
         ]
         division = None
         if ranks is not None:
-            division = divide(laid_out, anatomy, ranks, config, is_collective=on_devices)
+            division = divide(
+                laid_out, anatomy.units_by_block(), ranks, config, is_collective=on_devices
+            )
             laid_out = list(division.partition.wholes)
         budgets = _budgets(config, laid_out, anatomy, device, division)
         return anatomy, laid_out, division, budgets
@@ -276,21 +278,16 @@ def _budgets(
 ) -> Budgets:
     """Asks this machine for its sizes."""
     is_cpu = _shares_host_memory(config, device)
-    device_nbytes = _device_nbytes(config, is_given=is_cpu or device is not None)
-    if device_nbytes is not None and division is not None and division.buffers is not None:
-        device_nbytes -= division.buffers.nbytes
-    return Budgets(
-        config,
-        units if division is None else division.partition.units,
-        held_nbytes=anatomy.held_nbytes([rounded_nbytes(u.weight_nbytes) for u in units]),
-        shares_host_memory=is_cpu,
-        device_nbytes=device_nbytes,
-        available_host_nbytes=available_host_nbytes() // (division.sharing if division else 1),
-        gathered_nbytes=division.gathered_nbytes if division else 0,
-        serving_nbytes=division.serving_nbytes if division else 0,
-        given_nbytes=division.given_nbytes if division else 0,
-        summed_nbytes=division.sums.nbytes if division else 0,
-    )
+    sizes: dict[str, Any] = {
+        "held_nbytes": anatomy.held_nbytes([rounded_nbytes(u.weight_nbytes) for u in units]),
+        "shares_host_memory": is_cpu,
+        "device_nbytes": _device_nbytes(config, is_given=is_cpu or device is not None),
+        "available_host_nbytes": available_host_nbytes(),
+    }
+    if division is None:
+        return Budgets(config, units, **sizes)
+    sizes["available_host_nbytes"] //= division.sharing
+    return division.budgets(config, **sizes)
 
 
 def _shares_host_memory(config: SwapConfig, device: OwnDevice | None) -> bool:

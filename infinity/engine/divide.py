@@ -14,7 +14,6 @@ import torch.distributed as dist
 
 from infinity.config import SwapConfig
 from infinity.config.values import Capacity
-from infinity.engine.discover import Anatomy
 from infinity.engine.rank_group import RankGroup
 from infinity.engine.sums_memory import SumsPlan, plan_sums
 from infinity.errors import ConfigError, StorageError
@@ -23,6 +22,7 @@ from infinity.ranks.collectives import Collectives, device_group
 from infinity.ranks.links import Links
 from infinity.ranks.rendezvous import Group, connect, path_of_rank
 from infinity.ranks.store import RankedStore, serving_nbytes
+from infinity.state.budgets import Budgets
 from infinity.state.partition import Partition, partition
 from infinity.state.units import Unit
 from infinity.tiers.device import DeviceAdapter
@@ -72,6 +72,21 @@ class Division:
         largest_nbytes = max(unit.weight_nbytes for unit in self.partition.wholes)
         return Buffers(self.partition.count, largest_nbytes)
 
+    def budgets(self, config: SwapConfig, *, device_nbytes: int | None, **sizes: Any) -> Budgets:
+        """This rank's; `sizes` are those of `Budgets` that ranks do not change."""
+        if device_nbytes is not None and self.buffers is not None:
+            device_nbytes -= self.buffers.nbytes
+        return Budgets(
+            config,
+            self.partition.units,
+            device_nbytes=device_nbytes,
+            gathered_nbytes=self.gathered_nbytes,
+            serving_nbytes=self.serving_nbytes,
+            given_nbytes=self.given_nbytes,
+            summed_nbytes=self.sums.nbytes,
+            **sizes,
+        )
+
     def exchange(
         self, links: Links, device: DeviceAdapter, resources: ExitStack, counters: Counters
     ) -> tuple[Collectives, DeviceExchange] | None:
@@ -98,20 +113,20 @@ class Division:
 
 def divide(
     units: Sequence[Unit],
-    anatomy: Anatomy,
+    by_block: tuple[list[int], list[set[int]]],
     group: Group,
     config: SwapConfig,
     *,
     is_collective: bool,
 ) -> Division:
-    """This rank's part of the units, as `[ranks]` says."""
+    """This rank's part of the units, as `[ranks]` says. `by_block`: as of `Anatomy`."""
     stage = config.ranks.stage
     return Division(
         partition(units, rank=group.rank, count=group.count, stage=stage),
         group,
         group.node_count if config.ranks.budgets == "node" else 1,
         is_collective,
-        plan_sums(units, *anatomy.units_by_block()) if stage > 1 else plan_sums(units, (), ()),
+        plan_sums(units, *by_block) if stage > 1 else plan_sums(units, (), ()),
     )
 
 
@@ -139,7 +154,7 @@ def is_collective(config: SwapConfig, group: Group, *, has_own_memory: bool, is_
 
 
 def config_of_rank(config: SwapConfig, group: Group) -> SwapConfig:
-    """The configuration as it holds for this rank.
+    """The configuration as it holds for this rank, whose swap directories are made.
 
     Swap directories get a directory of their own per rank. Capacities for a node are divided by its
     ranks; a share of memory stays a share, of a part of the memory. Updates are made in the step,
@@ -158,25 +173,28 @@ def config_of_rank(config: SwapConfig, group: Group) -> SwapConfig:
             f"job, and {group.count} hold this one: steps of others would be committed in its "
             'place. Use "checkpoint", with a directory for each model'
         )
-    count = group.node_count if config.ranks.budgets == "node" else 1
-    host = config.tiers.host
-    drives = []
+    config, drives = with_part_of_node(config, group.node_count), []
     for tier in config.tiers.nvme:
         try:
             tier.path.mkdir(exist_ok=True)
         except OSError as error:
             raise StorageError(error.errno or 0, operation="mkdir", path=str(tier.path)) from None
-        drives.append(
-            tier.model_copy(
-                update={
-                    "path": path_of_rank(tier.path, group.job_rank),
-                    "capacity": _part(tier.capacity, count),
-                }
-            )
-        )
+        drives.append(tier.model_copy(update={"path": path_of_rank(tier.path, group.job_rank)}))
+    tiers = config.tiers.model_copy(update={"nvme": tuple(drives)})
+    return config.model_copy(update={"tiers": tiers})
+
+
+def with_part_of_node(config: SwapConfig, node_count: int) -> SwapConfig:
+    """What each of so many ranks of a node may take, and when it updates. Pure."""
+    count = node_count if config.ranks.budgets == "node" else 1
+    host = config.tiers.host
     capacity = host.capacity if host.capacity.nbytes is None else _part(host.capacity, count)
+    drives = tuple(
+        tier.model_copy(update={"capacity": _part(tier.capacity, count)})
+        for tier in config.tiers.nvme
+    )
     tiers = config.tiers.model_copy(
-        update={"host": host.model_copy(update={"capacity": capacity}), "nvme": tuple(drives)}
+        update={"host": host.model_copy(update={"capacity": capacity}), "nvme": drives}
     )
     schedule = config.schedule.model_copy(update={"updates": "at_step"})
     return config.model_copy(update={"tiers": tiers, "schedule": schedule})

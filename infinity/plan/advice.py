@@ -28,7 +28,7 @@ def advise(config: SwapConfig, model: Model, base: Forecast) -> list[Advice]:
     found = []
     for change, (changed, hardware, batch) in _changes(config, base):
         try:
-            other = forecast(changed, model, hardware, batch)
+            other = forecast(changed, model, hardware, batch, num_ranks=base.num_ranks)
         except InfinityError:
             continue  # What cannot be done is no advice,
         if len(other.warnings) > len(base.warnings):
@@ -69,6 +69,8 @@ def _changes(config: SwapConfig, base: Forecast) -> Iterator[tuple[str, _Case]]:
             "a link to the device twice as fast",
             (config, hardware.model_copy(update={"device": links}), batch),
         )
+    if base.ranks is not None:
+        yield "twice as fast between ranks", (config, _with_faster_exchange(hardware), batch)
     if device.update_gbps is not None and not hardware.shares_host_memory:
         other: Place = "host" if base.update_place.is_on_device else "device"
         yield (
@@ -94,6 +96,16 @@ def _with_twice_the_host(config: SwapConfig) -> SwapConfig:
         return config
     host = host.model_copy(update={"capacity": Capacity(nbytes=2 * host.capacity.nbytes)})
     return config.model_copy(update={"tiers": config.tiers.model_copy(update={"host": host})})
+
+
+def _with_faster_exchange(hardware: Hardware) -> Hardware:
+    """From device to device, and from host to host."""
+    host, device, rates = hardware.host, hardware.device, hardware.rates()
+    device = device.model_copy(
+        update={"gather_gbps": None if device.gather_gbps is None else 2 * device.gather_gbps}
+    )
+    host = host.model_copy(update={"sockets_gbps": 2 * rates.sockets / 1e9})
+    return hardware.model_copy(update={"host": host, "device": device})
 
 
 def _with_updates_on(config: SwapConfig, place: Place) -> SwapConfig:

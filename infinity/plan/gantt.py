@@ -7,7 +7,7 @@ from pathlib import Path
 from infinity.bench.plots import check
 from infinity.plan.predict import Forecast
 
-_LANES = ("compute", "update", "gather", "h2d", "d2h", "nvme")
+_LANES = ("compute", "update", "gather", "sockets", "h2d", "d2h", "nvme")
 _COLOURS = {
     "forward": "tab:blue",
     "backward": "tab:purple",

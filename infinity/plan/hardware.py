@@ -6,10 +6,11 @@ program sees, not those of a data sheet; where they come from is said in the fil
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 from pydantic import BeforeValidator, Field
 
+from infinity.errors import ConfigError
 from infinity.plan.files import Table, read_table
 from infinity.schedule.step import Rates, drive_rates
 from infinity.sizes import parse_nbytes
@@ -17,22 +18,28 @@ from infinity.sizes import parse_nbytes
 Nbytes = Annotated[int, BeforeValidator(parse_nbytes)]
 Gbps = Annotated[float, Field(gt=0)]
 
+_SOCKETS_SHARE = 8  # See Host.
+
 
 class Host(Table):
     """`update_gbps` counts every byte the optimizer's pass reads or writes; `sum_gbps` those of
     adding up gradients. `hold_gbps` counts weights each time that they are put under a model that
-    computes on the host: what the engine itself does; without it, that costs nothing."""
+    computes on the host: what the engine itself does; without it, that costs nothing.
+    `sockets_gbps` is what ranks of this node send each other from host to host, all of them
+    together, each byte counted once; without it an eighth of `sum_gbps`: a byte is copied into the
+    kernel and out of it, each copy reads and writes it, and about half of that was seen."""
 
     memory: Nbytes
     update_gbps: Gbps
     sum_gbps: Gbps
     hold_gbps: Gbps | None = None
+    sockets_gbps: Gbps | None = None
 
 
 class Device(Table):
     """`count` devices, each with `memory` and the links below to the host, each `tflops` fast.
-    `gather_gbps` is what each receives of the others, `update_gbps` is the host's figure where the
-    device makes the update. A device without memory is the host."""
+    `gather_gbps` is what each receives of the others, and gives them; `update_gbps` is the host's
+    figure where the device makes the update. A device without memory is the host."""
 
     count: int = Field(1, ge=1)
     tflops: float = Field(gt=0)
@@ -69,6 +76,33 @@ class Hardware(Table):
     def shares_host_memory(self) -> bool:
         return self.device.memory is None
 
+    def of_rank(self, count: int) -> Hardware:
+        """What one of `count` ranks has, each with a device of its own: an even part of the host
+        and of the drives. Where the device is the host itself, a part of that.
+
+        Raises ConfigError where there are fewer devices.
+        """
+        device = self.device
+        if self.shares_host_memory:
+            device = device.model_copy(update={"tflops": device.tflops / count})
+        elif count > device.count:
+            raise ConfigError(
+                f"--ranks {count}: {self.name} has {device.count} devices, and each rank needs one"
+            )
+        device = device.model_copy(update={"count": 1})
+        host, nvme = self.host, self.nvme
+        return self.model_copy(
+            update={
+                "host": _part(host, count, "update_gbps", "sum_gbps", "hold_gbps", "sockets_gbps")
+                .model_copy(update={"memory": host.memory // count}),
+                "device": device,
+                "nvme": None
+                if nvme is None
+                else _part(nvme, count, "read_gbps", "write_gbps", "mixed_gbps")
+                .model_copy(update={"capacity": nvme.capacity // count}),
+            }
+        )  # fmt: skip
+
     def rates(self) -> Rates:
         """Everything together: with N devices a unit is cut in N parts, which move at once."""
         giga, inf = 1e9, float("inf")
@@ -90,8 +124,21 @@ class Hardware(Table):
             h2d=inf if device.h2d_gbps is None else count * device.h2d_gbps * giga,
             d2h=inf if device.d2h_gbps is None else count * device.d2h_gbps * giga,
             gather=gather,
+            peers=inf if device.gather_gbps is None else device.gather_gbps * giga,
+            sockets=giga * (self.host.sockets_gbps or self.host.sum_gbps / _SOCKETS_SHARE),
             **drives,
         )
+
+
+_T = TypeVar("_T", bound=Table)
+
+
+def _part(table: _T, count: int, *rates: str) -> _T:
+    """With these figures, where there are any, divided."""
+    found = {name: getattr(table, name) for name in rates}
+    return table.model_copy(
+        update={name: rate / count for name, rate in found.items() if rate is not None}
+    )
 
 
 def load_hardware(name: str) -> Hardware:

@@ -1,22 +1,28 @@
 """From a configuration, a model and a machine to one predicted step. Pure.
 
-Budgets and placement are the engine's own functions, asked with the machine's sizes.
+Budgets and placement are the engine's own functions, asked with the machine's sizes. With ranks
+the step is that of one of them: the one that owns most, from which others differ by what a unit
+cannot be cut into equal parts.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from infinity.config import SwapConfig
+from infinity.engine.divide import Division, divide, with_part_of_node
 from infinity.engine.durability import wanted_spares
-from infinity.errors import CapacityError
+from infinity.errors import CapacityError, ConfigError
 from infinity.plan.hardware import Hardware
 from infinity.plan.model import Model
 from infinity.plan.tiles import largest_nbytes, with_tiles
+from infinity.ranks.rendezvous import Group
 from infinity.schedule.job import Batch, make_job
 from infinity.schedule.order import Use
+from infinity.schedule.rank_job import rank_loads
 from infinity.schedule.step import WRITE, Job, Prediction, predict
 from infinity.schedule.update_place import UpdatePlace, choose, settled
 from infinity.sizes import format_nbytes
@@ -24,6 +30,7 @@ from infinity.state.budgets import Budgets
 from infinity.state.placement import Placement, resting_nbytes
 from infinity.state.store import rewritten_nbytes
 from infinity.state.tiles import fit
+from infinity.state.units import Unit
 
 _CHECKPOINT_ITEM_NBYTES = 2
 # Of a device's memory, what the engine takes when the file leaves it to it.
@@ -31,9 +38,28 @@ _DEVICE_PERCENT = 50.0
 
 
 @dataclass(frozen=True, slots=True)
+class Ranks:
+    """How state is divided, and what one rank takes of what it has, by tier: (bytes, of bytes).
+
+    The device's are those that the engine takes: what rests there, what is in use at once, and the
+    buffers of the exchange; `of` is None where it is not limited.
+    """
+
+    count: int
+    rank: int
+    stage: int
+    is_collective: bool
+    taken_nbytes: Mapping[str, tuple[int, int | None]]
+
+
+@dataclass(frozen=True, slots=True)
 class Forecast:
     """What a run would do. `placed_nbytes` is by kind and tier; `spare_nbytes` on NVMe are for what
-    commits and linked checkpoints keep, in `num_spares` generations."""
+    commits and linked checkpoints keep, in `num_spares` generations.
+
+    `hardware` is the node. With ranks, batch, bytes and seconds are those of one of them; tokens
+    and FLOPs a second are of all.
+    """
 
     model: Model
     hardware: Hardware
@@ -49,16 +75,21 @@ class Forecast:
     step: Prediction
     warnings: tuple[str, ...]
     parked: tuple[str, int] | None  # Tier and bytes of inputs of blocks that wait off the device.
+    ranks: Ranks | None = None
+
+    @property
+    def num_ranks(self) -> int:
+        return 1 if self.ranks is None else self.ranks.count
 
     @property
     def tokens_per_s(self) -> float:
-        return self.batch.tokens_per_step / self.step.step_s
+        return self.num_ranks * self.batch.tokens_per_step / self.step.step_s
 
     @property
     def flops_per_s(self) -> float:
         """Of the model's own arithmetic, recomputation not counted: 3 times the forward."""
         forward = sum(use.forward_flops for use in self.job.uses)
-        return 3 * forward * self.batch.num_micro_batches / self.step.step_s
+        return 3 * forward * self.num_ranks * self.batch.num_micro_batches / self.step.step_s
 
     @property
     def endurance_steps(self) -> float | None:
@@ -67,27 +98,42 @@ class Forecast:
         written = self.step.moved_nbytes.get(WRITE, 0)
         if nvme is None or nvme.endurance is None or not written:
             return None
-        return nvme.endurance / written
+        return nvme.endurance / (written * self.num_ranks)
 
 
-def forecast(config: SwapConfig, model: Model, hardware: Hardware, batch: Batch) -> Forecast:
-    """Raises CapacityError, with the key to change, for what the machine cannot hold."""
-    window_nbytes = _device_nbytes(config, hardware)
+def forecast(
+    config: SwapConfig,
+    model: Model,
+    hardware: Hardware,
+    batch: Batch,
+    *,
+    num_ranks: int = 1,
+    rank: int | None = None,
+) -> Forecast:
+    """Raises CapacityError, with the key to change, for what the machine cannot hold.
+
+    With `num_ranks` on the node, of which each has a batch of its own: what `rank` does, or the one
+    that owns most.
+    """
+    node = _Node(config, hardware, num_ranks, rank)
+    config, machine = node.config_of_rank, node.hardware_of_rank
+    window_nbytes = _device_nbytes(config, machine)
     whole = model
-    model, budgets = _fitted(config, model, hardware, window_nbytes)
+    model, division, budgets = _fitted(node, model, window_nbytes)
     placement = budgets.placement
-    num_spares = wanted_spares(config, is_linked=True)
-    spare_nbytes = num_spares * _rewritten_nbytes(model, placement)
-    _refuse_full_tiers(model, hardware, budgets, spare_nbytes)
+    units = model.units if division is None else division.partition.units
+    num_spares = wanted_spares(config, is_linked=True, num_ranks=num_ranks)
+    spare_nbytes = num_spares * _rewritten_nbytes(units, placement)
+    _refuse_full_tiers(model, machine, budgets, spare_nbytes, num_ranks)
     parked = _parked(config, model, batch)
-    job = _job(config, model, batch, budgets, parked)
-    place = _update_place(config, hardware, job)
+    job = _job(config, model, batch, division, budgets, parked)
+    place = _update_place(config, machine, job)
     job = replace(job, updates_on_device=place.is_on_device)
     return Forecast(
         model=model,
         hardware=hardware,
         batch=batch,
-        placed_nbytes=_by_kind(model, placement),
+        placed_nbytes=_by_kind(units, placement),
         host_nbytes=budgets.host_nbytes,
         working_nbytes=budgets.working_nbytes,
         num_spares=num_spares,
@@ -95,14 +141,96 @@ def forecast(config: SwapConfig, model: Model, hardware: Hardware, batch: Batch)
         is_tight=budgets.is_tight,
         update_place=place,
         job=job,
-        step=predict(job, hardware.rates()),
+        step=predict(job, machine.rates()),
         warnings=(
             *_said_of_tiles(whole, model),
-            *_warnings(config, model, hardware, batch, window_nbytes),
-            *_said_of_parked(parked, hardware, budgets),
+            *_warnings(config, model, machine, batch, window_nbytes),
+            *_said_of_parked(parked, machine, budgets),
+            *node.warnings(),
         ),
         parked=parked,
+        ranks=None
+        if division is None
+        else _ranks(division, machine, budgets, window_nbytes, spare_nbytes),
     )
+
+
+class _Node:
+    """The machine and the file, as each of its ranks sees them."""
+
+    def __init__(
+        self, config: SwapConfig, hardware: Hardware, count: int, rank: int | None
+    ) -> None:
+        self.count = count
+        self.rank = rank
+        self.config_of_rank, self.hardware_of_rank = config, hardware
+        self.is_collective = False
+        self._num_devices = hardware.device.count
+        if count > 1:
+            self.config_of_rank = with_part_of_node(config, count)
+            self.hardware_of_rank = hardware.of_rank(count)
+            self.is_collective = _is_collective(config, hardware)
+
+    def divide(self, model: Model) -> Division | None:
+        count, rank = self.count, self.rank
+        if count == 1:
+            return None
+        group = Group(None, 0, count, 0, count, 0, count, ("this node",) * count)
+        division = divide(
+            model.units,
+            _units_by_block(model),
+            group,
+            self.config_of_rank,
+            is_collective=self.is_collective,
+        )
+        # The shards of all ranks are in the partition of each.
+        if rank is None:
+            of_ranks = list(zip(*division.partition.shards, strict=True))
+            owned = [sum(shard.unit.state_numel for shard in shards) for shards in of_ranks]
+            rank = owned.index(max(owned))
+        return replace(division, partition=replace(division.partition, rank=rank))
+
+    def warnings(self) -> list[str]:
+        if self.count == 1 or self.count >= self._num_devices:
+            return []
+        return [f"{self.count} of the machine's {self._num_devices} devices are used"]
+
+
+def _is_collective(config: SwapConfig, hardware: Hardware) -> bool:
+    """As the engine decides, which asks its device: one with memory is taken to be CUDA's."""
+    wanted = config.ranks.exchange
+    if hardware.shares_host_memory:
+        if wanted == "collective":
+            raise ConfigError(
+                'ranks.exchange: "collective" is between devices with memory of their own, and '
+                f'{hardware.name} computes on host memory; set it to "auto" or "one_sided"'
+            )
+        return False
+    if wanted != "one_sided" and hardware.device.gather_gbps is None:
+        raise ConfigError(
+            f"{hardware.name} has no device.gather_gbps, what a device gets from the others; add "
+            "it to the hardware file, or --set ranks.exchange=one_sided"
+        )
+    return wanted != "one_sided"
+
+
+def _ranks(
+    division: Division,
+    hardware: Hardware,
+    budgets: Budgets,
+    window_nbytes: int | None,
+    spare_nbytes: int,
+) -> Ranks:
+    placed, partition = budgets.placement.placed_nbytes, division.partition
+    taken: dict[str, tuple[int, int | None]] = {}
+    if not hardware.shares_host_memory:
+        buffers_nbytes = 0 if division.buffers is None else division.buffers.nbytes
+        used_nbytes = placed["device"] + budgets.held_nbytes + buffers_nbytes
+        taken["device"] = used_nbytes, window_nbytes
+    taken["host"] = budgets.host_nbytes + budgets.inbox_nbytes, hardware.host.memory
+    if hardware.nvme is not None:
+        taken["nvme"] = placed["nvme"] + spare_nbytes, hardware.nvme.capacity
+    return Ranks(partition.count, partition.rank, partition.stage, division.is_collective, taken)
 
 
 def _parked(config: SwapConfig, model: Model, batch: Batch) -> tuple[str, int] | None:
@@ -136,24 +264,30 @@ def _input_nbytes(config: SwapConfig, model: Model, batch: Batch) -> int:
     return batch.tokens_per_step * model.checkpoint_width * itemsize
 
 
-def _fitted(
-    config: SwapConfig, model: Model, hardware: Hardware, window_nbytes: int | None
-) -> tuple[Model, Budgets]:
+_Fitted = tuple[Model, Division | None, Budgets]
+
+
+def _fitted(node: _Node, model: Model, window_nbytes: int | None) -> _Fitted:
     """With tiles where the engine would make them."""
+    config, hardware = node.config_of_rank, node.hardware_of_rank
+    # A part of a node's memory is what a rank is given of it, or all that it may take of all of it.
+    takes_all = node.count > 1 and config.ranks.budgets == "rank"
 
-    def attempt(limit_nbytes: int | None) -> tuple[Model, Budgets]:
+    def attempt(limit_nbytes: int | None) -> _Fitted:
         tiled = with_tiles(model, limit_nbytes)
-        return tiled, Budgets(
-            config,
-            tiled.units,
-            held_nbytes=tiled.held_nbytes,
-            shares_host_memory=hardware.shares_host_memory,
-            device_nbytes=window_nbytes,
-            available_host_nbytes=hardware.host.memory,
-        )
+        division = node.divide(tiled)
+        sizes: dict[str, Any] = {
+            "held_nbytes": tiled.held_nbytes,
+            "shares_host_memory": hardware.shares_host_memory,
+            "device_nbytes": window_nbytes,
+            "available_host_nbytes": hardware.host.memory * (node.count if takes_all else 1),
+        }
+        if division is None:
+            return tiled, None, Budgets(config, tiled.units, **sizes)
+        return tiled, division, division.budgets(config, **sizes)
 
-    def has_room_ahead(found: tuple[Model, Budgets]) -> bool:
-        tiled, budgets = found
+    def has_room_ahead(found: _Fitted) -> bool:
+        tiled, _, budgets = found
         return budgets.has_room_ahead(max(unit.weight_nbytes for unit in tiled.units))
 
     return fit(config.schedule.tile, attempt, has_room_ahead, largest_nbytes(model))
@@ -168,13 +302,15 @@ def _device_nbytes(config: SwapConfig, hardware: Hardware) -> int | None:
 
 
 def _refuse_full_tiers(
-    model: Model, hardware: Hardware, budgets: Budgets, spare_nbytes: int
+    model: Model, hardware: Hardware, budgets: Budgets, spare_nbytes: int, num_ranks: int
 ) -> None:
     """What the engine finds out later: host memory that is not there, and full drives."""
-    if budgets.host_nbytes > hardware.host.memory:
+    part = "" if num_ranks == 1 else f", of which a rank has 1/{num_ranks}"
+    needed_nbytes = budgets.host_nbytes + budgets.inbox_nbytes
+    if needed_nbytes > hardware.host.memory:
         raise CapacityError(
-            "host", needed_nbytes=budgets.host_nbytes, available_nbytes=hardware.host.memory,
-            key="tiers.host.capacity", detail="the arena is larger than the memory",
+            "host", needed_nbytes=needed_nbytes, available_nbytes=hardware.host.memory,
+            key="tiers.host.capacity", detail=f"the arena is larger than the memory{part}",
         )  # fmt: skip
     placed = budgets.placement.placed_nbytes
     drives_nbytes = 0 if hardware.nvme is None else hardware.nvme.capacity
@@ -183,23 +319,23 @@ def _refuse_full_tiers(
         raise CapacityError(
             "nvme", needed_nbytes=placed["nvme"] + spare_nbytes, available_nbytes=drives_nbytes,
             key="tiers.nvme" + (", checkpoint.keep or checkpoint.durability" if spares else ""),
-            detail=f"{model.name} does not fit the drives{spares}",
+            detail=f"{model.name} does not fit the drives{part}{spares}",
         )  # fmt: skip
 
 
-def _rewritten_nbytes(model: Model, placement: Placement) -> int:
+def _rewritten_nbytes(units: Sequence[Unit], placement: Placement) -> int:
     """Of what rests on NVMe: what steps rewrite and commits keep, one generation."""
     return sum(
-        rewritten_nbytes(model.units[index], piece) or 0
+        rewritten_nbytes(units[index], piece) or 0
         for (index, piece), tier in placement.tiers.items()
         if tier == "nvme"
     )
 
 
-def _by_kind(model: Model, placement: Placement) -> dict[str, dict[str, int]]:
+def _by_kind(units: Sequence[Unit], placement: Placement) -> dict[str, dict[str, int]]:
     placed: defaultdict[str, defaultdict[str, int]] = defaultdict(lambda: defaultdict(int))
     for (index, piece), tier in placement.tiers.items():
-        placed[piece.kind][tier] += resting_nbytes(model.units[index], piece)
+        placed[piece.kind][tier] += resting_nbytes(units[index], piece)
     return {kind: dict(tiers) for kind, tiers in placed.items()}
 
 
@@ -222,8 +358,8 @@ def _warnings(
     device = hardware.device
     if device.count > 1:
         said.append(
-            f"units are taken to be cut over {device.count} devices; the engine of this version "
-            "uses one"
+            f"units are taken to be cut over {device.count} devices by one program; the engine has "
+            f"a rank for each, see --ranks {device.count}"
         )
     is_parked = config.schedule.micro_batch and "device" not in config.placement.activations
     if device.memory is not None and batch.recomputes and not is_parked:
@@ -248,6 +384,7 @@ def _job(
     config: SwapConfig,
     model: Model,
     batch: Batch,
+    division: Division | None,
     budgets: Budgets,
     parked: tuple[str, int] | None,
 ) -> Job:
@@ -262,7 +399,18 @@ def _job(
         for site, block in zip(model.sites, _blocks(model), strict=True)
     ]
     parked_on = "device" if parked is None else parked[0]
-    return make_job(config, budgets, model.units, uses, batch, parked_on=parked_on)
+    loads = None
+    if division is not None:
+        loads = list(
+            rank_loads(
+                config,
+                division.partition,
+                budgets.placement,
+                batch,
+                is_collective=division.is_collective,
+            )
+        )
+    return make_job(config, budgets, model.units, uses, batch, parked_on=parked_on, loads=loads)
 
 
 def _blocks(model: Model) -> list[int | None]:
@@ -272,6 +420,23 @@ def _blocks(model: Model) -> list[int | None]:
         is_tile = site.is_tile and bool(numbers)
         numbers.append(numbers[-1] if is_tile else index if site.attention_width else None)
     return numbers
+
+
+def _units_by_block(model: Model) -> tuple[list[int], list[set[int]]]:
+    """Those that are used outside of blocks, or by several, and those of each block alone."""
+    users: defaultdict[int, set[int | None]] = defaultdict(set)
+    for site, block in zip(model.sites, _blocks(model), strict=True):
+        for unit in site.units:
+            users[unit].add(block)
+    blocks: defaultdict[int, set[int]] = defaultdict(set)
+    outside = []
+    for unit, of in users.items():
+        block = next(iter(of))
+        if len(of) > 1 or block is None:
+            outside.append(unit)
+        else:
+            blocks[block].add(unit)
+    return sorted(outside), list(blocks.values())
 
 
 def _update_place(config: SwapConfig, hardware: Hardware, job: Job) -> UpdatePlace:

@@ -17,13 +17,7 @@ _LANES = {
     "h2d": "host to device",
     "d2h": "device to host",
     "gather": "between devices",
-}
-_TRAFFIC = {
-    "nvme_read": "NVMe read",
-    "nvme_write": "NVMe write",
-    "h2d": "host to device",
-    "d2h": "device to host",
-    "gather": "between devices",
+    "sockets": "between hosts of ranks",
 }
 # Below this share of the step no lane alone explains it: things wait for each other.
 _BINDING_SHARE = 0.85
@@ -60,6 +54,7 @@ def to_dict(forecast: Forecast, advice: Sequence[Advice]) -> dict[str, Any]:
         "advice": [asdict(each) for each in advice],
         "endurance_steps": forecast.endurance_steps,
         "warnings": list(forecast.warnings),
+        "ranks": None if forecast.ranks is None else asdict(forecast.ranks),
     }
 
 
@@ -75,18 +70,21 @@ def to_text(forecast: Forecast, advice: Sequence[Advice]) -> str:
             else ""
         ),
         f"on {hardware.name}",
+        *_ranks(forecast),
         f"{batch.tokens_per_step:,} tokens a step: {batch.num_micro_batches} x "
         f"{batch.num_tokens:,} in sequences of {batch.sequence_length:,}"
         + (", activations recomputed" if batch.recomputes else ""),
         "",
-        "where state rests",
+        "where state rests" + _of_a_rank(forecast),
         *_places(forecast),
+        *_taken(forecast),
         "",
-        "bytes a step" + " " * 18 + "busy, of the step",
+        "bytes a step" + " " * 18 + "busy, of the step" + _of_a_rank(forecast),
         *_links(forecast),
         "",
-        f"step      {_duration(step.step_s)}, {_rate(forecast.tokens_per_s)} tokens/s, "
-        f"{_rate(forecast.flops_per_s / 1e12)} TFLOPS of the model",
+        f"step      {_duration(step.step_s)}, {_rate(forecast.tokens_per_s)} tokens/s"
+        + (", " if forecast.ranks is None else " of all ranks, ")
+        + f"{_rate(forecast.flops_per_s / 1e12)} TFLOPS of the model",
         f"binding   {_binding(forecast)}",
         *([] if hardware.shares_host_memory else [f"updates   on the {place.place}: {place.why}"]),
         *_helps(advice),
@@ -94,6 +92,38 @@ def to_text(forecast: Forecast, advice: Sequence[Advice]) -> str:
         *(f"warning   {text}" for text in forecast.warnings),
     ]
     return "\n".join(lines)
+
+
+def _ranks(forecast: Forecast) -> list[str]:
+    ranks, hardware = forecast.ranks, forecast.hardware
+    if ranks is None:
+        return []
+    rates = hardware.of_rank(ranks.count).rates()
+    between = (
+        f"between devices at {rates.peers / 1e9:,.3g} GB/s where they can"
+        if ranks.is_collective
+        else "between hosts"
+    )
+    estimated = "" if hardware.host.sockets_gbps else ", an estimate by host.sum_gbps"
+    return [
+        f"{ranks.count} ranks, stage {ranks.stage}, each with a batch of its own; exchange "
+        f"{between}; sockets {rates.sockets / 1e9:,.3g} GB/s a rank{estimated}"
+    ]
+
+
+def _of_a_rank(forecast: Forecast) -> str:
+    """Ranks differ by what units cannot be cut into equal parts."""
+    return "" if forecast.ranks is None else ", of one rank"
+
+
+def _taken(forecast: Forecast) -> list[str]:
+    if forecast.ranks is None:
+        return []
+    parts = [
+        f"{tier} {format_nbytes(taken)}" + ("" if of is None else f" of {format_nbytes(of)}")
+        for tier, (taken, of) in forecast.ranks.taken_nbytes.items()
+    ]
+    return ["  " + f"{'a rank takes':<14}" + ", ".join(parts)]
 
 
 def _places(forecast: Forecast) -> list[str]:
@@ -124,12 +154,11 @@ def _links(forecast: Forecast) -> list[str]:
         busy_s = step.busy_s.get(lane, 0.0)
         if not busy_s:
             continue
+        # "nvme_read" is of the lane "nvme", "h2d" of its own.
         moved = [
-            f"{_TRAFFIC[name].removeprefix('NVMe ')} {format_nbytes(nbytes)}"
-            if lane == "nvme"
-            else format_nbytes(nbytes)
+            f"{name.removeprefix(lane).lstrip('_')} {format_nbytes(nbytes)}".lstrip()
             for name, nbytes in step.moved_nbytes.items()
-            if name == lane or (lane == "nvme" and name.startswith("nvme"))
+            if name == lane or name.startswith(f"{lane}_")
         ]
         share = f"{_duration(busy_s)}, {busy_s / step.step_s:.0%}"
         lines.append(f"  {title:<34}{share:<16}{', '.join(moved)}".rstrip())
@@ -158,7 +187,7 @@ def _helps(advice: Sequence[Advice]) -> list[str]:
 
 
 def _endurance(forecast: Forecast) -> list[str]:
-    written = forecast.step.moved_nbytes.get("nvme_write", 0)
+    written = forecast.num_ranks * forecast.step.moved_nbytes.get("nvme_write", 0)
     if not written:
         return ["drives    nothing is written"]
     steps = forecast.endurance_steps

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from infinity.config import SwapConfig
@@ -17,7 +17,8 @@ from infinity.state.units import Piece, Unit
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Tokens of one micro-batch on all devices together, and how many make a step."""
+    """Tokens of one micro-batch on all devices together, and how many make a step; with ranks,
+    those of one."""
 
     num_tokens: int
     sequence_length: int
@@ -55,14 +56,10 @@ def make_job(
     batch: Batch,
     *,
     parked_on: str = "device",
+    loads: Sequence[UnitLoad] | None = None,
 ) -> Job:
-    """Steps of these units in these budgets, updated on the host."""
-    # Several micro-batches through one block are summed on the device, in float32.
-    micro_batch = config.schedule.micro_batch
-    num_strands = 1
-    if micro_batch is not None:
-        num_strands = max(1, -(-batch.num_tokens // (micro_batch * batch.sequence_length)))
-    is_summed = num_strands > 1
+    """Steps of these units in these budgets, updated on the host. `loads`: what they come to where
+    they are divided over ranks; see `rank_loads`."""
     # With updates at the step the ring is there for it alone. A tight pool keeps nothing.
     is_deferred = config.schedule.updates == "deferred"
     cache_nbytes = budgets.working_nbytes - (budgets.ring_nbytes if is_deferred else 0)
@@ -70,10 +67,10 @@ def make_job(
     if device_cache_nbytes is None and not budgets.shares_host_memory:
         device_cache_nbytes = float("inf")
     return Job(
-        units=tuple(_load(unit, budgets.placement, is_summed) for unit in units),
+        units=tuple(loads or _loads(config, units, budgets.placement, batch)),
         uses=tuple(uses),
         num_micro_batches=batch.num_micro_batches,
-        num_strands=num_strands,
+        num_strands=num_strands_of(config, batch),
         num_inside=config.schedule.tile_strands,
         backward_ratio=3.0 if batch.recomputes else 2.0,
         weights_cache_nbytes=0 if budgets.is_tight else cache_nbytes,
@@ -85,7 +82,23 @@ def make_job(
     )
 
 
-def _load(unit: Unit, placement: Placement, is_summed: bool) -> UnitLoad:
+def num_strands_of(config: SwapConfig, batch: Batch) -> int:
+    """Micro-batches that go block by block. Gradients of several are summed on the device, in
+    float32."""
+    micro_batch = config.schedule.micro_batch
+    if micro_batch is None:
+        return 1
+    return max(1, -(-batch.num_tokens // (micro_batch * batch.sequence_length)))
+
+
+def _loads(
+    config: SwapConfig, units: Sequence[Unit], placement: Placement, batch: Batch
+) -> Iterator[UnitLoad]:
+    is_summed = num_strands_of(config, batch) > 1
+    return (load_of(unit, placement, is_summed) for unit in units)
+
+
+def load_of(unit: Unit, placement: Placement, is_summed: bool) -> UnitLoad:
     read: defaultdict[str, int] = defaultdict(int)
     written: defaultdict[str, int] = defaultdict(int)
     for piece in STATE_PIECES:

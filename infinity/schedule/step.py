@@ -4,8 +4,12 @@ Forward: each unit's weights come in, its pending update is made on the way, the
 Backward: weights come in again, in reverse; gradients leave. The optimizer decides when the last
 gradient is where it rests. Pure: no torch, no I/O, no clock.
 
-Lanes: compute, update (the host's thread), nvme, h2d, d2h, gather (between devices). Where the
-device is the host itself, compute and update are one thread, hence one lane.
+Lanes: compute, update (the host's thread), nvme, h2d, d2h, gather (between devices), sockets
+(between the hosts of ranks). Where the device is the host itself, compute and update are one
+thread, hence one lane.
+
+With ranks the job is that of one of them, beside others that do the same at the same time: a unit
+has a `Divided`, and everything of a node that ranks share is given as this rank's part.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ from infinity.schedule.simulate import Operation, Timeline, simulate
 from infinity.tiers.ranges import rounded_nbytes
 
 COMPUTE, UPDATE, NVME, H2D, D2H, GATHER = "compute", "update", "nvme", "h2d", "d2h", "gather"
+SOCKETS = "sockets"
 READ, WRITE = "nvme_read", "nvme_write"
 
 
@@ -31,6 +36,9 @@ class Rates:
     every byte the optimizer's pass reads or writes, `host` those of summing gradients, `hold` those
     of weights that the engine puts under a computation on the host. `device_update` is `update`
     where the devices do it. `gather` is None with one device.
+
+    Of a rank: `peers` is what its device gets from those of others, `sockets` what its host does;
+    what it gives takes as long.
     """
 
     flops: float
@@ -44,6 +52,8 @@ class Rates:
     h2d: float = float("inf")
     d2h: float = float("inf")
     gather: float | None = None
+    peers: float = float("inf")
+    sockets: float = float("inf")
 
     def nvme_s(self, read_nbytes: float, write_nbytes: float) -> float:
         """Least time to read and write so much, in any interleaving that helps."""
@@ -66,8 +76,38 @@ def drive_rates(read: float, write: float, mixed: float | None) -> dict[str, flo
 
 
 @dataclass(frozen=True, slots=True)
+class Divided:
+    """Of a unit whose state is divided over `count` ranks: what one of them sends and gets of it.
+
+    What the ranks' devices do not exchange goes one by one between their hosts. `got_nbytes` of
+    weights are the other ranks' parts; where they go between hosts, `served_nbytes` are read for
+    the others from where this rank's part rests. `given_nbytes` of gradients go to their owners.
+    """
+
+    count: int
+    whole_nbytes: int  # Of weights, as they are used.
+    is_put_together: bool  # Each time that it is fetched (stage 3); else every rank has all of it.
+    are_weights_between_devices: bool
+    are_gradients_between_devices: bool
+    got_nbytes: int
+    served_nbytes: int
+    given_nbytes: int
+    # Stage 1: where this rank sums up its own gradients of a step before it gives them.
+    sums: str | None = None
+    sums_nbytes: int = 0
+
+    @property
+    def comes_to_host(self) -> bool:
+        return self.is_put_together and not self.are_weights_between_devices
+
+
+@dataclass(frozen=True, slots=True)
 class UnitLoad:
-    """One unit as the schedule sees it. `weights` is the tier they rest on; bytes by tier name."""
+    """One unit as the schedule sees it. `weights` is the tier they rest on; bytes by tier name.
+
+    With ranks, weights are those that rest on this one, all of the unit's or its part of them;
+    state and gradients are its part. `leaving_nbytes` are of the whole unit.
+    """
 
     name: str
     weights: str
@@ -79,6 +119,48 @@ class UnitLoad:
     gradients: str
     gradient_nbytes: int
     leaving_nbytes: int  # Of a gradient on its way from a device: in its own dtype.
+    divided: Divided | None = None
+
+    @property
+    def used_nbytes(self) -> int:
+        """Weights where they are computed with."""
+        return self.weight_nbytes if self.divided is None else self.divided.whole_nbytes
+
+    @property
+    def fetched_nbytes(self) -> int:
+        """Weights that a use brings to host memory."""
+        if self.divided is not None and self.divided.comes_to_host:
+            return self.divided.whole_nbytes
+        return self.weight_nbytes if self.weights == "nvme" else 0
+
+    @property
+    def inward_nbytes(self) -> int:
+        """Weights that a use brings from the host to a device that they are not on."""
+        if self.divided is None or not self.divided.is_put_together:
+            return self.weight_nbytes
+        if self.divided.comes_to_host:
+            return self.divided.whole_nbytes
+        return self.weight_nbytes if self.weights != "device" else 0
+
+    @property
+    def is_away(self) -> bool:
+        """From the device."""
+        is_put_together = self.divided is not None and self.divided.is_put_together
+        return is_put_together or self.weights != "device"
+
+    @property
+    def is_changed(self) -> bool:
+        """By a step, on whatever rank."""
+        return self.update_nbytes > 0 or (
+            self.divided is not None and self.divided.given_nbytes > 0
+        )
+
+    @property
+    def sums(self) -> tuple[str, int]:
+        """Where gradients are added up as the backward gives them, and fp32 bytes there."""
+        if self.divided is not None and self.divided.sums is not None:
+            return self.divided.sums, self.divided.sums_nbytes
+        return self.gradients, self.gradient_nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,13 +306,22 @@ class _Draft:
         self._device_free: dict[int, tuple[int, ...]] = {}
         self._visit = 0
         self._unwritten: dict[int, int] = {}  # Updated weights by unit, and the update.
+        self._agreed: int | None = None  # All ranks are through the step before.
+        # Were everything kept that comes to host memory: with ranks, parts beside what is put
+        # together from them.
+        self._all_fetched_nbytes = sum(
+            unit.fetched_nbytes
+            + (unit.weight_nbytes if unit.divided is not None and unit.divided.comes_to_host else 0)
+            for unit in job.units
+        )
+        self._sums: dict[int, int] = {}  # By unit: when what this rank has to give is there.
 
     def _visits(self) -> tuple[list[Visit], list[Visit]]:
         job = self.job
         # Gradients on their way to NVMe are summed in host memory, one unit's at a time.
         summed = [
-            rounded_nbytes(u.gradient_nbytes) if u.gradients == "nvme" and u.gradient_nbytes else 0
-            for u in job.units
+            rounded_nbytes(nbytes) if tier == "nvme" and nbytes else 0
+            for tier, nbytes in (unit.sums for unit in job.units)
         ]
         places = [(unit, move) for move in self._moves for unit in self._units_of(move)]
         order = [unit for unit, _ in places]
@@ -239,14 +330,16 @@ class _Draft:
         passes = _NUM_STEPS * job.num_micro_batches
         first_passes = range(0, passes, job.num_micro_batches)
         travelling = [
-            rounded_nbytes(u.weight_nbytes) if u.weights == "nvme" else 0 for u in job.units
+            rounded_nbytes(u.fetched_nbytes) if u.fetched_nbytes else 0 for u in job.units
         ]
+        changing = {index for index, unit in enumerate(job.units) if unit.is_changed}
+        # A step makes what was put together from the parts of ranks a thing of the past.
+        outdated = {i for i in changing if (of := job.units[i].divided) and of.comes_to_host}
         if job.device_cache_nbytes is None:
             device = [Visit(unit, True) for unit in order] * passes
             skipped: frozenset[int] = frozenset()
         else:
-            away = [u.weight_nbytes if u.weights != "device" else 0 for u in job.units]
-            changing = {index for index, unit in enumerate(job.units) if unit.update_nbytes}
+            away = [u.used_nbytes if u.is_away else 0 for u in job.units]
             device = visits(
                 order, away, job.device_cache_nbytes,
                 num_passes=passes, stale=first_passes, changing=changing, held=held,
@@ -255,6 +348,7 @@ class _Draft:
         host = visits(
             order, travelling, job.weights_cache_nbytes,
             num_passes=passes, skipped=skipped, taken_nbytes=taken_nbytes, held=held,
+            stale=first_passes if outdated else (), changing=outdated,
         )  # fmt: skip
         return host, device
 
@@ -287,6 +381,15 @@ class _Draft:
     def _nvme(self, traffic: str, name: str, nbytes: int, after: Sequence[int | None]) -> int:
         return self._add(NVME, name, after=after, nbytes=nbytes, traffic=traffic)
 
+    def _send(
+        self, verb: str, name: str, nbytes: int, after: Sequence[int | None], *, is_by_device: bool
+    ) -> int:
+        """What this rank has got from others ("got"), or given them ("given")."""
+        lane, rate = (GATHER, self.rates.peers) if is_by_device else (SOCKETS, self.rates.sockets)
+        return self._add(
+            lane, name, nbytes / rate, after=after, nbytes=nbytes, traffic=f"{lane}_{verb}"
+        )
+
     def add_step(self, step: int) -> None:
         job = self.job
         self._step = step
@@ -294,8 +397,10 @@ class _Draft:
         given: set[int] = set()  # Units that a gradient was summed for in this step.
         if is_updating and not job.is_deferred:
             self._pass = "update"
-            for unit in dict.fromkeys(unit for use in job.uses for unit in use.units):
+            units = list(dict.fromkeys(unit for use in job.uses for unit in use.units))
+            for unit in units:
                 self._update_at_step(unit)
+            self._agree(units)
         for micro_batch in range(job.num_micro_batches):
             is_first = micro_batch == 0
             self._pass = "forward with update" if is_first and job.is_deferred else "forward"
@@ -315,9 +420,13 @@ class _Draft:
                 self._backward(move, self._take_back(move.use, use))
                 for unit in self._given_by(move):
                     left[unit] -= 1
-                    if left[unit] == 0 or self._leaves_early(use):
+                    if left[unit] == 0 or self._leaves_early(unit, use):
                         self._gradient_out(unit, is_first=unit not in given)
                         given.add(unit)
+        self._pass = "backward"
+        for unit, ready in self._sums.items():
+            self._give_sums(unit, ready)
+        self._sums.clear()
         # The optimizer looks at all gradients and waits until they are where they rest.
         after = [*self._gradients_out, self._last_on.get(self._update_lane)]
         self._gradients_out.clear()
@@ -325,9 +434,13 @@ class _Draft:
 
     # -- Forward and backward --------------------------------------------------------------------
 
-    def _leaves_early(self, use: Use) -> bool:
+    def _leaves_early(self, unit: int, use: Use) -> bool:
         """Whether a sum leaves memory before all micro-batches have been added to it: of a block
-        that they go through in groups; outside of blocks, where no room keeps anything."""
+        that they go through in groups; outside of blocks, where no room keeps anything. What other
+        ranks get of a rank has memory of its own until then."""
+        of = self.job.units[unit].divided
+        if of is not None and of.sums is None:
+            return False
         if use.block is None:
             return self.job.num_strands > 1 and not self.job.weights_cache_nbytes
         return self.job.num_strands > self.job.num_inside
@@ -405,7 +518,13 @@ class _Draft:
             ready = self._fetch(unit, host)
         if not device.is_hit:
             room = [each for visit in device.evicts for each in self._device_free.get(visit, ())]
-            ready = self._move(H2D, f"weights of {load.name}", load.weight_nbytes, [ready, *room])
+            name, after = f"weights of {load.name}", [ready, *room, self._agreed]
+            if load.inward_nbytes:
+                ready = self._move(H2D, name, load.inward_nbytes, after)
+            if (of := load.divided) and of.is_put_together and of.are_weights_between_devices:
+                ready = self._send(
+                    "got", name, of.got_nbytes, [ready, *after], is_by_device=True
+                )  # fmt: skip
             if self.rates.gather is not None:
                 duration_s = load.weight_nbytes / self.rates.gather
                 ready = self._add(GATHER, f"weights of {load.name}", duration_s, after=[ready],
@@ -420,7 +539,24 @@ class _Draft:
         after += [self._written.weights.get(unit)]
         if not self.job.reads_ahead:
             after.append(self._last_on.get(COMPUTE))
-        return self._nvme(READ, f"weights of {load.name}", load.weight_nbytes, after)
+        name, of = f"weights of {load.name}", load.divided
+        if of is None or not of.comes_to_host:
+            return self._nvme(READ, name, load.weight_nbytes, after)
+        after.append(self._agreed)
+        ready = self._read_parts(load, load.weight_nbytes + of.served_nbytes, after)
+        return self._send("got", name, of.got_nbytes, [*after, *ready], is_by_device=False)
+
+    def _read_parts(
+        self, load: UnitLoad, nbytes: int, after: Sequence[int | None]
+    ) -> list[int | None]:
+        """Weights from where they rest on this rank, for it and for others. Those ask at the same
+        time."""
+        name = f"weights of {load.name}"
+        if load.weights == "nvme":
+            return [self._nvme(READ, name, nbytes, after)]
+        if load.weights == "device" and not self.job.shares_host_memory:
+            return [self._move(D2H, name, nbytes, after)]
+        return []
 
     def _let_go(self, use: Use, computed: int) -> None:
         """The room of these visits is free when they are over, and what was changed is written."""
@@ -432,36 +568,142 @@ class _Draft:
 
     def _gradient_out(self, unit: int, *, is_first: bool) -> None:
         load = self.job.units[unit]
-        if not load.gradient_nbytes:
+        tier, nbytes = load.sums
+        name, out = f"gradients of {load.name}", self._last_on[COMPUTE]
+        of = load.divided
+        if of is not None and of.sums is None:
+            if load.is_changed:
+                self._give(unit, [out], is_first=is_first)
             return
-        name = f"gradients of {load.name}"
-        out = self._last_on[COMPUTE]
+        if not nbytes:
+            return
         if self.rates.gather is not None:
             out = self._add(GATHER, name, load.weight_nbytes / self.rates.gather, after=[out],
                             nbytes=load.weight_nbytes, traffic=GATHER)  # fmt: skip
-        if load.gradients == "device":
+        if of is not None:
+            self._sums[unit] = out
+        if tier == "device":
             self._gradients_out.append(out)
             return
-        room: list[int | None] = [None]
-        if load.gradients == "nvme" and len(self._gradients_out) >= self.job.num_gradient_buffers:
-            room = [self._gradients_out[-self.job.num_gradient_buffers]]
+        room = self._room_for_gradients(tier)
         if not self.job.shares_host_memory:
             out = self._move(D2H, name, load.leaving_nbytes, [out, *room])
-        before: list[int | None] = [out, *room]
-        if load.gradients == "nvme" and not is_first:
-            last = self._written.gradients.get(unit)
-            before.append(self._nvme(READ, name, load.gradient_nbytes, [last, *room]))
         # Copied or added (autograd's is read, the sum read and written), then read for the norm.
-        touched_nbytes = (2 if is_first else 3) * load.gradient_nbytes + load.gradient_nbytes
+        touched_nbytes = (2 if is_first else 3) * nbytes + nbytes
         if not self.job.shares_host_memory and is_first:
-            touched_nbytes = load.gradient_nbytes  # The copy engine put them there,
-            if load.leaving_nbytes < load.gradient_nbytes:  # and they are made wider.
-                touched_nbytes += load.leaving_nbytes + load.gradient_nbytes
+            touched_nbytes = nbytes  # The copy engine put them there,
+            if load.leaving_nbytes < nbytes:  # and they are made wider.
+                touched_nbytes += load.leaving_nbytes + nbytes
+        summed = self._sum_up(
+            unit, tier, nbytes, touched_nbytes, after=[out, *room], is_first=is_first
+        )
+        if of is not None:
+            self._sums[unit] = summed
+
+    def _room_for_gradients(self, tier: str) -> list[int | None]:
+        """On their way to NVMe gradients are in memory, a few units' at a time."""
+        if tier == "nvme" and len(self._gradients_out) >= self.job.num_gradient_buffers:
+            return [self._gradients_out[-self.job.num_gradient_buffers]]
+        return [None]
+
+    def _sum_up(
+        self, unit: int, tier: str, nbytes: int, touched_nbytes: int, *,
+        after: Sequence[int | None], is_first: bool,
+    ) -> int:  # fmt: skip
+        """Gradients that came to the host are added to those that rest there, or on NVMe."""
+        name, before = f"gradients of {self.job.units[unit].name}", list(after)
+        if tier == "nvme" and not is_first:
+            last = self._written.gradients.get(unit)
+            before.append(self._nvme(READ, name, nbytes, [last, *after[1:]]))
         summed = self._add(self._update_lane, name, touched_nbytes / self.rates.host, after=before)
-        if load.gradients == "nvme":
-            summed = self._nvme(WRITE, name, load.gradient_nbytes, [summed])
+        if tier == "nvme":
+            summed = self._nvme(WRITE, name, nbytes, [summed])
             self._written.gradients[unit] = summed
         self._gradients_out.append(summed)
+        return summed
+
+    # -- Ranks -----------------------------------------------------------------------------------
+
+    def _give(self, unit: int, after: Sequence[int | None], *, is_first: bool) -> None:
+        """Gradients of all of the unit, on the device, go to their owners; this rank sums what it
+        owns."""
+        load = self.job.units[unit]
+        of, name = load.divided, f"gradients of {load.name}"
+        assert of is not None
+        if of.are_gradients_between_devices:
+            out = self._send("given", name, of.given_nbytes, after, is_by_device=True)
+            if load.gradients == "device" or not load.gradient_nbytes:
+                self._gradients_out.append(out)
+                return
+            room = self._room_for_gradients(load.gradients)
+            out = self._move(D2H, name, load.gradient_nbytes, [out, *room])
+            touched_nbytes = (1 if is_first else 3) * load.gradient_nbytes
+            self._sum_up(unit, load.gradients, load.gradient_nbytes, touched_nbytes,
+                         after=[out, *room], is_first=is_first)  # fmt: skip
+            return
+        if not self.job.shares_host_memory:
+            after = [self._move(D2H, name, load.leaving_nbytes, after)]
+        self._give_from_host(unit, after, is_first=is_first)
+
+    def _give_from_host(self, unit: int, after: Sequence[int | None], *, is_first: bool) -> None:
+        load = self.job.units[unit]
+        of, name = load.divided, f"gradients of {load.name}"
+        assert of is not None
+        out = self._send("given", name, of.given_nbytes, after, is_by_device=False)
+        # Of each rank's: read, made fp32 and divided, added; then put where they rest.
+        touched_nbytes = (3 * of.count + (2 if is_first else 3)) * load.gradient_nbytes
+        room = self._room_for_gradients(load.gradients)
+        summed = self._sum_up(unit, load.gradients, load.gradient_nbytes, touched_nbytes,
+                              after=[out, *room], is_first=is_first)  # fmt: skip
+        if load.gradients == "device" and not self.job.shares_host_memory:
+            self._gradients_out[-1] = self._move(H2D, name, load.gradient_nbytes, [summed])
+
+    def _give_sums(self, unit: int, ready: int) -> None:
+        """Of a rank that has summed up its gradients of the step itself."""
+        load = self.job.units[unit]
+        of, name = load.divided, f"gradients of {load.name}"
+        assert of is not None and of.sums is not None
+        after: list[int | None] = [ready, self._last_on[COMPUTE]]
+        if of.are_gradients_between_devices:
+            self._give(unit, after, is_first=True)
+            return
+        if of.sums == "nvme":
+            after.append(self._nvme(READ, name, of.sums_nbytes, after))
+        elif of.sums == "device" and not self.job.shares_host_memory:
+            after.append(self._move(D2H, name, of.sums_nbytes, after))
+        self._give_from_host(unit, after, is_first=True)
+
+    def _agree(self, units: Sequence[int]) -> None:
+        """All ranks have updated their parts. Who keeps all of the weights gets those of others."""
+        loads = self.job.units
+        if all(loads[unit].divided is None for unit in units):
+            return
+        last_writes = [self._written.weights.get(unit) for unit in units]
+        met = self._add(COMPUTE, "shards are updated", after=last_writes)
+        over = [self._refresh(unit, met) for unit in units]
+        self._agreed = self._add(COMPUTE, "all ranks have stepped", after=over)
+
+    def _refresh(self, unit: int, met: int) -> int:
+        load = self.job.units[unit]
+        of, name = load.divided, f"weights of {load.name}"
+        if of is None or of.is_put_together or not of.got_nbytes:
+            return met
+        if of.are_weights_between_devices:
+            return self._send("got", name, of.got_nbytes, [met], is_by_device=True)
+        own_nbytes = 0 if self._stays(load) else load.weight_nbytes
+        read = self._read_parts(load, own_nbytes + of.served_nbytes, [met])
+        got = self._send("got", name, of.got_nbytes, [met, *read], is_by_device=False)
+        if load.weights == "nvme":
+            self._write_weights(unit, [got])
+            return self._written.weights[unit]
+        if load.weights == "device" and not self.job.shares_host_memory:
+            return self._move(H2D, name, load.written_nbytes, [got])
+        return got
+
+    def _stays(self, load: UnitLoad) -> bool:
+        """Whether weights on NVMe are still in memory when they are changed, which is taken to be
+        so where there is room for all of them, and not otherwise."""
+        return load.weights == "nvme" and self._all_fetched_nbytes <= self.job.weights_cache_nbytes
 
     # -- Updates ---------------------------------------------------------------------------------
 
@@ -470,7 +712,7 @@ class _Draft:
         if not load.update_nbytes:
             return
         ready = None
-        if load.weights == "nvme":
+        if load.weights == "nvme" and not (load.divided is not None and self._stays(load)):
             last = self._written.weights.get(unit)
             name = f"weights of {load.name}"
             ready = self._nvme(READ, name, load.weight_nbytes, [last, self.decided[-1]])

@@ -1,0 +1,144 @@
+"""`infinity plan --ranks` beside what ranks count: the bytes of a step, link by link."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import infinity
+from infinity import SwapConfig
+from infinity.engine.build import facts_of
+from infinity.engine.discover import dissect
+from infinity.plan.hardware import Device, Hardware, Host, Nvme
+from infinity.plan.model import Model, SiteWork
+from infinity.plan.predict import forecast
+from infinity.schedule.job import Batch
+from infinity.state.partition import STAGES
+from infinity.state.units import layout_unit
+from infinity.testing import SimulatedDevice
+from infinity.tiers.ranges import rounded_nbytes
+
+from .processes import run_ranks
+from .work import LR, NVME, Case, build, one_step
+
+LINKS = {
+    "ranks_gathered_nbytes": ("sockets_got", "gather_got"),
+    "ranks_reduced_nbytes": ("sockets_given", "gather_given"),
+    "device_in_nbytes": ("h2d",),
+    "device_out_nbytes": ("d2h",),
+    "nvme_read_nbytes": ("nvme_read",),
+    "nvme_write_nbytes": ("nvme_write",),
+}
+COUNT = 3
+
+
+@dataclass(frozen=True)
+class Run:
+    """`window`: of the device's memory, where it has its own; None for a CPU."""
+
+    case: Case
+    window: str | None = None
+
+    def table(self, swap: Path) -> dict[str, Any]:
+        case = self.case
+        found: dict[str, Any] = {
+            "ranks": {"stage": case.stage, "exchange": case.exchange},
+            "tiers": {"host": {"capacity": case.capacity}, "device": {"kind": "cpu"}},
+            "placement": dict.fromkeys(NVME, "host") | case.placement,
+            "precision": {"compute": case.compute},
+        }
+        if self.window is not None:
+            found["tiers"]["device"]["capacity"] = self.window
+        if case.layer_major:
+            found["schedule"] = {"micro_batch": 1}
+        if "nvme" in case.placement.values():
+            found["tiers"]["nvme"] = [{"path": str(swap), "capacity": "192MiB"}]
+        return found
+
+
+def _count(rank: int, runs: list[Run]) -> list[dict[str, float]]:
+    """Of each run, what a step moves: the mean of the third and the fourth."""
+    found = []
+    for run in runs:
+        case, swap = run.case, Path(tempfile.gettempdir(), "swap")  # Of this job alone.
+        model = build(case)
+        device = None if run.window is None else SimulatedDevice(7, delay_s=0.0)
+        infinity.offload(model, run.table(swap), device=device)
+        engine, optimizer = infinity.engine_of(model), infinity.AdamW(model, lr=LR)
+        seen: list[dict[str, float]] = []
+        for step in range(4):
+            one_step(model, optimizer, rank, case, step)
+            for weights in engine.parts.executor.weights:
+                if weights.reading is not None:
+                    weights.reading.wait()
+            if case.exchange == "collective":
+                assert engine.parts.ranks._collectives._is_idle(30.0)
+            seen.append(engine.counters.snapshot())
+        found.append({name: (seen[3].get(name, 0) - seen[1].get(name, 0)) / 2 for name in LINKS})
+        engine.close()
+        shutil.rmtree(swap, ignore_errors=True)
+    return found
+
+
+def _model(config: SwapConfig, case: Case) -> Model:
+    anatomy = dissect(build(case))
+    units = tuple(
+        layout_unit(index, name, [facts_of(each, config) for each in members])
+        for index, (name, members) in enumerate(anatomy.units)
+    )
+    return Model(
+        name=case.model,
+        units=units,
+        sites=tuple(
+            SiteWork(tuple(needed), 1, int(site.is_block))
+            for site, needed in zip(anatomy.sites, anatomy.site_units(), strict=True)
+        ),
+        held_nbytes=anatomy.held_nbytes([rounded_nbytes(unit.weight_nbytes) for unit in units]),
+        num_params=1,
+        checkpoint_width=1,
+    )
+
+
+def _predicted(rank: int, run: Run) -> dict[str, float]:
+    config, case = SwapConfig.load(run.table(Path("/nowhere"))), run.case
+    memory = None if run.window is None else 1 << 40
+    hardware = Hardware(
+        name="this one", source="", host=Host(memory=1 << 40, update_gbps=1, sum_gbps=1),
+        device=Device(count=COUNT, tflops=1, memory=memory, gather_gbps=1),
+        nvme=Nvme(capacity=1 << 40, read_gbps=1, write_gbps=1),
+    )  # fmt: skip
+    num = 1 if case.layer_major else case.accumulation
+    batch = Batch(case.accumulation // num, 1, num, recomputes=False)
+    step = forecast(config, _model(config, case), hardware, batch, num_ranks=COUNT, rank=rank).step
+    return {
+        name: sum(step.moved_nbytes.get(link, 0) for link in links) for name, links in LINKS.items()
+    }
+
+
+WIDE = Case(model="wide", capacity="192MiB")
+AWAY = {"parameters": "nvme", "moments": "nvme"}
+RESIDENT = {"parameters": "device", "gradients": "device"}
+TWO_BLOCKS, ALL_BLOCKS = "5MiB", "12MiB"  # Of three, beside what is small.
+RUNS = [
+    *(Run(replace(WIDE, stage=stage, accumulation=2, compute="bfloat16")) for stage in STAGES),
+    Run(replace(WIDE, stage=2, exchange="one_sided", placement=AWAY), TWO_BLOCKS),
+    Run(replace(WIDE, exchange="one_sided", placement=AWAY), ALL_BLOCKS),
+    Run(replace(WIDE, exchange="collective", accumulation=2, layer_major=True), ALL_BLOCKS),
+    Run(replace(WIDE, stage=1, exchange="collective", placement=RESIDENT), "48MiB"),
+]
+
+
+def test_bytes_are_those_of_ranks() -> None:
+    """Got, given, and over the links of each rank. What is read of a drive depends on what is kept,
+    as with one rank; here there is room."""
+    counted = run_ranks(COUNT, _count, RUNS)
+    for index, run in enumerate(RUNS):
+        for rank in range(COUNT):
+            found, predicted = counted[rank][index], _predicted(rank, run)
+            for name in LINKS:
+                assert predicted[name] == pytest.approx(found[name], rel=0.02), (run, rank, name)

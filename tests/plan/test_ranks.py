@@ -1,0 +1,135 @@
+"""What each of several ranks moves: parts that make a whole, and what follows for a machine."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from infinity import SwapConfig
+from infinity.cli import app
+from infinity.plan import forecast, load_hardware, scaled_gpt
+from infinity.plan.model import model_of_shape
+from infinity.schedule.job import Batch, load_of
+from infinity.schedule.rank_job import rank_loads
+from infinity.schedule.step import UnitLoad
+from infinity.state.partition import STAGES, partition
+from infinity.state.placement import Placement
+from infinity.state.units import Piece, Unit
+from tests.property.strategies import units
+
+BATCH = Batch(8, 1)
+
+
+def placed(laid_out: list[Unit], tier: str) -> Placement:
+    return Placement({(unit.index, piece): tier for unit in laid_out for piece in Piece}, {})
+
+
+def loads_of_ranks(
+    laid_out: list[Unit], count: int, stage: int, tier: str, *, is_collective: bool
+) -> list[list[UnitLoad]]:
+    """By rank and unit."""
+    found = []
+    for rank in range(count):
+        divided = partition(laid_out, rank=rank, count=count, stage=stage)
+        where = placed(list(divided.units), tier)
+        config = SwapConfig()
+        found.append(list(rank_loads(config, divided, where, BATCH, is_collective=is_collective)))
+    return found
+
+
+@given(
+    laid_out=units(),
+    count=st.integers(1, 5),
+    stage=st.sampled_from(STAGES),
+    tier=st.sampled_from(["host", "nvme", "device"]),
+    is_collective=st.booleans(),
+)
+@settings(max_examples=60, deadline=None)
+def test_ranks_together_move_what_one_would_and_get_what_others_give(
+    laid_out: list[Unit], count: int, stage: int, tier: str, is_collective: bool
+) -> None:
+    ranks = loads_of_ranks(laid_out, count, stage, tier, is_collective=is_collective)
+    for unit, loads in zip(laid_out, zip(*ranks, strict=True), strict=True):
+        alone = load_of(unit, placed(laid_out, tier), is_summed=False)
+        assert sum(load.gradient_nbytes for load in loads) == alone.gradient_nbytes
+        for name in ("state_read_nbytes", "state_write_nbytes"):
+            moved = [sum(getattr(load, name).values()) for load in loads]
+            assert sum(moved) == sum(getattr(alone, name).values())
+        of_ranks = [load.divided for load in loads if load.divided is not None]
+        assert len(of_ranks) == count
+        weights = unit.weight_nbytes if stage == 3 else unit.trainable_nbytes
+        gradients = sum(spec.weight_nbytes for spec in unit.trainable())
+        assert sum(each.got_nbytes for each in of_ranks) == (count - 1) * weights
+        assert sum(each.given_nbytes for each in of_ranks) == (count - 1) * gradients
+        assert sum(each.served_nbytes for each in of_ranks) == sum(e.got_nbytes for e in of_ranks)
+        if count == 1:
+            [load] = loads
+            assert replace(load, divided=None, leaving_nbytes=alone.leaving_nbytes) == alone
+
+
+def plan(*arguments: str) -> str:
+    result = CliRunner().invoke(app, ["plan", *arguments])
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+MODEL = ("--params", "1B", "--hardware", "8xh200-8nvme")
+
+
+@pytest.mark.parametrize("exchange", ["one_sided", "collective"])
+def test_a_rank_takes_and_writes_its_part(exchange: str) -> None:
+    """Of state on NVMe a node writes as much whatever the number of its ranks."""
+    kinds = ("parameters", "master", "moments", "gradients")
+    table = {
+        "tiers": {"host": {"capacity": "50%"}, "nvme": [{"path": "/nowhere"}]},
+        "placement": dict.fromkeys(kinds, "nvme"),
+        "precision": {"compute": "bfloat16"},
+        "ranks": {"exchange": exchange},
+    }
+    model = model_of_shape(scaled_gpt(10**9), torch.bfloat16)
+    node, weights_nbytes, written = load_hardware("8xh200-8nvme"), 2 * model.num_params, []
+    for count in (2, 8):
+        found = forecast(SwapConfig.load(table), model, node, Batch(4096, 2048), num_ranks=count)
+        moved, ranks = found.step.moved_nbytes, found.ranks
+        assert ranks is not None and ranks.is_collective == (exchange == "collective")
+        assert all(of is not None and taken <= of for taken, of in ranks.taken_nbytes.values())
+        assert found.tokens_per_s == pytest.approx(count * 4096 / found.step.step_s)
+        wanted = weights_nbytes / count if ranks.is_collective else weights_nbytes
+        assert moved["h2d"] == pytest.approx(wanted, rel=0.01), "once: the device has room"
+        lane = "gather" if ranks.is_collective else "sockets"
+        for link in (f"{lane}_got", f"{lane}_given"):
+            assert moved[link] == pytest.approx(weights_nbytes * (count - 1) / count, rel=0.01)
+        written.append(count * moved["nvme_write"])
+    assert written[0] == pytest.approx(written[1], rel=0.001)
+
+
+def test_words_for_ranks() -> None:
+    said = plan(*MODEL, "--ranks", "2", "--set", "ranks.exchange=one_sided")
+    for word in (
+        "2 ranks, stage 3", "a rank takes", "tokens/s of all ranks", "between hosts of ranks",
+        "an estimate", "2 of the machine's 8 devices",
+    ):  # fmt: skip
+        assert word in said
+    found = json.loads(plan(*MODEL, "--ranks", "8", "--set", "ranks.stage=2", "--json"))["ranks"]
+    assert (found["count"], found["stage"], found["is_collective"]) == (8, 2, True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--ranks", "9"], "has 8 devices, and each rank needs one"),
+        (["--ranks", "8", "--set", "ranks.budgets=rank"], "change tiers.host.capacity"),
+        (["--ranks", "8", "--set", "tiers.device.capacity=100MB", "--set", "schedule.tile=0"],
+         "does not fit one device"),
+    ],
+)  # fmt: skip
+def test_what_ranks_cannot_have_is_refused(arguments: list[str], words: str) -> None:
+    result = CliRunner().invoke(app, ["plan", *MODEL, *arguments])
+    assert result.exit_code == 2
+    assert words in " ".join(result.output.split())
