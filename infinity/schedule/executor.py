@@ -361,6 +361,13 @@ class Executor:
         what is used later than it. Returns whether it fits."""
         window_nbytes = self._device_window_nbytes
         nearer_than = unit.index if is_ahead else None
+        if is_ahead and window_nbytes is not None:
+            # All or nothing: what goes for a unit that does not fit has to come back for naught.
+            least_distance = self._trace.distance(unit.index)
+            there = self._idle_on_device(State.ATTACHED)
+            later = sum(self._nbytes[i] for i in there if self._trace.distance(i) > least_distance)
+            if self._attached_nbytes + unit.weight_nbytes - later > window_nbytes:
+                return False
         while (
             window_nbytes is not None and self._attached_nbytes + unit.weight_nbytes > window_nbytes
         ):
