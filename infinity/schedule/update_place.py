@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from infinity.config.schema import UpdateOn
-from infinity.schedule.step import Job, Rates, predict
+from infinity.schedule.step import Job, Prediction, Rates, predict
 from infinity.sizes import MIB, format_nbytes
 
 Place = Literal["host", "device"]
@@ -76,12 +76,16 @@ def choose(job: Job, rates: Rates) -> UpdatePlace:
     is_known = any(use.forward_flops for use in job.uses)
     return UpdatePlace(
         place,
-        f"a step takes {on_host.step_s:.3g} s with updates on the host, {on_device.step_s:.3g} s "
+        f"a step takes {_seconds(on_host)} with updates on the host, {_seconds(on_device)} "
         f"on the device{'' if is_known else ', its computation not counted'}",
         f"the host does {_gbps(rates.update)} of state, the device {_gbps(rates.device_update)}, "
         f"the link {_gbps(rates.h2d)} in and {_gbps(rates.d2h)} out, the drives "
         f"{_gbps(rates.nvme_mixed)}",
     )
+
+
+def _seconds(step: Prediction) -> str:
+    return f"{step.step_s:,.0f} s" if step.step_s >= 100 else f"{step.step_s:.3g} s"
 
 
 def _gbps(rate: float) -> str:
