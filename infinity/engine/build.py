@@ -17,7 +17,6 @@ from torch.nn.parameter import is_lazy
 from infinity.config import SwapConfig
 from infinity.config.schema import NvmeTier
 from infinity.engine.activations import Activations
-from infinity.engine.bundles import Bundles
 from infinity.engine.discover import Anatomy, Found, UnitRule, dissect, storage_strides
 from infinity.engine.divide import (
     Division,
@@ -47,8 +46,6 @@ from infinity.engine.update import Updater
 from infinity.engine.update_rates import place_updates
 from infinity.errors import CapacityError, ConfigError, UnsupportedError
 from infinity.observe import Counters
-from infinity.ranks.collectives import Collectives
-from infinity.ranks.gathering import Gathering
 from infinity.ranks.rendezvous import Group, find_group, process_group
 from infinity.ranks.store import RankedStore
 from infinity.schedule.executor import Executor
@@ -356,7 +353,7 @@ def _assemble(
         store = division.store(resources, inbox_nbytes=budgets.inbox_nbytes, **homes)
     collectives = bundles = gathering = None
     if division is not None:
-        collectives, bundles, gathering = _exchange(division, store, device, counters, resources)
+        collectives, bundles, gathering = division.exchange(store, device, counters, resources)
     pool = HostPool(host, is_tight=budgets.is_tight)
     executor = Executor(
         store,
@@ -419,32 +416,6 @@ def _assemble(
         update_place,
         RankGroup(store, executor, gradients, collectives) if is_ranked else None,
     )
-
-
-def _exchange(
-    division: Division,
-    store: Any,
-    device: DeviceAdapter,
-    counters: Counters,
-    resources: ExitStack,
-) -> tuple[Collectives | None, Bundles | None, Gathering | None]:
-    """What ranks do at once between their devices, if they do."""
-    found = division.exchange(store.links, device, resources, counters)
-    if found is None:
-        return None, None, None
-    collectives, exchange = found
-    partition = division.partition
-    bundles = Bundles(
-        collectives,
-        exchange,
-        counters,
-        shares=partition.shares(),
-        rank=partition.rank,
-        count=partition.count,
-        most_nbytes=max(unit.weight_nbytes for unit in partition.wholes),
-    )
-    gathering = Gathering(store, collectives=collectives, exchange=exchange, counters=counters)
-    return collectives, bundles, gathering
 
 
 def _open_volume(

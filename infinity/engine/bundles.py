@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
 
 from infinity.observe import Counters
 from infinity.ranks.collectives import Collectives, Offer
-from infinity.state.partition import Share
+from infinity.state.partition import Partition
 from infinity.state.units import TensorSpec, Unit
 from infinity.tiers.device import Copy
 from infinity.tiers.exchange import DeviceExchange
@@ -72,28 +72,24 @@ class Answered:
 class Bundles:
     """The bundles of this rank. By the training thread, or autograd's while that waits.
 
-    `shares`: who owns which elements of a tensor. At most `most_nbytes` of gradients are kept
-    beside those of the last bundle.
+    Of gradients that are offered at most the bytes of the largest unit are kept, beside those of
+    the last bundle.
     """
 
     def __init__(
         self,
         collectives: Collectives,
         exchange: DeviceExchange,
+        partition: Partition,
         counters: Counters,
-        *,
-        shares: Mapping[TensorSpec, Sequence[Share]],
-        rank: int,
-        count: int,
-        most_nbytes: int,
     ) -> None:
         self._collectives = collectives
         self._exchange = exchange
         self._counters = counters
-        self._shares = shares
-        self._rank = rank
-        self._count = count
-        self._most_nbytes = most_nbytes
+        self._shares = partition.shares()
+        self._rank = partition.rank
+        self._count = partition.count
+        self._most_nbytes = max(unit.weight_nbytes for unit in partition.wholes)
         self._open: dict[Unit, Bundle] = {}
         self._offered: deque[Bundle] = deque()
 

@@ -14,12 +14,13 @@ import torch.distributed as dist
 
 from infinity.config import SwapConfig
 from infinity.config.values import Capacity
+from infinity.engine.bundles import Bundles
 from infinity.engine.rank_group import RankGroup
 from infinity.engine.sums_memory import SumsPlan, plan_sums
 from infinity.errors import ConfigError, StorageError
 from infinity.observe import Counters
 from infinity.ranks.collectives import Collectives, device_group
-from infinity.ranks.links import Links
+from infinity.ranks.gathering import Gathering
 from infinity.ranks.rendezvous import Group, connect, path_of_rank
 from infinity.ranks.store import RankedStore, serving_nbytes
 from infinity.state.budgets import Budgets
@@ -88,16 +89,20 @@ class Division:
         )
 
     def exchange(
-        self, links: Links, device: DeviceAdapter, resources: ExitStack, counters: Counters
-    ) -> tuple[Collectives, DeviceExchange] | None:
-        """What the devices do together, if they do; closed with `resources`. A collective call."""
+        self, store: Any, device: DeviceAdapter, counters: Counters, resources: ExitStack
+    ) -> tuple[Collectives | None, Bundles | None, Gathering | None]:
+        """What the devices of ranks do together, if they do: of weights and of gradients. Closed
+        with `resources`. A collective call."""
         if self.buffers is None:
-            return None
+            return None, None, None
         assert isinstance(device, StreamDevice)
         group = device_group(self.group, device.torch_device)
-        collectives = Collectives(links, group, device.torch_device, counters)
+        collectives = Collectives(store.links, group, device.torch_device, counters)
         resources.callback(collectives.close)
-        return collectives, DeviceExchange(device, collectives, self.buffers)
+        exchange = DeviceExchange(device, collectives, self.buffers)
+        bundles = Bundles(collectives, exchange, self.partition, counters)
+        gathering = Gathering(store, collectives=collectives, exchange=exchange, counters=counters)
+        return collectives, bundles, gathering
 
     def store(self, resources: ExitStack, **homes: Any) -> RankedStore:
         """The store of this rank, its links connected and closed with `resources`.

@@ -46,8 +46,7 @@ class ShardWeights:
     def check_out(self, unit: int, *, read: bool) -> torch.Tensor:
         index = unit - self._num_wholes
         if self._partition.stage == 3:
-            if index in self._store.rewritten:
-                self._store.rewritten.discard(index)
+            if self._store.take_rewritten(index):
                 self._executor.discard(unit)
             return self._executor.check_out(unit, read=read)
         weights = self._executor.check_out(index, read=True)

@@ -70,11 +70,8 @@ class Gathering:
     def shard_of(self, unit: int) -> int:
         return len(self._partition.wholes) + unit
 
-    def is_outdated(self, unit: int) -> bool:
-        return unit in self._store.rewritten
-
-    def renew(self, unit: int) -> None:
-        self._store.rewritten.discard(unit)
+    def take_outdated(self, unit: int) -> bool:
+        return self._store.take_rewritten(unit)
 
     def begin(
         self, unit: int, region: Region, mine: torch.Tensor, reading: Transfer | None
@@ -115,7 +112,7 @@ class Gathering:
         return [
             Stretch(shard.rank, each.shard_offset_nbytes, each.whole_offset_nbytes, each.nbytes)
             for shard in self._partition.shards[unit]
-            for each in self._store.served(shard, Piece.PARAMETERS)
+            for each in self._partition.served(shard)
         ]
 
     def _count(self, stretches: list[Stretch]) -> None:

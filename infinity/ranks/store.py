@@ -152,7 +152,7 @@ class RankedStore(StateStore):
         host, shape (weight_nbytes,)): the shards of the others and, unless it is there, mine."""
         jobs: list[Job] = []
         for shard in self.partition.shards[index]:
-            segments = self.served(shard, Piece.PARAMETERS)
+            segments = self._served(shard, Piece.PARAMETERS)
             sinks = [
                 whole[each.whole_offset_nbytes : each.whole_offset_nbytes + each.nbytes]
                 for each in segments
@@ -204,18 +204,14 @@ class RankedStore(StateStore):
     def serve(self, unit: int, piece: int, *, to: int) -> tuple[int, Iterable[memoryview]]:
         """The bytes of this rank's shard of a unit, for another rank; see `links.Service`."""
         shard, kind = self.partition.shards[unit][self.partition.rank], _CODES[piece]
-        segments = self.served(shard, kind)
+        segments = self._served(shard, kind)
         return sum(each.nbytes for each in segments), self._parts(shard, kind, segments, to)
 
-    def served(self, shard: Shard, piece: Piece) -> Sequence[Segment]:
-        """Of weights that every rank keeps whole, what the step changes: the trainable ones."""
-        if piece is not Piece.PARAMETERS:
-            nbytes = shard.unit.nbytes(piece)
-            return [Segment(0, 0, nbytes)] if nbytes else []
-        if self.partition.stage == 3:
-            return shard.segments
-        whole = self.partition.wholes[shard.unit.index - len(self.partition.wholes)]
-        return [s for s in shard.segments if s.whole_offset_nbytes < whole.trainable_nbytes]
+    def _served(self, shard: Shard, piece: Piece) -> Sequence[Segment]:
+        if piece is Piece.PARAMETERS:
+            return self.partition.served(shard)
+        nbytes = shard.unit.nbytes(piece)
+        return [Segment(0, 0, nbytes)] if nbytes else []
 
     def _parts(
         self, shard: Shard, piece: Piece, segments: Iterable[Segment], reader: int
@@ -290,6 +286,13 @@ class RankedStore(StateStore):
                     offset_nbytes=segment.shard_offset_nbytes + done,
                     nbytes=align_up(part.numel(), PAGE_NBYTES),
                 ).wait()
+
+    def take_rewritten(self, index: int) -> bool:
+        """Whether this rank's shard of a unit was written past the executor since this was asked
+        last: the copy that it has, if any, is out of date."""
+        is_outdated = index in self.rewritten
+        self.rewritten.discard(index)
+        return is_outdated
 
     def _in_own_thread(self, function: Callable[..., None], *arguments: Any) -> Job:
         job = Job()

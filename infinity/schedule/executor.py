@@ -81,10 +81,8 @@ class Gathering(Protocol):
     def shard_of(self, unit: int) -> int:
         """The unit that is this rank's part of it."""
 
-    def is_outdated(self, unit: int) -> bool:
-        """Whether this rank's part was written past the executor, until `renew`."""
-
-    def renew(self, unit: int) -> None: ...
+    def take_outdated(self, unit: int) -> bool:
+        """Whether this rank's part was written past the executor since this was asked last."""
 
     def begin(
         self, unit: int, region: Region, mine: torch.Tensor, reading: Transfer | None
@@ -279,10 +277,9 @@ class Executor:
     def _renewed_shard(self, weights: Weights) -> Weights:
         """This rank's part of a unit, which is ABSENT where it was read before it was written."""
         assert self._gathering is not None
-        index, shard = weights.unit.index, self._shard_of(weights)
-        if shard.gather is None and self._gathering.is_outdated(index):
+        shard = self._shard_of(weights)
+        if shard.gather is None and self._gathering.take_outdated(weights.unit.index):
             self.discard(shard.unit.index)
-            self._gathering.renew(index)
         return shard
 
     def _start_gather(self, weights: Weights, *, is_ahead: bool = False) -> bool:

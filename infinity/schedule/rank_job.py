@@ -13,9 +13,9 @@ import torch
 from infinity.config import SwapConfig
 from infinity.schedule.job import Batch, load_of, num_strands_of
 from infinity.schedule.step import Divided, UnitLoad
-from infinity.state.partition import Partition, Shard
+from infinity.state.partition import Partition
 from infinity.state.placement import Placement
-from infinity.state.units import STATE_ITEM_NBYTES, Piece, TensorSpec, Unit
+from infinity.state.units import STATE_ITEM_NBYTES, Piece, TensorSpec
 
 
 def rank_loads(
@@ -45,7 +45,7 @@ def rank_loads(
         if stage == 1 and whole.state_numel:
             sums = placement.tier(whole, Piece.GRADIENTS)
         are_wide = is_summed or (stage == 1 and batch.num_micro_batches > 1)
-        got = [_served_nbytes(whole, shard, stage) for shard in of_ranks]
+        got = [sum(each.nbytes for each in partition.served(shard)) for shard in of_ranks]
         my_nbytes = got[partition.rank]
         are_weights_between_devices = is_collective and (stage == 3 or load.weights == "device")
         # What leaves a device in stages 2 and 3 is what is sent, and elsewhere what came.
@@ -80,13 +80,3 @@ def _itemsize(spec: TensorSpec, reduced: torch.dtype | None, is_wide: bool) -> i
     if reduced is not None:
         return reduced.itemsize
     return STATE_ITEM_NBYTES if is_wide else spec.facts.dtype.itemsize
-
-
-def _served_nbytes(whole: Unit, shard: Shard, stage: int) -> int:
-    """Weights that others get of this shard: where every rank has all of them, those that a step
-    changes."""
-    return sum(
-        segment.nbytes
-        for segment in shard.segments
-        if stage == 3 or segment.whole_offset_nbytes < whole.trainable_nbytes
-    )

@@ -98,6 +98,14 @@ class Partition:
         """What has state on this rank: wholes, then this rank's shards."""
         return (*self.wholes, *(shard.unit for shard in self.mine))
 
+    def served(self, shard: Shard) -> Sequence[Segment]:
+        """The weights that others get of a shard: where every rank keeps the whole, what a step
+        changes of it, the trainable ones."""
+        if self.stage == 3:
+            return shard.segments
+        whole = self.wholes[shard.unit.index - len(self.wholes)]
+        return [s for s in shard.segments if s.whole_offset_nbytes < whole.trainable_nbytes]
+
     def shares(self) -> dict[TensorSpec, list[Share]]:
         """The shares of every trainable tensor in element order. Empty tensors have none."""
         found: dict[TensorSpec, list[Share]] = {

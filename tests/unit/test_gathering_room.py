@@ -43,7 +43,7 @@ class Stub:
     def shard_of(self, unit: int) -> int:
         return 2 + unit
 
-    def is_outdated(self, unit: int) -> bool:
+    def take_outdated(self, unit: int) -> bool:
         return False
 
     def begin(self, *unused: Any) -> Stub:
