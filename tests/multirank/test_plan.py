@@ -24,7 +24,7 @@ from infinity.testing import SimulatedDevice
 from infinity.tiers.ranges import rounded_nbytes
 
 from .processes import run_ranks
-from .work import LR, NVME, Case, build, one_step
+from .work import NVME, Case, build, counted_in_a_step
 
 LINKS = {
     "ranks_gathered_nbytes": ("sockets_got", "gather_got"),
@@ -62,25 +62,15 @@ class Run:
 
 
 def _count(rank: int, runs: list[Run]) -> list[dict[str, float]]:
-    """Of each run, what a step moves: the mean of the third and the fourth."""
+    """Of each run, what a step moves."""
     found = []
     for run in runs:
         case, swap = run.case, Path(tempfile.gettempdir(), "swap")  # Of this job alone.
         model = build(case)
         device = None if run.window is None else SimulatedDevice(7, delay_s=0.0)
         infinity.offload(model, run.table(swap), device=device)
-        engine, optimizer = infinity.engine_of(model), infinity.AdamW(model, lr=LR)
-        seen: list[dict[str, float]] = []
-        for step in range(4):
-            one_step(model, optimizer, rank, case, step)
-            for weights in engine.parts.executor.weights:
-                if weights.reading is not None:
-                    weights.reading.wait()
-            if case.exchange == "collective":
-                assert engine.parts.ranks._collectives._is_idle(30.0)
-            seen.append(engine.counters.snapshot())
-        found.append({name: (seen[3].get(name, 0) - seen[1].get(name, 0)) / 2 for name in LINKS})
-        engine.close()
+        found.append(counted_in_a_step(model, rank, case, LINKS))
+        infinity.engine_of(model).close()
         shutil.rmtree(swap, ignore_errors=True)
     return found
 

@@ -22,9 +22,9 @@ from .work import (
     NVME,
     Case,
     build,
+    counted_in_a_step,
     micro_batches,
     offloaded,
-    one_step,
     read_weights,
     train_all,
 )
@@ -113,26 +113,15 @@ def test_a_step_is_that_of_fully_shard_within_the_order_of_the_sum(count: int) -
 
 
 def _volume(rank: int, cases: list[Case]) -> list[tuple[float, float]]:
-    """(given, got) in a step, by case, the mean of the third and the fourth: weights fetched ahead
-    for the next one, of which there may be more or fewer, stand for those of the third."""
+    """(given, got) in a step, by case."""
     found = []
     for case in cases:
         model = offloaded(case, Path(tempfile.gettempdir(), "swap"))
-        engine = infinity.engine_of(model)
-        optimizer = infinity.AdamW(model, lr=LR)
-        seen: list[dict[str, float]] = []
-        for step in range(4):
-            one_step(model, optimizer, rank, case, step)
-            for weights in engine.parts.executor.weights:
-                if weights.reading is not None:
-                    weights.reading.wait()
-            if case.exchange == "collective":  # All ranks have offered the same ahead.
-                assert engine.parts.ranks._collectives._is_idle(30.0)
-            seen.append(engine.counters.snapshot())
         names = ("ranks_reduced_nbytes", "ranks_gathered_nbytes")
-        found.append(tuple((seen[3][name] - seen[1][name]) / 2 for name in names))
-        engine.close()
-    return found  # type: ignore[return-value]
+        given, got = counted_in_a_step(model, rank, case, names).values()
+        found.append((given, got))
+        infinity.engine_of(model).close()
+    return found
 
 
 ROOMY, TIGHT = "192MiB", "48MiB"

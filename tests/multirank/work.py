@@ -8,7 +8,7 @@ compared bit by bit.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -122,6 +122,26 @@ def train(rank: int, case: Case) -> Run:
         return train_model(model, rank, case)
     finally:
         infinity.engine_of(model).close()
+
+
+def counted_in_a_step(
+    model: nn.Module, rank: int, case: Case, names: Iterable[str]
+) -> dict[str, float]:
+    """What a step adds to these counters, the mean of the third and the fourth: weights fetched
+    ahead for the next one, of which there may be more or fewer, stand for those of the third."""
+    engine, optimizer = infinity.engine_of(model), infinity.AdamW(model, lr=LR)
+    seen: list[dict[str, float]] = []
+    for step in range(4):
+        one_step(model, optimizer, rank, case, step)
+        for weights in engine.parts.executor.weights:
+            if weights.reading is not None:
+                weights.reading.wait()
+        if case.exchange == "collective":  # All ranks have offered the same ahead.
+            assert engine.parts.ranks._collectives._is_idle(30.0)
+        dist.barrier()  # What the others have fetched ahead was read here, and is counted.
+        seen.append(engine.counters.snapshot())
+        dist.barrier()
+    return {name: (seen[3].get(name, 0) - seen[1].get(name, 0)) / 2 for name in names}
 
 
 def train_model(model: nn.Module, rank: int, case: Case) -> Run:

@@ -10,7 +10,7 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import pytest
 from hypothesis import given, settings
@@ -104,6 +104,12 @@ def issued_ns(ticket: Ticket) -> int:
     """When the first block of a request, on one file, was given to the drive."""
     ((_, _, issued, _),) = ticket.passages()
     return issued
+
+
+def begun_since(since_ns: int, tickets: Iterable[Ticket], *, before: Ticket) -> tuple[int, int]:
+    """How many requests were begun since a moment, and how many of these before another."""
+    begun_ns = [ns for ns in map(issued_ns, tickets) if ns > since_ns]
+    return len(begun_ns), sum(ns < issued_ns(before) for ns in begun_ns)
 
 
 NUM_UNITS = 48
@@ -534,10 +540,9 @@ def test_forward_read_overtakes_queued_writes(
         submitted_ns = time.monotonic_ns()
         for ticket in (read, *writes):
             ticket.wait()
-        begun_ns = [ns for ns in map(issued_ns, writes) if ns > submitted_ns]
-        num_first = sum(ns < issued_ns(read) for ns in begun_ns)
-        assert num_first <= 4, f"{num_first} of {len(begun_ns)} writes went first"
-        return len(begun_ns) > 20
+        num_begun, num_first = begun_since(submitted_ns, writes, before=read)
+        assert num_first <= 4, f"{num_first} of {num_begun} writes went first"
+        return num_begun > 20
 
     behind_a_queue(attempt)
 
@@ -592,10 +597,9 @@ def test_write_back_is_not_starved_by_reads(
         submitted_ns = time.monotonic_ns()
         for each in (ticket, *reads):
             each.wait()
-        begun_ns = [ns for ns in map(issued_ns, reads) if ns > submitted_ns]
-        num_first = sum(ns < issued_ns(ticket) for ns in begun_ns)
-        assert num_first <= 12, f"{num_first} of {len(begun_ns)} reads went first"
-        return len(begun_ns) > 100
+        num_begun, num_first = begun_since(submitted_ns, reads, before=ticket)
+        assert num_first <= 12, f"{num_first} of {num_begun} reads went first"
+        return num_begun > 100
 
     behind_a_queue(attempt)
 
