@@ -4,93 +4,96 @@
 #include <array>
 #include <cstring>
 
-#if defined(__x86_64__)
-#include <nmmintrin.h>
+#if defined(__aarch64__)
+#include <sys/auxv.h>
 #endif
+
+#include "crc32c_kernels.h"
 
 namespace infinity::io {
 
 namespace {
 
-constexpr std::uint32_t kPolynomial = 0x82F63B78;  // reflected
+constexpr std::size_t kNumSlices = 8;
 
-constexpr std::array<std::uint32_t, 256> make_table() {
-  std::array<std::uint32_t, 256> table{};
+using SliceTables = std::array<std::array<std::uint32_t, 256>, kNumSlices>;
+
+// Table 0 moves the checksum over one byte; table n over a byte and n bytes of zeros after it.
+constexpr SliceTables make_tables() {
+  SliceTables tables{};
   for (std::uint32_t byte = 0; byte < 256; ++byte) {
     std::uint32_t crc = byte;
-    for (int bit = 0; bit < 8; ++bit) crc = crc >> 1 ^ (crc & 1 ? kPolynomial : 0);
-    table[byte] = crc;
+    for (int bit = 0; bit < 8; ++bit) crc = crc >> 1 ^ (crc & 1 ? kCrc32cPolynomial : 0);
+    tables[0][byte] = crc;
   }
-  return table;
-}
-
-constexpr std::array<std::uint32_t, 256> kTable = make_table();
-
-#if defined(__x86_64__)
-
-// The instruction takes three cycles and one can start every cycle: four pages keep it busy.
-constexpr std::size_t kNumStreams = 4;
-
-template <std::size_t kCount>
-__attribute__((target("sse4.2"))) void crc32c_side_by_side(const unsigned char* pages,
-                                                           std::uint32_t* checksums) noexcept {
-  std::array<std::uint64_t, kCount> crcs;
-  crcs.fill(0xFFFFFFFF);
-  for (std::size_t at = 0; at < kChecksumPageNbytes; at += sizeof(std::uint64_t)) {
-    for (std::size_t stream = 0; stream < kCount; ++stream) {
-      std::uint64_t word;
-      std::memcpy(&word, pages + stream * kChecksumPageNbytes + at, sizeof word);
-      crcs[stream] = _mm_crc32_u64(crcs[stream], word);
+  for (std::size_t slice = 1; slice < kNumSlices; ++slice) {
+    for (std::size_t byte = 0; byte < 256; ++byte) {
+      const std::uint32_t before = tables[slice - 1][byte];
+      tables[slice][byte] = before >> 8 ^ tables[0][before & 0xFF];
     }
   }
-  for (std::size_t stream = 0; stream < kCount; ++stream) {
-    checksums[stream] = ~static_cast<std::uint32_t>(crcs[stream]);
-  }
+  return tables;
 }
 
-void crc32c_pages_by_instruction(const unsigned char* pages, std::size_t num_pages,
-                                 std::uint32_t* checksums) noexcept {
-  std::size_t page = 0;
-  for (; page + kNumStreams <= num_pages; page += kNumStreams) {
-    crc32c_side_by_side<kNumStreams>(pages + page * kChecksumPageNbytes, checksums + page);
-  }
-  for (; page < num_pages; ++page) {
-    crc32c_side_by_side<1>(pages + page * kChecksumPageNbytes, checksums + page);
-  }
-}
+constexpr SliceTables kTables = make_tables();
 
-#endif
-
-}  // namespace
-
-bool has_crc32c_instruction() noexcept {
-#if defined(__x86_64__)
-  return __builtin_cpu_supports("sse4.2");
-#else
-  return false;
-#endif
-}
-
-void crc32c_pages_by_table(const void* pages, std::size_t num_pages,
-                           std::uint32_t* checksums) noexcept {
-  const auto* bytes = static_cast<const unsigned char*>(pages);
+// Eight bytes at a time: M. E. Kounavis and F. L. Berry, "Novel Table Lookup-Based Algorithms for
+// High-Performance CRC Generation", IEEE Transactions on Computers 57 (2008).
+void crc32c_by_table(const unsigned char* pages, std::size_t num_pages,
+                     std::uint32_t* checksums) noexcept {
   for (std::size_t page = 0; page < num_pages; ++page) {
     std::uint32_t crc = 0xFFFFFFFF;
-    for (std::size_t at = 0; at < kChecksumPageNbytes; ++at) {
-      crc = crc >> 8 ^ kTable[(crc ^ *bytes++) & 0xFF];
+    const unsigned char* end = pages + kChecksumPageNbytes;
+    for (; pages != end; pages += kNumSlices) {
+      std::uint32_t next = 0;
+      for (std::size_t at = 0; at < kNumSlices; ++at) {
+        const std::uint32_t mixed = at < 4 ? crc >> 8 * at : 0;
+        next ^= kTables[kNumSlices - 1 - at][(mixed ^ pages[at]) & 0xFF];
+      }
+      crc = next;
     }
     checksums[page] = ~crc;
   }
 }
 
-void crc32c_pages(const void* pages, std::size_t num_pages, std::uint32_t* checksums) noexcept {
-#if defined(__x86_64__)
-  if (has_crc32c_instruction()) {
-    crc32c_pages_by_instruction(static_cast<const unsigned char*>(pages), num_pages, checksums);
-    return;
+struct Found {
+  std::array<Crc32cKernel, 4> kernels;
+  std::size_t count = 0;
+
+  void add(bool can_run, const Crc32cKernel& kernel) noexcept {
+    if (can_run) kernels[count++] = kernel;
   }
+};
+
+Found find_kernels() noexcept {
+  Found found;
+#if defined(__x86_64__)
+  // The compiler's library also asks whether the operating system saves the registers.
+  __builtin_cpu_init();
+  const bool has_sse42 = __builtin_cpu_supports("sse4.2");
+  const bool has_pclmul = has_sse42 && __builtin_cpu_supports("pclmul");
+  const bool has_vpclmul = has_pclmul && __builtin_cpu_supports("avx512f") &&
+                           __builtin_cpu_supports("vpclmulqdq");
+  found.add(has_vpclmul, {"vpclmul", &crc32c_by_vpclmul});
+  found.add(has_pclmul, {"pclmul", &crc32c_by_pclmul});
+  found.add(has_sse42, {"sse4.2", &crc32c_by_sse42});
+#elif defined(__aarch64__)
+  constexpr unsigned long kHasCrc32 = 1UL << 7;  // HWCAP_CRC32 of asm/hwcap.h
+  found.add((getauxval(AT_HWCAP) & kHasCrc32) != 0, {"armv8", &crc32c_by_armv8});
 #endif
-  crc32c_pages_by_table(pages, num_pages, checksums);
+  found.add(true, {"table", &crc32c_by_table});
+  return found;
+}
+
+}  // namespace
+
+std::span<const Crc32cKernel> crc32c_kernels() noexcept {
+  static const Found found = find_kernels();
+  return {found.kernels.data(), found.count};
+}
+
+void crc32c_pages(const void* pages, std::size_t num_pages, std::uint32_t* checksums) noexcept {
+  crc32c_kernels().front().run(static_cast<const unsigned char*>(pages), num_pages, checksums);
 }
 
 std::size_t first_bad_page(const void* pages, std::size_t num_pages,
