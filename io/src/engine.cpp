@@ -2,7 +2,7 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <tuple>
+#include <limits>
 #include <utility>
 
 #include <fcntl.h>
@@ -11,8 +11,8 @@
 #include <unistd.h>
 
 #include "infinity_io/probe.h"
+#include "hooks.h"
 #include "lane.h"
-#include "order.h"
 
 namespace infinity::io {
 
@@ -37,18 +37,35 @@ const char* misalignment(const Segment& segment, const File& file) noexcept {
   return nullptr;
 }
 
-// Whether `next` goes on where `segment` ends, in the file and in memory.
-bool continues(const Segment& segment, const Segment& next) noexcept {
-  return next.file == segment.file &&
-         next.offset_nbytes == segment.offset_nbytes + segment.nbytes &&
-         next.address == segment.address + segment.nbytes;
+// Null when the range can be in a file and in memory. What begins in the arena also ends there.
+const char* misplacement(const Segment& segment, const ArenaRange& arena) noexcept {
+  constexpr std::uint64_t kLargestOffset = std::numeric_limits<std::int64_t>::max();
+  if (segment.offset_nbytes > kLargestOffset ||
+      segment.nbytes > kLargestOffset - segment.offset_nbytes) {
+    return "the range ends beyond the largest offset of a file";
+  }
+  if (segment.nbytes == 0) return nullptr;
+  if (segment.address == 0) return "there is no memory at address 0";
+  if (segment.nbytes > std::numeric_limits<std::uintptr_t>::max() - segment.address) {
+    return "the memory ends beyond the largest address";
+  }
+  if (arena.holds(segment.address, 1) && !arena.holds(segment.address, segment.nbytes)) {
+    return "the memory begins in the arena and ends behind it";
+  }
+  return nullptr;
 }
 
 }  // namespace
 
-Engine::Engine(const Options& options) : options_(options), pid_(getpid()) {}
+Engine::Engine(const Options& options, std::shared_ptr<const Hooks> hooks)
+    : options_(options), hooks_(std::move(hooks)), pid_(getpid()) {}
 
 Result<std::unique_ptr<Engine>> Engine::open(const Options& options) {
+  return open(options, std::make_shared<const Hooks>());
+}
+
+Result<std::unique_ptr<Engine>> Engine::open(const Options& options,
+                                             std::shared_ptr<const Hooks> hooks) {
   INF_ASSERT(options.block_nbytes > 0 && options.block_nbytes % kDefaultAlignmentNbytes == 0);
   INF_ASSERT(options.queue_depth > 0 && options.num_threads > 0 && options.max_pending > 0);
   INF_ASSERT(options.num_rings > 0);
@@ -57,7 +74,7 @@ Result<std::unique_ptr<Engine>> Engine::open(const Options& options) {
       return Error{probe.code, Operation::kSetup, -1, 0, 0, probe.step};
     }
   }
-  return std::unique_ptr<Engine>(new Engine(options));  // NOLINT: the constructor is private.
+  return std::unique_ptr<Engine>(new Engine(options, std::move(hooks)));  // NOLINT: the constructor is private.
 }
 
 Engine::~Engine() { close(); }
@@ -75,8 +92,9 @@ Result<Lane*> Engine::lane_of(std::uint64_t device) {
   for (LaneEntry& entry : lanes_) {
     if (entry.device == device) return entry.lane.get();
   }
-  std::unique_ptr<Lane> lane = options_.backend == Backend::kUring ? make_uring_lane(options_)
-                                                                   : make_thread_lane(options_);
+  std::unique_ptr<Lane> lane = options_.backend == Backend::kUring
+                               ? make_uring_lane(options_, hooks_)
+                               : make_thread_lane(options_, hooks_);
   INF_ASSERT(lane != nullptr);  // open() has probed.
   if (const Error error = lane->start()) return error;
   lanes_.push_back({device, std::move(lane)});
@@ -157,79 +175,64 @@ Result<std::uint32_t> Engine::alignment_nbytes(std::int32_t id) const {
   return file->alignment_nbytes;
 }
 
-// `mutex_` must be held.
-Result<Ticket> Engine::build(Operation operation, std::span<const Segment> segments,
-                             Priority priority) const {
-  auto request = std::make_shared<Request>();
-  // In the order of the file, where neighbours share a block.
-  std::vector<Segment> sorted(segments.begin(), segments.end());
-  std::stable_sort(sorted.begin(), sorted.end(), [](const Segment& a, const Segment& b) {
-    return std::tie(a.file, a.offset_nbytes) < std::tie(b.file, b.offset_nbytes);
-  });
-  for (const Segment& segment : sorted) {
-    const std::shared_ptr<File> file = find(segment.file);
+// The files that the segments name, each once.
+Error Engine::collect(Operation operation, std::span<const Segment> segments,
+                      Files& files) const {
+  std::lock_guard lock(mutex_);
+  for (const Segment& segment : segments) {
+    if (find_in(files, segment.file) != nullptr) continue;
+    std::shared_ptr<File> file = find(segment.file);
     if (file == nullptr) return bad_file(operation, segment.file);
-    if (const char* detail = misalignment(segment, *file)) {
-      return Error{EINVAL,         operation, segment.file, segment.offset_nbytes,
-                   segment.nbytes, detail};
-    }
-    if (segment.nbytes == 0) continue;
-    auto part = std::find_if(request->parts_.begin(), request->parts_.end(), [&](const Part& each) {
-      return each.files.front()->lane == file->lane;
-    });
-    if (part == request->parts_.end()) {
-      request->parts_.emplace_back();
-      part = request->parts_.end() - 1;
-      part->operation = operation;
-      part->submitted_as = part->priority = priority;
-    }
-    if (!part->segments.empty() && continues(part->segments.back(), segment)) {
-      part->segments.back().nbytes += segment.nbytes;
-      continue;
-    }
-    part->segments.push_back(segment);
-    part->files.push_back(file.get());
-    if (std::find(request->files_.begin(), request->files_.end(), file) == request->files_.end()) {
-      request->files_.push_back(file);
-    }
+    files.push_back(std::move(file));
   }
-  for (const auto& file : request->files_) request->passages_.push_back({file->id});
+  return {};
+}
+
+// What the kernel would refuse without saying what for, or take and write elsewhere.
+Error Engine::check(Operation operation, std::span<const Segment> segments,
+                    const Files& files) const {
+  for (const Segment& segment : segments) {
+    const char* detail = misplacement(segment, options_.arena);
+    if (detail == nullptr) detail = misalignment(segment, *find_in(files, segment.file));
+    if (detail == nullptr) continue;
+    return {EINVAL, operation, segment.file, segment.offset_nbytes, segment.nbytes, detail};
+  }
+  return {};
+}
+
+// Queues all parts, or none: then the lane that is full. Null when all are queued.
+Result<Lane*> Engine::enqueue(const Ticket& request, Operation operation, Priority priority) {
+  std::lock_guard lock(mutex_);  // Until all is queued: close_file() then waits for it.
+  for (const auto& file : request->files_) {
+    if (!file->is_open) return bad_file(operation, file->id);
+  }
+  for (const Part& part : request->parts_) {
+    Lane* lane = part.files.front()->lane;
+    if (!lane->has_room(priority)) return lane;
+  }
   for (Part& part : request->parts_) {
     part.owner = request;
-    part.ranges = covered_ranges(part.segments);
-    for (const Segment& segment : part.segments) {
-      const auto passage = std::find_if(request->passages_.begin(), request->passages_.end(),
-                                        [&](const Passage& each) { return each.file == segment.file; });
-      passage->nbytes += segment.nbytes;
-    }
+    part.files.front()->lane->enqueue(&part);
   }
-  request->num_parts_left_ = request->parts_.size();
-  if (request->parts_.empty()) request->done_ = true;
-  return request;
+  return nullptr;
 }
 
 Result<Ticket> Engine::submit(Operation operation, std::span<const Segment> segments,
                               Priority priority, std::chrono::nanoseconds timeout) {
   INF_ASSERT(operation == Operation::kRead || operation == Operation::kWrite);
+  INF_ASSERT(static_cast<std::size_t>(priority) < kNumPriorities);
   const auto deadline = std::chrono::steady_clock::now() + timeout;
+  Files files;
+  if (const Error error = collect(operation, segments, files)) return error;
+  if (const Error error = check(operation, segments, files)) return error;
+  // Built once, and outside the lock: it sorts and allocates. A file that is closed meanwhile is
+  // kept alive by `files`, and found closed by enqueue().
+  const Ticket request = Request::build(operation, segments, priority, files);
   while (true) {
-    Lane* full = nullptr;
-    {
-      std::lock_guard lock(mutex_);  // Until all is queued: close_file() then waits for it.
-      Result<Ticket> built = build(operation, segments, priority);
-      if (!built.ok()) return built;
-      const Ticket& request = built.value();
-      for (const Part& part : request->parts_) {
-        Lane* lane = part.files.front()->lane;
-        if (!lane->has_room(priority)) full = lane;
-      }
-      if (full == nullptr) {
-        for (Part& part : request->parts_) part.files.front()->lane->enqueue(&part);
-        return built;
-      }
-      for (Part& part : request->parts_) part.owner.reset();
-    }
-    if (!full->wait_for_room(priority, deadline)) {
+    Result<Lane*> full = enqueue(request, operation, priority);
+    if (!full.ok()) return full.error();
+    if (full.value() == nullptr) return request;
+    if (!full.value()->wait_for_room(priority, deadline)) {
       return Error{EAGAIN, operation, -1, 0, 0, "the queue of the device is full"};
     }
   }

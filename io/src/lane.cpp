@@ -15,7 +15,8 @@ constexpr std::uint64_t kMaxSlots = 256;
 
 }  // namespace
 
-Lane::Lane(const Options& options) : options_(options) {}
+Lane::Lane(const Options& options, std::shared_ptr<const Hooks> hooks)
+    : options_(options), hooks_(std::move(hooks)) {}
 
 std::uint32_t Lane::max_in_flight() const noexcept {
   const std::uint64_t small = std::min(kMaxSlots, window_nbytes() / kSmallBlockNbytes);
@@ -52,8 +53,13 @@ bool Lane::wait_for_room(Priority priority, Clock::time_point deadline) noexcept
   return has_room;
 }
 
+// Compares the part with every unfinished one of the device: at most `max_pending` of each class,
+// each with few ranges, all sorted. Thousands of comparisons are microseconds, where the blocks
+// that they order take milliseconds; an index by range would have to be kept for each of them.
 void Lane::enqueue(Part* part) noexcept {
   std::lock_guard lock(mutex_);
+  INF_ASSERT(part->owner != nullptr && !part->is_cut() && part->num_in_flight == 0);
+  INF_ASSERT(part->blockers.empty() && part->dependents.empty());
   for (Part* earlier : parts_) {
     if (!conflict(*earlier, *part)) continue;
     earlier->dependents.push_back(part);
@@ -165,7 +171,7 @@ void Lane::start(Part& part, Block& block) noexcept {
 }
 
 Verdict Lane::settle(Block& block, std::int64_t result) noexcept {
-  if (options_.tamper) result = options_.tamper(block, result);
+  if (hooks_->tamper) result = hooks_->tamper(block, result);
   const std::uint64_t offset_nbytes = block.offset_nbytes;
   const std::uint64_t nbytes = block.nbytes;
   const Judgement judgement = judge(block, result);
@@ -176,6 +182,8 @@ Verdict Lane::settle(Block& block, std::int64_t result) noexcept {
   stats.num_retries += judgement.is_retry ? 1 : 0;
   stats.num_short_transfers += judgement.is_short ? 1 : 0;
   if (judgement.verdict == Verdict::kAgain) {
+    INF_ASSERT(block.nbytes > 0 && block.nbytes <= nbytes);
+    INF_ASSERT(num_in_flight_nbytes_ >= nbytes);
     num_in_flight_nbytes_ -= nbytes - block.nbytes;
     return Verdict::kAgain;
   }
@@ -207,6 +215,7 @@ void Lane::take_apart(Block& block) noexcept {
 void Lane::retire(Block& block, std::uint64_t nbytes) noexcept {
   File& file = *block.file;
   INF_ASSERT(file.num_in_flight > 0 && num_in_flight_ > 0);
+  INF_ASSERT(num_in_flight_nbytes_ >= nbytes);
   const Clock::time_point now = Clock::now();
   const auto latency = now - block.issued_at;
   file.stats.in_flight += latency;
@@ -214,6 +223,7 @@ void Lane::retire(Block& block, std::uint64_t nbytes) noexcept {
   (is_read ? file.stats.read_latency : file.stats.write_latency).add(latency);
   --num_in_flight_;
   num_in_flight_nbytes_ -= nbytes;
+  INF_ASSERT(num_in_flight_ != 0 || num_in_flight_nbytes_ == 0);
   if (--file.num_in_flight == 0) file.stats.busy += now - file.busy_since;
   for (Part* part : block.parts) {
     INF_ASSERT(part->num_in_flight > 0);
@@ -226,8 +236,13 @@ void Lane::retire(Block& block, std::uint64_t nbytes) noexcept {
 // Lets go of the part. Whoever waits for the lane is told after the request is done, so that an
 // idle lane means done tickets.
 void Lane::finish(Part* part) noexcept {
-  for (File* file : part->files) --file->num_parts;
-  std::erase(parts_, part);
+  INF_ASSERT(part->is_cut() && part->num_in_flight == 0 && part->blockers.empty());
+  for (File* file : part->files) {
+    INF_ASSERT(file->num_parts > 0);
+    --file->num_parts;
+  }
+  const std::size_t num_erased = std::erase(parts_, part);
+  INF_ASSERT(num_erased == 1 && num_pending(part->submitted_as) > 0);
   --num_pending(part->submitted_as);
   const std::vector<Part*> dependents = std::move(part->dependents);
   const std::shared_ptr<Request> owner = std::move(part->owner);  // Keeps `part` alive, too.

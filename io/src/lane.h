@@ -19,6 +19,7 @@
 #include "infinity_io/block.h"
 #include "infinity_io/block_queue.h"
 #include "infinity_io/engine.h"
+#include "hooks.h"
 
 namespace infinity::io {
 
@@ -26,7 +27,7 @@ class Lane {
  public:
   using Clock = std::chrono::steady_clock;
 
-  explicit Lane(const Options& options);
+  Lane(const Options& options, std::shared_ptr<const Hooks> hooks);
   Lane(const Lane&) = delete;
   Lane& operator=(const Lane&) = delete;
   virtual ~Lane() = default;
@@ -86,6 +87,7 @@ class Lane {
   [[nodiscard]] std::uint32_t max_in_flight() const noexcept;
 
   const Options options_;
+  const std::shared_ptr<const Hooks> hooks_;
   mutable std::mutex mutex_;
   LaneInfo info_;
   BlockQueue queue_;
@@ -114,7 +116,10 @@ class Lane {
   const char* death_detail_ = nullptr;
 };
 
-[[nodiscard]] std::unique_ptr<Lane> make_thread_lane(const Options& options);
-[[nodiscard]] std::unique_ptr<Lane> make_uring_lane(const Options& options);  // null: not built
+[[nodiscard]] std::unique_ptr<Lane> make_thread_lane(const Options& options,
+                                                     std::shared_ptr<const Hooks> hooks);
+// Null when it was not built.
+[[nodiscard]] std::unique_ptr<Lane> make_uring_lane(const Options& options,
+                                                    std::shared_ptr<const Hooks> hooks);
 
 }  // namespace infinity::io

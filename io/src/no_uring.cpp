@@ -10,6 +10,8 @@ bool built_with_uring() noexcept { return false; }
 
 UringProbe probe_uring(RingFlags) noexcept { return {false, ENOSYS, "build", 0}; }
 
-std::unique_ptr<Lane> make_uring_lane(const Options&) { return nullptr; }
+std::unique_ptr<Lane> make_uring_lane(const Options&, std::shared_ptr<const Hooks>) {
+  return nullptr;
+}
 
 }  // namespace infinity::io

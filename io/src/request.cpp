@@ -1,8 +1,10 @@
 #include "infinity_io/request.h"
 
 #include <algorithm>
+#include <tuple>
 
 #include "lane.h"
+#include "order.h"
 
 namespace infinity::io {
 
@@ -20,6 +22,72 @@ FileStats& FileStats::operator+=(const FileStats& other) noexcept {
   read_latency += other.read_latency;
   write_latency += other.write_latency;
   return *this;
+}
+
+File* find_in(std::span<const std::shared_ptr<File>> files, std::int32_t id) noexcept {
+  const auto found = std::find_if(files.begin(), files.end(),
+                                  [id](const auto& file) { return file->id == id; });
+  return found == files.end() ? nullptr : found->get();
+}
+
+namespace {
+
+// Whether `next` goes on where `segment` ends, in the file and in memory.
+bool continues(const Segment& segment, const Segment& next) noexcept {
+  return next.file == segment.file &&
+         next.offset_nbytes == segment.offset_nbytes + segment.nbytes &&
+         next.address == segment.address + segment.nbytes;
+}
+
+}  // namespace
+
+std::shared_ptr<Request> Request::build(Operation operation, std::span<const Segment> segments,
+                                        Priority priority,
+                                        std::span<const std::shared_ptr<File>> files) {
+  auto request = std::make_shared<Request>();
+  // In the order of the file, where neighbours share a block.
+  std::vector<Segment> sorted(segments.begin(), segments.end());
+  std::stable_sort(sorted.begin(), sorted.end(), [](const Segment& a, const Segment& b) {
+    return std::tie(a.file, a.offset_nbytes) < std::tie(b.file, b.offset_nbytes);
+  });
+  for (const Segment& segment : sorted) {
+    if (segment.nbytes == 0) continue;
+    request->add(segment, find_in(files, segment.file), operation, priority);
+  }
+  for (const auto& file : files) {
+    std::uint64_t nbytes = 0;
+    for (const Part& part : request->parts_) {
+      for (const Segment& segment : part.segments) {
+        if (segment.file == file->id) nbytes += segment.nbytes;
+      }
+    }
+    if (nbytes == 0) continue;
+    request->files_.push_back(file);
+    request->passages_.push_back({file->id, nbytes});
+  }
+  for (Part& part : request->parts_) part.ranges = covered_ranges(part.segments);
+  request->num_parts_left_ = request->parts_.size();
+  if (request->parts_.empty()) request->done_ = true;
+  return request;
+}
+
+// To the part of the file's device; what goes on where the last segment ends makes that longer.
+void Request::add(const Segment& segment, File* file, Operation operation, Priority priority) {
+  auto part = std::find_if(parts_.begin(), parts_.end(), [file](const Part& each) {
+    return each.files.front()->lane == file->lane;
+  });
+  if (part == parts_.end()) {
+    parts_.emplace_back();
+    part = parts_.end() - 1;
+    part->operation = operation;
+    part->submitted_as = part->priority = priority;
+  }
+  if (!part->segments.empty() && continues(part->segments.back(), segment)) {
+    part->segments.back().nbytes += segment.nbytes;
+    return;
+  }
+  part->segments.push_back(segment);
+  part->files.push_back(file);
 }
 
 bool Request::wait_for(std::chrono::nanoseconds timeout) noexcept {

@@ -26,7 +26,8 @@ std::int64_t transfer(const Block& block) noexcept {
 
 class ThreadLane final : public Lane {
  public:
-  explicit ThreadLane(const Options& options) : Lane(options) {}
+  ThreadLane(const Options& options, std::shared_ptr<const Hooks> hooks)
+      : Lane(options, std::move(hooks)) {}
 
   Error start() override {
     const std::uint32_t count = std::min(options_.num_threads, max_in_flight());
@@ -92,8 +93,9 @@ class ThreadLane final : public Lane {
 
 }  // namespace
 
-std::unique_ptr<Lane> make_thread_lane(const Options& options) {
-  return std::make_unique<ThreadLane>(options);
+std::unique_ptr<Lane> make_thread_lane(const Options& options,
+                                       std::shared_ptr<const Hooks> hooks) {
+  return std::make_unique<ThreadLane>(options, std::move(hooks));
 }
 
 }  // namespace infinity::io

@@ -37,7 +37,7 @@ struct Slot {
 
 class UringLane final : public Lane {
  public:
-  explicit UringLane(const Options& options);
+  UringLane(const Options& options, std::shared_ptr<const Hooks> hooks);
   Error start() override;
   void stop() noexcept override;
   void forget(File* file) noexcept override;
@@ -308,6 +308,7 @@ class UringLane::Ring {
       prepare(index);
     } else {
       slot.is_busy = false;
+      INF_ASSERT(num_taken_nbytes_ >= slot.taken_nbytes);
       num_taken_nbytes_ -= slot.taken_nbytes;
       free_slots_.push_back(index);
     }
@@ -378,7 +379,8 @@ class UringLane::Ring {
   std::vector<File*> file_slots_;
 };
 
-UringLane::UringLane(const Options& options) : Lane(options) {
+UringLane::UringLane(const Options& options, std::shared_ptr<const Hooks> hooks)
+    : Lane(options, std::move(hooks)) {
   for (std::uint32_t index = 0; index < options.num_rings; ++index) {
     rings_.push_back(std::make_unique<Ring>(*this));
   }
@@ -434,8 +436,9 @@ void UringLane::note(const LaneInfo& found) noexcept {
 
 }  // namespace
 
-std::unique_ptr<Lane> make_uring_lane(const Options& options) {
-  return std::make_unique<UringLane>(options);
+std::unique_ptr<Lane> make_uring_lane(const Options& options,
+                                      std::shared_ptr<const Hooks> hooks) {
+  return std::make_unique<UringLane>(options, std::move(hooks));
 }
 
 }  // namespace infinity::io

@@ -13,7 +13,7 @@ TEST(WhatWasWrittenIsReadBack) {
     TempFile file(1024 * kKiB);
     Memory source(1024 * kKiB), target(1024 * kKiB);
     source.fill(1);
-    Options options = options_for(backend);
+    TestOptions options = options_for(backend);
     options.arena = target.range();  // One side through registered buffers, one through plain ones.
     auto engine = open_engine(options);
     const std::int32_t id = open_file(*engine, file);

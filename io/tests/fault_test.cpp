@@ -52,7 +52,7 @@ Outcome climb(Backend backend, const Kind& kind, std::uint64_t rung, bool is_sca
   TempFile files[2] = {TempFile(kFileNbytes), TempFile(kFileNbytes)};
   Memory source(2 * kFileNbytes), target(2 * kFileNbytes);
   source.fill(static_cast<unsigned>(rung));
-  Options options = options_for(backend);
+  TestOptions options = options_for(backend);
   options.arena = source.range();
   options.tamper = [&](const Block& block, std::int64_t result) {
     const std::uint64_t count = ++num_answers;

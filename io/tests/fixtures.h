@@ -11,6 +11,7 @@
 #include <unistd.h>
 
 #include "check.h"
+#include "hooks.h"
 #include "infinity_io/engine.h"
 #include "infinity_io/probe.h"
 
@@ -71,8 +72,12 @@ class TempFile {
   char path_[32];
 };
 
-inline Options options_for(Backend backend) {
-  Options options;
+struct TestOptions : Options {
+  Tamper tamper;
+};
+
+inline TestOptions options_for(Backend backend) {
+  TestOptions options;
   options.backend = backend;
   options.block_nbytes = kBlockNbytes;
   options.queue_depth = 3;
@@ -80,8 +85,8 @@ inline Options options_for(Backend backend) {
   return options;
 }
 
-inline std::unique_ptr<Engine> open_engine(const Options& options) {
-  auto engine = Engine::open(options);
+inline std::unique_ptr<Engine> open_engine(const TestOptions& options) {
+  auto engine = EngineForTests::open(options, options.tamper);
   CHECK(engine.ok());
   return std::move(engine.value());
 }

@@ -45,7 +45,7 @@ struct Subject {
   std::int32_t id = -1;
 
   explicit Subject(Backend backend, std::uint32_t max_pending = 1024) {
-    Options options = options_for(backend);
+    TestOptions options = options_for(backend);
     options.queue_depth = 1;
     options.max_pending = max_pending;
     options.tamper = [this](const Block& block, std::int64_t result) {
@@ -122,7 +122,7 @@ TEST(OfTwoWritesToOnePlaceTheLaterStays) {
   on_each_backend([](Backend backend) {
     TempFile file(256 * kKiB);
     Memory memory(16 * 256 * kKiB), target(256 * kKiB);
-    Options options = options_for(backend);
+    TestOptions options = options_for(backend);
     auto engine = open_engine(options);
     const std::int32_t id = open_file(*engine, file);
     for (unsigned round = 0; round < 16; ++round) {
@@ -228,7 +228,7 @@ TEST(SmallBlocksFillTheWindowByBytes) {
   on_each_backend([](Backend backend) {
     TempFile file(8192 * kKiB);
     Memory memory(8192 * kKiB);
-    Options options = options_for(backend);
+    TestOptions options = options_for(backend);
     options.block_nbytes = 1024 * kKiB;
     options.queue_depth = 2;
     options.num_threads = 32;
@@ -278,7 +278,7 @@ TEST(SegmentsScatteredInMemoryTravelTogetherWhereTheyTouchInTheFile) {
       TempFile file(1024 * kKiB);
       Memory source(1024 * kKiB), target(1024 * kKiB);
       source.fill(5);
-      Options options = options_for(backend);
+      TestOptions options = options_for(backend);
       if (is_registered) options.arena = target.range();
       auto engine = open_engine(options);
       const std::int32_t id = open_file(*engine, file);
@@ -366,7 +366,7 @@ TEST(ASharedBlockThatFailsIsTakenApart) {
     Memory memory(1024 * kKiB);
     Gate gate;
     std::atomic<int> num_answers{0};
-    Options options = options_for(backend);
+    TestOptions options = options_for(backend);
     options.queue_depth = 1;
     options.tamper = [&](const Block& block, std::int64_t result) -> std::int64_t {
       gate.pass();
@@ -403,7 +403,7 @@ TEST(SeveralRingsWorkOffOneQueue) {
   TempFile file(kNumBlocks * kBlockNbytes);
   Memory source(kNumBlocks * kBlockNbytes), target(kNumBlocks * kBlockNbytes);
   source.fill(11);
-  Options options = options_for(Backend::kUring);
+  TestOptions options = options_for(Backend::kUring);
   options.num_rings = 3;
   options.queue_depth = 6;
   options.arena = source.range();
@@ -445,7 +445,7 @@ TEST(RingFlagsAreThoseThatWereAskedFor) {
     if (!probe.usable) continue;  // An older kernel, or none that may be used.
     TempFile file(256 * kKiB);
     Memory memory(256 * kKiB);
-    Options options = options_for(Backend::kUring);
+    TestOptions options = options_for(Backend::kUring);
     options.ring_flags = wanted;
     auto engine = open_engine(options);
     const std::int32_t id = open_file(*engine, file);

@@ -25,16 +25,6 @@ inline constexpr std::size_t kMaxPieces = 1024;
 // EAGAIN and EINTR are retried this often without progress, then they are the error.
 inline constexpr std::uint32_t kMaxRetries = 8;
 
-// The memory that may be registered with the ring. `nbytes` 0: none.
-struct ArenaRange {
-  std::uintptr_t address = 0;
-  std::uint64_t nbytes = 0;
-
-  [[nodiscard]] bool holds(std::uintptr_t at, std::uint64_t count) const noexcept {
-    return at >= address && count <= nbytes && at - address <= nbytes - count;
-  }
-};
-
 // Lives in a slot of a lane and is filled again and again, so that its lists are allocated once.
 struct Block {
   std::vector<Part*> parts;    // whose bytes these are; each keeps its request alive

@@ -16,7 +16,6 @@
 
 #include <chrono>
 #include <cstdint>
-#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -26,14 +25,17 @@
 
 #include <sys/types.h>
 
-#include "infinity_io/block.h"
 #include "infinity_io/probe.h"
 #include "infinity_io/request.h"
 #include "infinity_io/status.h"
 
 namespace infinity::io {
 
+struct Hooks;
+
 enum class Backend : std::uint8_t { kThreads, kUring };
+
+inline constexpr std::uint32_t kMaxBlockNbytes = std::uint32_t{1} << 30;
 
 struct Options {
   Backend backend = Backend::kThreads;
@@ -44,8 +46,6 @@ struct Options {
   std::uint32_t queue_depth = 4;   // blocks in flight per device
   std::uint32_t num_threads = 4;   // per device, thread backend only
   std::uint32_t max_pending = 1024;  // unfinished requests per device and priority
-  // For tests: sees each answer of the kernel, and what it returns is taken for the answer.
-  std::function<std::int64_t(const Block&, std::int64_t)> tamper;
 };
 
 // What one lane has seen. Times of threads and waiters add up.
@@ -114,19 +114,28 @@ class Engine {
   [[nodiscard]] bool in_child() const noexcept;
 
  private:
+  friend struct EngineForTests;
+
+  // Of the segments of one request: each file once.
+  using Files = std::vector<std::shared_ptr<File>>;
+
   struct LaneEntry {
     std::uint64_t device = 0;
     std::unique_ptr<Lane> lane;
   };
 
-  explicit Engine(const Options& options);
+  Engine(const Options& options, std::shared_ptr<const Hooks> hooks);
+  static Result<std::unique_ptr<Engine>> open(const Options& options,
+                                              std::shared_ptr<const Hooks> hooks);
   [[nodiscard]] std::shared_ptr<File> find(std::int32_t id) const;  // null when not open
   Result<Lane*> lane_of(std::uint64_t device);
-  Result<Ticket> build(Operation operation, std::span<const Segment> segments,
-                       Priority priority) const;
+  Error collect(Operation operation, std::span<const Segment> segments, Files& files) const;
+  Error check(Operation operation, std::span<const Segment> segments, const Files& files) const;
+  Result<Lane*> enqueue(const Ticket& request, Operation operation, Priority priority);
   void forget(const File& file);
 
   const Options options_;
+  const std::shared_ptr<const Hooks> hooks_;
   const pid_t pid_;
   mutable std::mutex mutex_;  // guards all below
   std::map<std::int32_t, std::shared_ptr<File>> files_;  // open, by id

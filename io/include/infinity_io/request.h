@@ -12,6 +12,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -31,6 +32,16 @@ struct Segment {
   std::uint64_t offset_nbytes = 0;
   std::uintptr_t address = 0;
   std::uint64_t nbytes = 0;
+};
+
+// The memory that may be registered with the ring. `nbytes` 0: none.
+struct ArenaRange {
+  std::uintptr_t address = 0;
+  std::uint64_t nbytes = 0;
+
+  [[nodiscard]] bool holds(std::uintptr_t at, std::uint64_t count) const noexcept {
+    return at >= address && count <= nbytes && at - address <= nbytes - count;
+  }
 };
 
 struct FileStats {
@@ -67,6 +78,9 @@ struct File {
   std::chrono::steady_clock::time_point busy_since;
   FileStats stats;
 };
+
+// The one of `files` with this id, or null.
+[[nodiscard]] File* find_in(std::span<const std::shared_ptr<File>> files, std::int32_t id) noexcept;
 
 class Request;
 
@@ -116,6 +130,11 @@ struct Passage {
 
 class Request {
  public:
+  // Shapes a request that nothing is done for yet. `files` holds each file of the segments once.
+  static std::shared_ptr<Request> build(Operation operation, std::span<const Segment> segments,
+                                        Priority priority,
+                                        std::span<const std::shared_ptr<File>> files);
+
   // True once every block has been settled: the buffers are the caller's again.
   [[nodiscard]] bool done() const noexcept { return done_.load(std::memory_order_acquire); }
 
@@ -143,6 +162,8 @@ class Request {
 
  private:
   friend class Engine;
+
+  void add(const Segment& segment, File* file, Operation operation, Priority priority);
 
   std::vector<std::shared_ptr<File>> files_;
   std::vector<Passage> passages_;  // of each file; an entry is guarded by its lane's mutex
