@@ -5,6 +5,7 @@
 #include <cerrno>
 #include <chrono>
 #include <cstring>
+#include <limits>
 #include <memory>
 #include <string>
 #include <string_view>
@@ -97,6 +98,70 @@ io::RingFlags ring_flags_of(const std::string& name) {
   throw py::value_error("unknown ring flags: " + name);
 }
 
+// A Python integer of 0..2^64-1. pybind11's own message would name neither the number nor the range.
+std::uint64_t number_of(const py::handle& value, const char* what) {
+  const auto index = py::reinterpret_steal<py::object>(PyNumber_Index(value.ptr()));
+  if (!index) throw py::error_already_set();  // TypeError: no integer
+  const unsigned long long number = PyLong_AsUnsignedLongLong(index.ptr());
+  if (PyErr_Occurred() != nullptr) {
+    PyErr_Clear();
+    throw py::value_error(std::string(what) + "=" + std::string(py::str(value)) +
+                          ", expected 0..2^64-1");
+  }
+  return number;
+}
+
+io::Segment segment_of(const py::handle& item) {
+  const auto fields = py::reinterpret_steal<py::object>(PySequence_Fast(
+      item.ptr(), "a segment is (file, offset_nbytes, address, nbytes)"));
+  if (!fields) throw py::error_already_set();
+  if (PySequence_Fast_GET_SIZE(fields.ptr()) != 4) {
+    throw py::value_error("a segment is (file, offset_nbytes, address, nbytes), four numbers");
+  }
+  const auto field = [&fields](py::ssize_t index, const char* what) {
+    return number_of(PySequence_Fast_GET_ITEM(fields.ptr(), index), what);
+  };
+  const std::uint64_t file = field(0, "file");
+  if (file > static_cast<std::uint64_t>(std::numeric_limits<std::int32_t>::max())) {
+    throw py::value_error("file=" + std::to_string(file) + ", expected an id that open() gave");
+  }
+  return {static_cast<std::int32_t>(file), field(1, "offset_nbytes"), field(2, "address"),
+          field(3, "nbytes")};
+}
+
+io::Priority priority_of(int priority) {
+  if (priority < 0 || static_cast<std::size_t>(priority) >= io::kNumPriorities) {
+    throw py::value_error("priority=" + std::to_string(priority) + ", expected 0.." +
+                          std::to_string(io::kNumPriorities - 1));
+  }
+  return static_cast<io::Priority>(priority);
+}
+
+void check_path(const std::string& path) {
+  if (path.empty() || path.find('\0') != std::string::npos) {
+    throw py::value_error("a path is not empty and has no NUL byte");
+  }
+}
+
+// The library aborts where its caller breaks the contract; Python gets an error.
+void check_options(const io::Options& options) {
+  const auto refuse = [](const char* key, std::uint32_t value, const char* expected) {
+    throw py::value_error(std::string(key) + "=" + std::to_string(value) + ", expected " + expected);
+  };
+  constexpr std::uint32_t kMost = 1024;
+  if (options.block_nbytes == 0 || options.block_nbytes % kPageNbytes != 0 ||
+      options.block_nbytes > io::kMaxBlockNbytes) {
+    refuse("block_nbytes", options.block_nbytes, "a multiple of 4096 up to 2^30");
+  }
+  const auto check_count = [&](const char* key, std::uint32_t value) {
+    if (value == 0 || value > kMost) refuse(key, value, "1..1024");
+  };
+  check_count("queue_depth", options.queue_depth);
+  check_count("num_threads", options.num_threads);
+  check_count("num_rings", options.num_rings);
+  if (options.max_pending == 0) refuse("max_pending", 0, "at least 1");
+}
+
 class PyTicket {
  public:
   explicit PyTicket(io::Ticket ticket) : ticket_(std::move(ticket)), pid_(getpid()) {}
@@ -160,6 +225,7 @@ class PyEngine {
     options.num_rings = num_rings;
     options.ring_flags = ring_flags_of(ring_flags);
     if (arena != nullptr) options.arena = {arena->address(), arena->capacity_nbytes()};
+    check_options(options);
     auto opened = io::Engine::open(options);
     if (!opened.ok()) raise_storage_error(opened.error(), "io_uring");
     engine_ = std::move(opened.value());
@@ -179,6 +245,7 @@ class PyEngine {
 
   [[nodiscard]] std::int32_t open(const std::string& path, bool direct) {
     io::Engine& engine = live();
+    check_path(path);
     auto file = [&] {
       const py::gil_scoped_release released;  // The first one on a device registers the arena.
       return engine.open_file(path, direct);
@@ -208,14 +275,11 @@ class PyEngine {
                                 const py::object& timeout_s) {
     io::Engine& engine = live();
     std::vector<io::Segment> converted;
-    for (const py::handle item : segments) {
-      const auto fields = item.cast<py::tuple>();
-      converted.push_back({fields[0].cast<std::int32_t>(), fields[1].cast<std::uint64_t>(),
-                           fields[2].cast<std::uintptr_t>(), fields[3].cast<std::uint64_t>()});
-    }
+    for (const py::handle item : segments) converted.push_back(segment_of(item));
+    const io::Priority urgency = priority_of(priority);
     const auto operation = is_write ? io::Operation::kWrite : io::Operation::kRead;
     const auto attempt = [&](std::chrono::nanoseconds slice) {
-      return engine.submit(operation, converted, static_cast<io::Priority>(priority), slice);
+      return engine.submit(operation, converted, urgency, slice);
     };
     const auto is_full = [](const io::Result<io::Ticket>& answer) {
       return !answer.ok() && answer.error().code == EAGAIN;
@@ -306,8 +370,20 @@ class PyEngine {
   std::unique_ptr<io::Engine> engine_;
 };
 
+// Far above any machine; sums of a few such numbers do not overflow.
+constexpr std::size_t kMaxCapacityNbytes = std::size_t{1} << 56;
+
+void check_capacity(std::size_t capacity_nbytes) {
+  if (capacity_nbytes == 0 || capacity_nbytes % kPageNbytes != 0 ||
+      capacity_nbytes > kMaxCapacityNbytes) {
+    throw py::value_error("capacity_nbytes=" + std::to_string(capacity_nbytes) +
+                          ", expected a multiple of 4096 above 0, up to 2^56");
+  }
+}
+
 std::unique_ptr<Arena> open_arena(std::size_t capacity_nbytes, bool huge_pages,
                                   unsigned num_threads) {
+  check_capacity(capacity_nbytes);
   auto arena = std::make_unique<Arena>();
   int code = 0;
   {
@@ -321,6 +397,7 @@ std::unique_ptr<Arena> open_arena(std::size_t capacity_nbytes, bool huge_pages,
 }
 
 std::unique_ptr<Window> open_window(std::size_t capacity_nbytes) {
+  check_capacity(capacity_nbytes);
   auto window = std::make_unique<Window>();
   if (const int code = window->open(capacity_nbytes)) {
     raise_os_error(code, "cannot reserve " + std::to_string(capacity_nbytes) + " bytes of address space");
@@ -369,6 +446,12 @@ const void* pages_at(std::uintptr_t address, std::size_t nbytes) {
   if (nbytes % io::kChecksumPageNbytes != 0) {
     throw py::value_error(std::to_string(nbytes) + " bytes are not a multiple of 4096");
   }
+  if (nbytes > kMaxCapacityNbytes ||
+      address > std::numeric_limits<std::uintptr_t>::max() - nbytes ||
+      (address == 0 && nbytes != 0)) {
+    throw py::value_error("there are no " + std::to_string(nbytes) + " bytes at address " +
+                          std::to_string(address));
+  }
   return reinterpret_cast<const void*>(address);  // NOLINT: addresses come as integers.
 }
 
@@ -397,6 +480,12 @@ py::ssize_t first_bad_page(std::uintptr_t address, std::size_t nbytes, const py:
   return bad == num_pages ? -1 : static_cast<py::ssize_t>(bad);
 }
 
+std::vector<std::string> crc32c_kernels() {
+  std::vector<std::string> names;
+  for (const io::Crc32cKernel& kernel : io::crc32c_kernels()) names.emplace_back(kernel.name);
+  return names;
+}
+
 py::bytes crc32c_of_zeros() {
   const std::vector<unsigned char> zeros(io::kChecksumPageNbytes);
   return crc32c_pages(reinterpret_cast<std::uintptr_t>(zeros.data()), zeros.size());
@@ -415,6 +504,7 @@ PYBIND11_MODULE(_core, module) {
   module.def("crc32c_pages", &crc32c_pages, py::arg("address"), py::arg("nbytes"));
   module.def("first_bad_page", &first_bad_page, py::arg("address"), py::arg("nbytes"),
              py::arg("expected"));
+  module.def("crc32c_kernels", &crc32c_kernels);
   module.def("crc32c_of_zeros", &crc32c_of_zeros);
   module.def(
       "direct_alignment",

@@ -3,6 +3,7 @@
 #include "bindings_update.h"
 
 #include <cstdint>
+#include <limits>
 #include <string>
 #include <vector>
 
@@ -28,6 +29,35 @@ using SpanTuple = std::tuple<std::uintptr_t, std::uintptr_t, std::uintptr_t,
 template <class Pointer>
 Pointer pointer_to(std::uintptr_t address) {
   return reinterpret_cast<Pointer>(address);  // NOLINT: addresses are what crosses the boundary.
+}
+
+void check_array(std::uintptr_t address, std::size_t numel, std::size_t item_nbytes,
+                 const char* what) {
+  if (numel == 0) return;
+  const bool is_there = address != 0 && address % item_nbytes == 0 &&
+                        numel <= (std::numeric_limits<std::uintptr_t>::max() - address) / item_nbytes;
+  if (is_there) return;
+  throw py::value_error("there cannot be " + std::to_string(numel) + " elements of " +
+                        std::to_string(item_nbytes) + " bytes at address " +
+                        std::to_string(address) + " (" + what + ")");
+}
+
+// That no array is missing, misaligned, or longer than memory.
+void check_span(const SpanTuple& fields, bool is_8bit, bool is_split, bool is_gradient_bf16) {
+  const auto& [weight, residual, gradient, states, numel] = fields;
+  check_array(weight, numel, is_split ? 2 : 4, "weight");
+  if (is_split) check_array(residual, numel, 2, "residual");
+  check_array(gradient, numel, is_gradient_bf16 ? 2 : 4, "gradient");
+  const std::size_t num_scales = numel / update::kBlockNumel + (numel % update::kBlockNumel != 0);
+  for (std::size_t i = 0; i < states.size(); ++i) {
+    if (!is_8bit) {
+      check_array(states[i], numel, 4, "state");
+    } else if (i % 2 == 0) {
+      check_array(states[i], numel, 1, "codes");
+    } else {
+      check_array(states[i], num_scales, 4, "scales");
+    }
+  }
 }
 
 Span to_span(const SpanTuple& fields, const RuleKernels& rule, bool is_8bit) {
@@ -64,7 +94,11 @@ std::uint64_t apply(const std::string& rule_name, const std::vector<SpanTuple>& 
   }
   std::vector<Span> spans;
   spans.reserve(tuples.size());
-  for (const SpanTuple& fields : tuples) spans.push_back(to_span(fields, *rule, is_8bit));
+  for (const SpanTuple& fields : tuples) {
+    spans.push_back(to_span(fields, *rule, is_8bit));
+    check_span(fields, is_8bit, is_split, is_gradient_bf16);
+  }
+  if (num_threads == 0) throw py::value_error("num_threads=0, expected at least 1");
 
   update::Job job;
   job.rule = rule;

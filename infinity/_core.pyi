@@ -38,6 +38,9 @@ def crc32c_pages(address: int, nbytes: int) -> bytes:
 def first_bad_page(address: int, nbytes: int, expected: bytes) -> int:
     """Index of the first page without the expected checksum; -1 when there is none."""
 
+def crc32c_kernels() -> list[str]:
+    """The kernels that this processor can run; the first one is used, the last is "table"."""
+
 def crc32c_of_zeros() -> bytes:
     """The checksum of a page of zeros, 4 bytes."""
 
