@@ -260,9 +260,11 @@ class Io(Section):
         4 * MIB, description="Consecutive bytes on one path before the next path's turn."
     )
     verify: Annotated[bool, Flag()] = Field(
-        False,
+        True,
         description="Keep a CRC32C of every page that is written and check what is read against "
-        "it. Costs 1 MiB of memory per GiB on the drives, and the time to go over the bytes.",
+        "it: a page that has changed on the drive ends training with its place. Costs 1 MiB of "
+        "memory per GiB on the drives, and the time to go over the bytes. Without it such a page "
+        "is trained on, and saved, without a word; only what a commit holds is still checked.",
     )
 
 

@@ -258,6 +258,7 @@ class Activations:
                 nbytes=parked.span_nbytes,
                 address=block.address,
                 priority=Priority.BACKWARD,
+                label=_LABEL,
             )
         except BaseException:
             self._free_block(parked)

@@ -443,6 +443,12 @@ def _open_volume(
         )
         for tier in config.tiers.nvme
     ]
+    if not config.io.verify:
+        _log.warning(
+            "io.verify = false: what is read from the drives is not compared with what was "
+            "written. A page that a drive, a cable or another program changes is trained on, and "
+            "saved, without a word. io.verify = true, the default, ends training with its place"
+        )
     volume = Volume(
         storage,
         paths,

@@ -145,6 +145,7 @@ class Parcels:
                     nbytes=align_up(part_nbytes, PAGE_NBYTES),
                     address=self._window.address,
                     priority=Priority.BACKWARD,
+                    label="gradients of other ranks",
                 ).wait()
                 content[start : start + part_nbytes] = self._host.tensor(
                     self._window, nbytes=part_nbytes

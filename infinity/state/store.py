@@ -150,14 +150,15 @@ class StateStore:
             assert self._volume is not None
             self._counters.add("nvme_read_nbytes", length)
             asked_ns = time.monotonic_ns()
+            what = f"{piece.value} of {unit.name}"
             ticket = self._volume.read(
                 home.extents,
                 offset_nbytes=offset_nbytes,
                 nbytes=length,
                 address=block.address,
                 priority=priority,
+                label=what,
             )
-            what = f"{piece.value} of {unit.name}"
             show(self._counters, self._volume, ticket, Lane.READS, what, asked_ns)
             return ticket
         return self._copy(

@@ -30,8 +30,8 @@ def digest(address: int, nbytes: int) -> bytes:
 class PageChecksums:
     """The table of one swap file. Pages of a file that grew are zeros, and known as such.
 
-    Any thread may use it. Two threads that write one page must be ordered by their caller, as for
-    the file itself.
+    Any thread may use it. Two threads that write one page, or write and read it, must be ordered
+    by their caller, as for the file itself.
     """
 
     def __init__(self) -> None:
@@ -64,27 +64,32 @@ def _entries(offset_nbytes: int, nbytes: int) -> slice:
 
 @dataclass(frozen=True, slots=True)
 class ExpectedRange:
-    """A range that is being read: where from, where to, and the checksums it must have."""
+    """A range that is being read: where from, where to, and the checksums it must have. `label`
+    says what the bytes are."""
 
     path: str
     offset_nbytes: int
     address: int
     nbytes: int
     checksums: bytes
+    label: str = ""
 
     def check(self) -> CorruptionError | None:
         """None when the bytes in memory are the expected ones."""
         page = _core.first_bad_page(self.address, self.nbytes, self.checksums)
         if page < 0:
             return None
+        what = f"{self.label}: " if self.label else ""
         return CorruptionError(
             EBADMSG,
             operation="read",
             path=self.path,
             offset_nbytes=self.offset_nbytes + page * PAGE_NBYTES,
             nbytes=PAGE_NBYTES,
-            detail="the page is not what was written last (CRC32C). The drive, its cable or its "
-            "file system changed it, or a cancelled write left it torn",
+            detail=f"{what}the page is not what was written last "
+            "(CRC32C). The drive, its cable, its file system or another program changed it, or a "
+            "cancelled write left it torn. Nothing was computed from it; resume from the newest "
+            "checkpoint, and check the drive",
         )
 
 

@@ -94,6 +94,20 @@ class GenerationMap:
         self._generations[low:high] = generations
 
 
+def split_by_frozen(run: Run, frozen: Sequence[GenerationMap]) -> list[tuple[Run, bool]]:
+    """The run in parts, in order, and of each whether some frozen map points to it."""
+    cuts = {
+        each.offset_nbytes for map_ in frozen for each in map_.of(run.offset_nbytes, run.nbytes)
+    }
+    parts: list[tuple[Run, bool]] = []
+    for start, stop in pairwise(sorted(cuts | {run.offset_nbytes, run.end_nbytes})):
+        is_frozen = any(each.at(start) == run.generation for each in frozen)
+        if parts and parts[-1][1] == is_frozen:
+            start = parts.pop()[0].offset_nbytes
+        parts.append((Run(run.generation, start, stop - start), is_frozen))
+    return parts
+
+
 def choose_targets(
     current: GenerationMap,
     frozen: Sequence[GenerationMap],

@@ -98,6 +98,11 @@ def judge_probe_failure(*, code: int, step: str, sysctl: str | None, kernel: str
     return Refusal(f"{refusal} ({os.strerror(code)})", "")
 
 
+def crc32c_kernels() -> list[str]:
+    """The ways this processor has to compute checksums of pages, the fastest first."""
+    return _core.crc32c_kernels()
+
+
 def direct_alignment(fd: int) -> tuple[int, int]:
     """Multiples that direct I/O needs of addresses and of offsets: bytes, 0 when not known."""
     return _core.direct_alignment(fd)

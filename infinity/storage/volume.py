@@ -32,7 +32,13 @@ from infinity.storage.checksums import (
     digest,
 )
 from infinity.storage.engine import Operation, Priority, Segment, StorageEngine, Ticket
-from infinity.storage.generations import NOWHERE, GenerationMap, Run, choose_targets
+from infinity.storage.generations import (
+    NOWHERE,
+    GenerationMap,
+    Run,
+    choose_targets,
+    split_by_frozen,
+)
 from infinity.storage.swap_directory import SwapDirectory
 from infinity.storage.volume_layout import (
     SPARES_KEY,
@@ -99,11 +105,13 @@ class Volume:
     One thread at a time reserves and closes; reads and writes may come from any thread. After a
     write has failed, every call raises that first error: what is on the path is not known any more.
     With `verify`, each page that is written gets a checksum, and waiting for a read raises
-    CorruptionError when a page is not what was written last. The engine is the caller's and
-    outlives the volume.
+    CorruptionError when a page is not what was written last. Without it a page that has changed is
+    computed with, and what comes of it is written with a checksum that fits. The engine is the
+    caller's and outlives the volume.
 
     `num_spares` further files per path let as many contents be frozen at a time. Then checksums are
-    kept as well, for whoever stores what was frozen. With `adopted` swap files fresh pieces hold
+    kept in any case, for whoever stores what was frozen, and what is read from frozen pages is
+    always checked. With `adopted` swap files fresh pieces hold
     whatever was there; it is for who will `restore` a content.
     """
 
@@ -113,7 +121,7 @@ class Volume:
         paths: Sequence[VolumePath],
         *,
         stripe_nbytes: int = 4 * MIB,
-        verify: bool = False,
+        verify: bool = True,
         num_spares: int = 0,
         adopted: Adopted | None = None,
     ) -> None:
@@ -234,11 +242,13 @@ class Volume:
         nbytes: int,
         address: int,
         priority: Priority,
+        label: str = "",
     ) -> Ticket:
-        """Reads a range of a piece into memory. Offset, length and address: multiples of 4096."""
+        """Reads a range of a piece into memory. Offset, length and address: multiples of 4096.
+        `label` says what the bytes are, in the error of a page that has changed."""
         return self._submit(
             "read", extents, offset_nbytes=offset_nbytes, nbytes=nbytes, address=address,
-            priority=priority,
+            priority=priority, label=label,
         )  # fmt: skip
 
     def write(
@@ -489,6 +499,7 @@ class Volume:
         nbytes: int,
         address: int,
         priority: Priority,
+        label: str = "",
     ) -> Ticket:
         self._check_usable()
         if offset_nbytes % PAGE_NBYTES or nbytes % PAGE_NBYTES or address % PAGE_NBYTES:
@@ -509,9 +520,6 @@ class Volume:
         ]
         if operation == "write":
             return self._write(parts, runs, segments, address, priority)
-        if not self._verify:
-            return self._engine.submit(operation, segments, priority)
-        assert self._checksums is not None
         # Taken before the read is queued: later writes are carried out after it, or elsewhere.
         expected = [
             ExpectedRange(
@@ -519,12 +527,26 @@ class Volume:
                 run.offset_nbytes,
                 address + at + run.offset_nbytes - extent.offset_nbytes,
                 run.nbytes,
-                self._checksums[extent.path_index].of(run.offset_nbytes, run.nbytes),
+                checksums,
+                label,
             )
             for (extent, at), found in zip(parts, runs, strict=True)
-            for run in found
+            for run, checksums in self._checked(extent.path_index, found)
         ]
-        return CheckedRead(self._engine.submit(operation, segments, priority), expected)
+        ticket = self._engine.submit(operation, segments, priority)
+        return CheckedRead(ticket, expected) if expected else ticket
+
+    def _checked(self, path_index: int, runs: Sequence[Run]) -> list[tuple[Run, bytes]]:
+        """What of the runs is checked when it is read: with `verify` all of it, else what is
+        frozen, whose checksums no write that is under way can change."""
+        if self._checksums is None:
+            return []
+        if not self._verify:
+            with self._lock:
+                maps = [frozen.maps[path_index] for frozen in self._frozen]
+            runs = [part for run in runs for part, held in split_by_frozen(run, maps) if held]
+        table = self._checksums[path_index]
+        return [(run, table.of(run.offset_nbytes, run.nbytes)) for run in runs]
 
     def _runs(self, operation: Operation, extent: Extent) -> list[Run]:
         """The files that an extent is read from, or may be written to."""

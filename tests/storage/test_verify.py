@@ -135,6 +135,26 @@ def test_random_ranges_in_any_state_of_the_queue_are_never_called_corrupt(
     engine.close()
 
 
+def test_without_verify_what_is_frozen_is_checked_and_what_was_written_since_is_not(
+    open_any, arena: Arena, drives: list[VolumePath]
+) -> None:
+    with Volume(open_any("threads"), drives[:1], verify=False, num_spares=1) as volume:
+        (piece,) = volume.reserve([4 * PAGE_NBYTES])
+        write(volume, piece, arena.address, 4 * PAGE_NBYTES)
+        volume.freeze()
+        write(volume, piece, arena.address, 2 * PAGE_NBYTES)  # Elsewhere: the spare file.
+        changed, kept = (volume.locate(piece)[index] for index in (0, 1))
+        assert changed.path != kept.path
+        for each in (changed, kept):
+            with open(each.path, "r+b") as raw:
+                os.pwrite(raw.fileno(), b"another", each.offset_nbytes)
+                os.fsync(raw.fileno())
+        read(volume, piece, arena.address, 2 * PAGE_NBYTES)  # Nobody looks: the choice.
+        with pytest.raises(CorruptionError) as caught:
+            read(volume, piece, arena.address, 4 * PAGE_NBYTES)
+        assert (caught.value.path, caught.value.offset_nbytes) == (kept.path, kept.offset_nbytes)
+
+
 def test_table_speaks_of_ranges_and_knows_zeros() -> None:
     table = PageChecksums()
     table.grow(8 * PAGE_NBYTES)
