@@ -18,6 +18,7 @@ from infinity import _core
 from infinity.errors import CorruptionError
 from infinity.sizes import PAGE_NBYTES
 from infinity.storage.engine import Ticket
+from infinity.storage.generations import GenerationMap, Run
 
 CHECKSUM_NBYTES = 4
 
@@ -27,15 +28,23 @@ def digest(address: int, nbytes: int) -> bytes:
     return _core.crc32c_pages(address, nbytes)
 
 
+_UNKNOWN, _KNOWN = 0, 1
+
+
 class PageChecksums:
     """The table of one swap file. Pages of a file that grew are zeros, and known as such.
+
+    Of a file that another job has left (`is_fresh` False) no page is known before it is written or
+    its checksums are put; what is not known cannot be checked.
 
     Any thread may use it. Two threads that write one page, or write and read it, must be ordered
     by their caller, as for the file itself.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_fresh: bool = True) -> None:
         self._table = bytearray()  # Only whole slices are copied in and out, under the GIL.
+        self._lock = threading.Lock()  # guards the one below
+        self._known = GenerationMap(_KNOWN if is_fresh else _UNKNOWN)
         self._zeros = _core.crc32c_of_zeros()
 
     def grow(self, size_nbytes: int) -> None:
@@ -55,6 +64,20 @@ class PageChecksums:
         """Replaces the checksums from a page on."""
         nbytes = len(checksums) // CHECKSUM_NBYTES * PAGE_NBYTES
         self._table[_entries(offset_nbytes, nbytes)] = checksums
+        with self._lock:
+            if len(self._known) > 1 or self._known.at(0) == _UNKNOWN:
+                self._known.put(Run(_KNOWN, offset_nbytes, nbytes))
+
+    def forget(self, offset_nbytes: int, nbytes: int) -> None:
+        """Other bytes stand for this range from now on, whose checksums are not known."""
+        with self._lock:
+            self._known.put(Run(_UNKNOWN, offset_nbytes, nbytes))
+
+    def known(self, offset_nbytes: int, nbytes: int) -> list[tuple[int, int]]:
+        """The parts of a range that can be checked: offset and length."""
+        with self._lock:
+            parts = self._known.of(offset_nbytes, nbytes)
+        return [(each.offset_nbytes, each.nbytes) for each in parts if each.generation == _KNOWN]
 
 
 def _entries(offset_nbytes: int, nbytes: int) -> slice:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
-from infinity.errors import ConfigError, UnsupportedError
+from infinity.errors import ConfigError, StorageError, UnsupportedError
 from infinity.sizes import PAGE_NBYTES
 from infinity.storage.statistics import DeviceStats, EngineStats, FileStats, LatencyHistogram
 
@@ -182,7 +182,11 @@ def open_engine(
     """
     # Here, not above: the protocol can be imported without the native module.
     from infinity.storage.native import NativeEngine
-    from infinity.storage.probe import explain_missing_uring, grants_ring_flags
+    from infinity.storage.probe import (
+        explain_missing_uring,
+        explain_refused_rings,
+        grants_ring_flags,
+    )
 
     _check_options(
         block_nbytes=block_nbytes,
@@ -204,21 +208,29 @@ def open_engine(
             raise UnsupportedError(f"the io_uring engine cannot start: {cause}")
         if cause is not None:
             _warn_of_fallback(cause)
-        elif not grants_ring_flags(ring_flags):
+        elif ring_flags != "auto" and not grants_ring_flags(ring_flags):
             raise UnsupportedError(
                 f"this kernel ({os.uname().release}) refuses rings with {ring_flags}; "
                 'flags = "auto" takes the best that it grants'
             )
-    return NativeEngine(
-        is_uring=is_uring,
-        arena=arena,
-        block_nbytes=block_nbytes,
-        queue_depth=queue_depth,
-        num_threads=num_threads,
-        max_pending=max_pending,
-        num_rings=num_rings,
-        ring_flags=ring_flags,
-    )
+    options = {
+        "arena": arena,
+        "block_nbytes": block_nbytes,
+        "queue_depth": queue_depth,
+        "num_threads": num_threads,
+        "max_pending": max_pending,
+        "num_rings": num_rings,
+        "ring_flags": ring_flags,
+    }
+    if is_uring:
+        try:
+            return NativeEngine(is_uring=True, **options)
+        except StorageError as error:  # A small ring was granted, those of this size are not.
+            refusal = explain_refused_rings(error.errno or 0, error.detail)
+            if chosen == "io_uring":
+                raise UnsupportedError(f"the io_uring engine cannot start: {refusal}") from error
+            _warn_of_fallback(str(refusal))
+    return NativeEngine(is_uring=False, **options)
 
 
 def _check_options(

@@ -5,10 +5,12 @@ from __future__ import annotations
 import errno
 import functools
 import os
+import resource
 from pathlib import Path
 from typing import NamedTuple
 
 from infinity import _core
+from infinity.sizes import format_nbytes
 
 _SYSCTL = Path("/proc/sys/kernel/io_uring_disabled")
 
@@ -32,7 +34,7 @@ def probe_uring() -> _core.UringProbe:
 @functools.cache
 def grants_ring_flags(ring_flags: str) -> bool:
     """Whether a ring can be set up with what `[io] flags` names."""
-    return _core.probe_uring(ring_flags)["usable"]
+    return _core.probe_uring(ring_flags)["errno"] != errno.EINVAL
 
 
 @functools.cache
@@ -41,12 +43,24 @@ def find_uring_refusal() -> Refusal | None:
     found = probe_uring()
     if found["usable"]:
         return None
+    return explain_refused_rings(found["errno"], found["step"])
+
+
+def explain_refused_rings(code: int, step: str) -> Refusal:
+    """Why rings were refused: those of the probe, or larger ones that an engine needs."""
     return judge_probe_failure(
-        code=found["errno"],
-        step=found["step"],
+        code=code,
+        step=step,
         sysctl=_read_sysctl(),
         kernel=os.uname().release,
+        memlock_nbytes=memlock_nbytes(),
     )
+
+
+def memlock_nbytes() -> int | None:
+    """What RLIMIT_MEMLOCK lets this process pin; None without a limit."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return None if soft == resource.RLIM_INFINITY else soft
 
 
 def explain_missing_uring() -> str | None:
@@ -55,7 +69,9 @@ def explain_missing_uring() -> str | None:
     return None if refusal is None else str(refusal)
 
 
-def judge_probe_failure(*, code: int, step: str, sysctl: str | None, kernel: str) -> Refusal:
+def judge_probe_failure(
+    *, code: int, step: str, sysctl: str | None, kernel: str, memlock_nbytes: int | None = None
+) -> Refusal:
     """What one failed probe means. `sysctl` is the value of kernel.io_uring_disabled, if any."""
     if step == "build":
         return Refusal(
@@ -88,14 +104,22 @@ def judge_probe_failure(*, code: int, step: str, sysctl: str | None, kernel: str
         )
     if code == errno.ENOMEM:
         return Refusal(
-            f"{refusal}: the memlock limit is too low",
-            "Raise it with 'ulimit -l'.",
+            f"{refusal}: {_explain_memlock(memlock_nbytes)}",
+            "Raise it with 'ulimit -l' (some MiB for the rings, the host budget to pin the arena "
+            "as well), LimitMEMLOCK= of systemd or --ulimit memlock=-1 of Docker, or ask for "
+            'io.engine = "threads".',
         )
     if code in (errno.EMFILE, errno.ENFILE):
         return Refusal(
             f"{refusal}: no file descriptor is left", "Raise the limit with 'ulimit -n'."
         )
     return Refusal(f"{refusal} ({os.strerror(code)})", "")
+
+
+def _explain_memlock(nbytes: int | None) -> str:
+    if nbytes is None:
+        return "the memlock limit, or memory, is too low"
+    return f"the memlock limit is too low ({format_nbytes(nbytes)})"
 
 
 def crc32c_kernels() -> list[str]:

@@ -309,8 +309,18 @@ class Volume:
         """
         self._check_usable()
         with self._lock:
-            for current, kept in zip(self._maps, frozen.maps, strict=True):
+            for index, (current, kept) in enumerate(zip(self._maps, frozen.maps, strict=True)):
+                before = current.copy()
                 current.assign(kept, where_nowhere=0)
+                self._forget_checksums(index, before, current)
+
+    def _forget_checksums(self, index: int, before: GenerationMap, after: GenerationMap) -> None:
+        """Of ranges of a path whose current bytes are others now; `put_checksums` brings them."""
+        assert self._checksums is not None
+        for run in after.of(0, self._directories[index].size_nbytes):
+            for part, is_same in split_by_frozen(run, [before]):
+                if not is_same:
+                    self._checksums[index].forget(part.offset_nbytes, part.nbytes)
 
     def put_checksums(self, extents: Sequence[Extent], checksums: bytes) -> None:
         """Of a piece that was restored: what `checksums` gave when it was frozen."""
@@ -408,7 +418,7 @@ class Volume:
         self._files.append(files)  # First: what is opened is closed, also when the next one fails.
         files.extend(self._engine.open(each, direct=is_direct) for each in directory.swap_paths)
         if self._checksums is not None:
-            self._checksums.append(PageChecksums())
+            self._checksums.append(PageChecksums(is_fresh=path.path not in self._jobs))
 
     def _find_weights(self) -> tuple[float, ...]:
         """Measures the paths without a weight. When one of them has no room for it, all are equal:
@@ -546,7 +556,11 @@ class Volume:
                 maps = [frozen.maps[path_index] for frozen in self._frozen]
             runs = [part for run in runs for part, held in split_by_frozen(run, maps) if held]
         table = self._checksums[path_index]
-        return [(run, table.of(run.offset_nbytes, run.nbytes)) for run in runs]
+        return [
+            (Run(run.generation, *part), table.of(*part))
+            for run in runs
+            for part in table.known(run.offset_nbytes, run.nbytes)
+        ]
 
     def _runs(self, operation: Operation, extent: Extent) -> list[Run]:
         """The files that an extent is read from, or may be written to."""

@@ -70,7 +70,10 @@ Result<std::unique_ptr<Engine>> Engine::open(const Options& options,
   INF_ASSERT(options.queue_depth > 0 && options.num_threads > 0 && options.max_pending > 0);
   INF_ASSERT(options.num_rings > 0);
   if (options.backend == Backend::kUring) {
-    if (const UringProbe probe = probe_uring(options.ring_flags); !probe.usable) {
+    // As large and as many as one device will need: smaller ones say nothing of the memlock limit.
+    const UringProbe probe =
+        probe_uring(options.ring_flags, num_ring_entries(options), options.num_rings);
+    if (!probe.usable) {
       return Error{probe.code, Operation::kSetup, -1, 0, 0, probe.step};
     }
   }

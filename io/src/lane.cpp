@@ -1,6 +1,7 @@
 #include "lane.h"
 
 #include <algorithm>
+#include <bit>
 #include <cerrno>
 
 #include "order.h"
@@ -18,9 +19,14 @@ constexpr std::uint64_t kMaxSlots = 256;
 Lane::Lane(const Options& options, std::shared_ptr<const Hooks> hooks)
     : options_(options), hooks_(std::move(hooks)) {}
 
-std::uint32_t Lane::max_in_flight() const noexcept {
-  const std::uint64_t small = std::min(kMaxSlots, window_nbytes() / kSmallBlockNbytes);
-  return std::max(options_.queue_depth, static_cast<std::uint32_t>(small));
+std::uint32_t max_in_flight(const Options& options) noexcept {
+  const std::uint64_t window_nbytes = std::uint64_t{options.queue_depth} * options.block_nbytes;
+  const std::uint64_t small = std::min(kMaxSlots, window_nbytes / kSmallBlockNbytes);
+  return std::max(options.queue_depth, static_cast<std::uint32_t>(small));
+}
+
+std::uint32_t num_ring_entries(const Options& options) noexcept {
+  return std::bit_ceil(max_in_flight(options) + 2);
 }
 
 LaneInfo Lane::info() const noexcept {

@@ -23,6 +23,12 @@
 
 namespace infinity::io {
 
+// Blocks that one device may have in flight at once, however small.
+[[nodiscard]] std::uint32_t max_in_flight(const Options& options) noexcept;
+
+// Entries of a ring: one per block, one for the wake-up, rounded to a power of two.
+[[nodiscard]] std::uint32_t num_ring_entries(const Options& options) noexcept;
+
 class Lane {
  public:
   using Clock = std::chrono::steady_clock;
@@ -82,9 +88,6 @@ class Lane {
   [[nodiscard]] std::uint64_t window_nbytes() const noexcept {
     return std::uint64_t{options_.queue_depth} * options_.block_nbytes;
   }
-
-  // Blocks that may be in flight at once, however small.
-  [[nodiscard]] std::uint32_t max_in_flight() const noexcept;
 
   const Options options_;
   const std::shared_ptr<const Hooks> hooks_;

@@ -3,6 +3,7 @@
 
 #include <cerrno>
 #include <cstdint>
+#include <ctime>
 
 #include <liburing.h>
 
@@ -21,6 +22,14 @@ namespace infinity::io {
 inline constexpr int kReadVectorFixed = 60;
 inline constexpr int kWriteVectorFixed = 61;
 
+// The memory of a ring that was closed counts against the memlock limit for a moment longer.
+inline constexpr int kMaxMemoryTries = 10;
+
+inline void await_memory() noexcept {
+  const timespec ten_ms{0, 10'000'000};
+  nanosleep(&ten_ms, nullptr);
+}
+
 // Tries what `wanted` names; kAuto: SINGLE_ISSUER|DEFER_TASKRUN (6.1), COOP_TASKRUN (5.19), then
 // nothing. `flags` receives what was granted. Returns 0 or a positive errno. The calling thread
 // must be the one that uses the ring.
@@ -37,9 +46,13 @@ inline constexpr int kWriteVectorFixed = 61;
   int code = EINVAL;
   for (const Rung& rung : kLadder) {
     if (wanted != RingFlags::kAuto && wanted != rung.name) continue;
-    io_uring_params params{};
-    params.flags = rung.flags | IORING_SETUP_CLAMP;
-    code = -io_uring_queue_init_params(num_entries, &ring, &params);
+    for (int tries = 0; tries < kMaxMemoryTries; ++tries) {
+      io_uring_params params{};
+      params.flags = rung.flags | IORING_SETUP_CLAMP;
+      code = -io_uring_queue_init_params(num_entries, &ring, &params);
+      if (code != ENOMEM) break;
+      await_memory();
+    }
     flags = rung.flags;
     if (code != EINVAL) break;
   }

@@ -30,7 +30,7 @@ class ThreadLane final : public Lane {
       : Lane(options, std::move(hooks)) {}
 
   Error start() override {
-    const std::uint32_t count = std::min(options_.num_threads, max_in_flight());
+    const std::uint32_t count = std::min(options_.num_threads, max_in_flight(options_));
     for (std::uint32_t index = 0; index < count; ++index) {
       threads_.emplace_back();
       if (const int code = threads_.back().start(&ThreadLane::body, this, "infinity-io")) {

@@ -5,7 +5,6 @@
 // one whose share is full needs no waking, since the next completion does it. Only its thread
 // touches a ring (SINGLE_ISSUER); others speak to it through the queue and `forgotten_`.
 #include <algorithm>
-#include <bit>
 #include <cerrno>
 #include <ctime>
 #include <memory>
@@ -59,7 +58,7 @@ class UringLane::Ring {
   explicit Ring(UringLane& lane)
       : lane_(lane),
         share_nbytes_(std::max<std::uint64_t>(1, lane.window_nbytes() / lane.options_.num_rings)),
-        slots_(lane.max_in_flight()),
+        slots_(max_in_flight(lane.options_)),
         file_slots_(kNumFileSlots, nullptr) {
     free_slots_.reserve(slots_.size());
     for (std::uint32_t slot = 0; slot < slots_.size(); ++slot) free_slots_.push_back(slot);
@@ -77,7 +76,11 @@ class UringLane::Ring {
     if (setup_code_ == 0) return {};
     lock.unlock();
     join();
-    return {setup_code_, Operation::kSetup, -1, 0, 0, "io_uring_setup refused the ring"};
+    return {setup_code_, Operation::kSetup, -1, 0, 0,
+            setup_code_ == ENOMEM
+                ? "io_uring_setup refused the ring: the memlock limit is too low for one more. "
+                  "Raise it with 'ulimit -l' or LimitMEMLOCK=, or set io.engine = \"threads\""
+                : "io_uring_setup refused the ring"};
   }
 
   void join() noexcept {
@@ -136,8 +139,7 @@ class UringLane::Ring {
   }
 
   [[nodiscard]] int set_up() noexcept {
-    // One entry per slot, one for the wake-up, and room to be rounded to a power of two.
-    const auto num_entries = static_cast<unsigned>(std::bit_ceil(slots_.size() + 2));
+    const unsigned num_entries = num_ring_entries(lane_.options_);
     std::uint32_t flags = 0;
     const RingFlags wanted = lane_.options_.ring_flags;
     if (const int code = set_up_ring(ring_, num_entries, wanted, flags)) return code;

@@ -79,8 +79,8 @@ TEST(EveryKernelGivesTheChecksumsOfTheTableAtAnyAlignment) {
 TEST(EveryKernelGivesTheChecksumsOfTheTableForPagesOfOneByteAndForSingleBits) {
   std::vector<unsigned char> pages(16 * kChecksumPageNbytes);
   for (const Crc32cKernel& kernel : crc32c_kernels()) {
-    for (const unsigned char byte : {0x00, 0xFF, 0x80, 0x01}) {
-      std::fill(pages.begin(), pages.end(), byte);
+    for (const unsigned byte : {0x00U, 0xFFU, 0x80U, 0x01U}) {
+      std::fill(pages.begin(), pages.end(), static_cast<unsigned char>(byte));
       compare_with_table(kernel, pages.data(), 16);
     }
     std::fill(pages.begin(), pages.end(), static_cast<unsigned char>(0));

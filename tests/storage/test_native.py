@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import pybind11
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -54,15 +55,28 @@ def build_in(name: str, *options: str, targets: Sequence[str] = ("all",)) -> tup
 SANITIZERS = {"address,undefined": "-O0 -g1", "thread": "-O1 -g1"}
 
 
+BINDING = (
+    "-DINFINITY_BUILD_PYTHON=ON",
+    f"-DPython_EXECUTABLE={sys.executable}",
+    f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",
+)
+
+
+def build_sanitized(sanitizers: str, *, targets: Sequence[str] = ("all",)) -> Path:
+    """The C++ tests, and with AddressSanitizer the binding, under these sanitizers."""
+    path, _ = build_in(
+        f"native-tests-{sanitizers.split(',')[0]}", "-DINFINITY_WERROR=ON",
+        f"-DINFINITY_SANITIZE={sanitizers}",
+        f"-DCMAKE_CXX_FLAGS_DEBUG={SANITIZERS[sanitizers]}",
+        *(BINDING if "address" in sanitizers else ()), targets=targets,
+    )  # fmt: skip
+    return path
+
+
 @pytest.fixture(scope="module", params=SANITIZERS)
 def build(request: pytest.FixtureRequest) -> Path:
     """The C++ tests under AddressSanitizer and UBSan, and under ThreadSanitizer."""
-    path, _ = build_in(
-        f"native-tests-{request.param.split(',')[0]}", "-DINFINITY_WERROR=ON",
-        f"-DINFINITY_SANITIZE={request.param}",
-        f"-DCMAKE_CXX_FLAGS_DEBUG={SANITIZERS[request.param]}",
-    )  # fmt: skip
-    return path
+    return build_sanitized(request.param)
 
 
 @pytest.mark.parametrize(
@@ -83,6 +97,23 @@ def test_native_suite_passes_under_sanitizers(build: Path, subject: str) -> None
 def test_every_native_test_is_run_here(build: Path) -> None:
     listed = run(find_tool("ctest"), "--show-only", cwd=build)
     assert "Total Tests: 11" in listed, listed
+
+
+def test_hostile_calls_of_the_binding_are_refused_under_sanitizers(tmp_path: Path) -> None:
+    """Memory comes from malloc, so that AddressSanitizer knows its bounds. Leaks are not looked for:
+    the interpreter leaves much behind."""
+    (module,) = build_sanitized("address,undefined", targets=["_core"]).glob("_core*.so")
+    runtimes = [
+        run(os.environ.get("CXX", "c++"), f"-print-file-name={name}").strip()
+        for name in ("libasan.so", "libubsan.so", "libstdc++.so")
+    ]
+    script = Path(__file__).with_name("hostile_calls.py")
+    printed = run(
+        "env", f"LD_PRELOAD={' '.join(runtimes)}", "PYTHONMALLOC=malloc",
+        "ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1",
+        sys.executable, str(script), str(module), str(tmp_path),
+    )  # fmt: skip
+    assert int(printed.split()[-3]) > 400
 
 
 HAS_CLANG = shutil.which("clang++") is not None

@@ -1,0 +1,20 @@
+"""The native module's own checks: wrong calls raise, in this process, which goes on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from infinity import _core
+from infinity.storage.probe import crc32c_kernels
+
+from .hostile_calls import check
+
+
+def test_no_wrong_call_of_the_native_module_is_accepted_or_ends_the_interpreter(
+    tmp_path: Path,
+) -> None:
+    assert check(_core, tmp_path) > 400
+
+
+def test_processor_says_which_checksum_kernels_it_has() -> None:
+    assert crc32c_kernels()[-1] == "table"
