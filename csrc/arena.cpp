@@ -29,7 +29,8 @@ void* pointer(std::uintptr_t address) noexcept {
 
 std::uintptr_t integer(void* pointer) noexcept { return reinterpret_cast<std::uintptr_t>(pointer); }
 
-// Maps `nbytes` at a multiple of 2 MiB: maps more and gives the ends back. 0 with errno set: failed.
+// Maps `nbytes` at a multiple of 2 MiB: maps more and gives the ends back. 0 with errno set:
+// failed.
 std::uintptr_t map_aligned(std::size_t nbytes, int protection, int flags) noexcept {
   const std::size_t wide_nbytes = nbytes + kHugePageNbytes;
   void* wide = mmap(nullptr, wide_nbytes, protection, flags, -1, 0);
@@ -177,8 +178,8 @@ int Window::map(Arena& arena, std::size_t arena_offset_nbytes, std::size_t nbyte
       overlaps(mapped_, window_offset_nbytes, nbytes)) {
     return EBUSY;
   }
-  const int code = move_pages(arena.address_ + arena_offset_nbytes, nbytes,
-                              address_ + window_offset_nbytes);
+  const int code =
+      move_pages(arena.address_ + arena_offset_nbytes, nbytes, address_ + window_offset_nbytes);
   if (code != 0) return code;
   if (const int left = reserve_again(arena.address_ + arena_offset_nbytes, nbytes)) return left;
   arena.away_.emplace(arena_offset_nbytes, nbytes);
@@ -190,12 +191,11 @@ int Window::unmap(Arena& arena, std::size_t arena_offset_nbytes, std::size_t nby
                   std::size_t window_offset_nbytes) {
   const auto mapped = mapped_.find(window_offset_nbytes);
   if (mapped == mapped_.end() || mapped->second.nbytes != nbytes ||
-      mapped->second.arena != &arena ||
-      mapped->second.arena_offset_nbytes != arena_offset_nbytes) {
+      mapped->second.arena != &arena || mapped->second.arena_offset_nbytes != arena_offset_nbytes) {
     return ENOENT;
   }
-  const int code = move_pages(address_ + window_offset_nbytes, nbytes,
-                              arena.address_ + arena_offset_nbytes);
+  const int code =
+      move_pages(address_ + window_offset_nbytes, nbytes, arena.address_ + arena_offset_nbytes);
   if (code != 0) return code;
   if (const int left = empty(window_offset_nbytes, nbytes)) return left;
   mapped_.erase(mapped);

@@ -1,7 +1,7 @@
 // infinity._core: the library in io/ and the arena, as Python sees them.
 //
-// Only this file and bindings_update.cpp have pybind11 and throw. Blocking calls release the GIL and
-// look for signals every 50 ms. No thread of ours ever runs Python code.
+// Only this file and bindings_update.cpp have pybind11 and throw. Blocking calls release the GIL
+// and look for signals every 50 ms. No thread of ours ever runs Python code.
 #include <cerrno>
 #include <chrono>
 #include <cstring>
@@ -39,16 +39,15 @@ constexpr auto kSignalInterval = 50ms;
 
 [[noreturn]] void raise_storage_error(const io::Error& error, const std::string& path) {
   const py::object type = py::module_::import("infinity.errors").attr("StorageError");
-  raise_named("StorageError",
-              type(error.code, py::arg("operation") = io::name(error.operation),
-                   py::arg("path") = path, py::arg("offset_nbytes") = error.offset_nbytes,
-                   py::arg("nbytes") = error.nbytes,
-                   py::arg("detail") = error.detail == nullptr ? "" : error.detail));
+  raise_named(
+      "StorageError",
+      type(error.code, py::arg("operation") = io::name(error.operation), py::arg("path") = path,
+           py::arg("offset_nbytes") = error.offset_nbytes, py::arg("nbytes") = error.nbytes,
+           py::arg("detail") = error.detail == nullptr ? "" : error.detail));
 }
 
 [[noreturn]] void raise_os_error(int code, const std::string& what) {
-  PyErr_SetObject(PyExc_OSError,
-                  py::make_tuple(code, what + ": " + std::strerror(code)).ptr());
+  PyErr_SetObject(PyExc_OSError, py::make_tuple(code, what + ": " + std::strerror(code)).ptr());
   throw py::error_already_set();
 }
 
@@ -70,9 +69,9 @@ bool wait_interruptibly(const py::object& timeout_s, Wait is_finished) {
   constexpr double kLongest = 1e9;  // Beyond it, and for NaN, the clock's integer would overflow.
   const double limit_s = timeout_s.is_none() ? kLongest : timeout_s.cast<double>();
   const bool is_limited = limit_s < kLongest;
-  const auto deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(
-                                           std::chrono::duration<double>(
-                                               is_limited ? std::max(limit_s, 0.0) : 0.0));
+  const auto deadline =
+      Clock::now() + std::chrono::duration_cast<Clock::duration>(
+                         std::chrono::duration<double>(is_limited ? std::max(limit_s, 0.0) : 0.0));
   while (true) {
     std::chrono::nanoseconds slice = kSignalInterval;
     if (is_limited) {
@@ -98,7 +97,8 @@ io::RingFlags ring_flags_of(const std::string& name) {
   throw py::value_error("unknown ring flags: " + name);
 }
 
-// A Python integer of 0..2^64-1. pybind11's own message would name neither the number nor the range.
+// A Python integer of 0..2^64-1. pybind11's own message would name neither the number nor the
+// range.
 std::uint64_t number_of(const py::handle& value, const char* what) {
   const auto index = py::reinterpret_steal<py::object>(PyNumber_Index(value.ptr()));
   if (!index) throw py::error_already_set();  // TypeError: no integer
@@ -112,8 +112,8 @@ std::uint64_t number_of(const py::handle& value, const char* what) {
 }
 
 io::Segment segment_of(const py::handle& item) {
-  const auto fields = py::reinterpret_steal<py::object>(PySequence_Fast(
-      item.ptr(), "a segment is (file, offset_nbytes, address, nbytes)"));
+  const auto fields = py::reinterpret_steal<py::object>(
+      PySequence_Fast(item.ptr(), "a segment is (file, offset_nbytes, address, nbytes)"));
   if (!fields) throw py::error_already_set();
   if (PySequence_Fast_GET_SIZE(fields.ptr()) != 4) {
     throw py::value_error("a segment is (file, offset_nbytes, address, nbytes), four numbers");
@@ -146,7 +146,8 @@ void check_path(const std::string& path) {
 // The library aborts where its caller breaks the contract; Python gets an error.
 void check_options(const io::Options& options) {
   const auto refuse = [](const char* key, std::uint32_t value, const char* expected) {
-    throw py::value_error(std::string(key) + "=" + std::to_string(value) + ", expected " + expected);
+    throw py::value_error(std::string(key) + "=" + std::to_string(value) + ", expected " +
+                          expected);
   };
   constexpr std::uint32_t kMost = 1024;
   if (options.block_nbytes == 0 || options.block_nbytes % kPageNbytes != 0 ||
@@ -180,8 +181,8 @@ class PyTicket {
   void wait(const py::object& timeout_s) const {
     if (getpid() != pid_) raise_in_child();
     const bool is_done = ticket_->done() || wait_interruptibly(timeout_s, [this](auto slice) {
-      return ticket_->wait_for(slice);
-    });
+                           return ticket_->wait_for(slice);
+                         });
     if (!is_done) {
       PyErr_SetString(PyExc_TimeoutError, "the request is still queued or in flight");
       throw py::error_already_set();
@@ -213,9 +214,9 @@ class PyTicket {
 
 class PyEngine {
  public:
-  PyEngine(bool is_uring, const Arena* arena, std::uint32_t block_nbytes,
-           std::uint32_t queue_depth, std::uint32_t num_threads, std::uint32_t max_pending,
-           std::uint32_t num_rings, const std::string& ring_flags) {
+  PyEngine(bool is_uring, const Arena* arena, std::uint32_t block_nbytes, std::uint32_t queue_depth,
+           std::uint32_t num_threads, std::uint32_t max_pending, std::uint32_t num_rings,
+           const std::string& ring_flags) {
     io::Options options;
     options.backend = is_uring ? io::Backend::kUring : io::Backend::kThreads;
     options.block_nbytes = block_nbytes;
@@ -400,7 +401,8 @@ std::unique_ptr<Window> open_window(std::size_t capacity_nbytes) {
   check_capacity(capacity_nbytes);
   auto window = std::make_unique<Window>();
   if (const int code = window->open(capacity_nbytes)) {
-    raise_os_error(code, "cannot reserve " + std::to_string(capacity_nbytes) + " bytes of address space");
+    raise_os_error(code,
+                   "cannot reserve " + std::to_string(capacity_nbytes) + " bytes of address space");
   }
   return window;
 }
@@ -519,9 +521,8 @@ PYBIND11_MODULE(_core, module) {
            py::arg("num_threads"))
       .def_property_readonly("address", &Arena::address)
       .def_property_readonly("capacity_nbytes", &Arena::capacity_nbytes)
-      .def_buffer([](const Arena& arena) {
-        return bytes_at(arena.address(), arena.capacity_nbytes());
-      });
+      .def_buffer(
+          [](const Arena& arena) { return bytes_at(arena.address(), arena.capacity_nbytes()); });
 
   py::class_<Window>(module, "Window", py::buffer_protocol())
       .def(py::init(&open_window), py::arg("capacity_nbytes"))

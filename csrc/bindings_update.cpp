@@ -34,8 +34,9 @@ Pointer pointer_to(std::uintptr_t address) {
 void check_array(std::uintptr_t address, std::size_t numel, std::size_t item_nbytes,
                  const char* what) {
   if (numel == 0) return;
-  const bool is_there = address != 0 && address % item_nbytes == 0 &&
-                        numel <= (std::numeric_limits<std::uintptr_t>::max() - address) / item_nbytes;
+  const bool is_there =
+      address != 0 && address % item_nbytes == 0 &&
+      numel <= (std::numeric_limits<std::uintptr_t>::max() - address) / item_nbytes;
   if (is_there) return;
   throw py::value_error("there cannot be " + std::to_string(numel) + " elements of " +
                         std::to_string(item_nbytes) + " bytes at address " +
@@ -67,8 +68,13 @@ Span to_span(const SpanTuple& fields, const RuleKernels& rule, bool is_8bit) {
     throw py::value_error(std::string(rule.name) + " needs " + std::to_string(num_arrays) +
                           " arrays of state, got " + std::to_string(states.size()));
   }
-  Span span{pointer_to<void*>(weight), pointer_to<std::int16_t*>(residual),
-            pointer_to<const void*>(gradient), {}, {}, {}, numel};
+  Span span{pointer_to<void*>(weight),
+            pointer_to<std::int16_t*>(residual),
+            pointer_to<const void*>(gradient),
+            {},
+            {},
+            {},
+            numel};
   for (std::size_t i = 0; i < rule.num_states; ++i) {
     if (is_8bit) {
       span.codes[i] = pointer_to<std::uint8_t*>(states[2 * i]);

@@ -75,8 +75,8 @@ int Poison::cover(std::uintptr_t window, std::size_t offset_nbytes,
     const std::size_t in_piece = offset_nbytes % piece_nbytes_;
     const std::size_t length = std::min(end - offset_nbytes, piece_nbytes_ - in_piece);
     void* at = reinterpret_cast<void*>(window + offset_nbytes);  // NOLINT
-    void* got = mmap(at, length, PROT_READ, MAP_SHARED | MAP_FIXED, fd,
-                     static_cast<off_t>(in_piece));
+    void* got =
+        mmap(at, length, PROT_READ, MAP_SHARED | MAP_FIXED, fd, static_cast<off_t>(in_piece));
     if (got == MAP_FAILED) return errno;
     offset_nbytes += length;
   }

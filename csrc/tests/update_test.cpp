@@ -22,8 +22,13 @@ struct State {
   std::vector<std::int16_t> residual;
 
   explicit State(std::size_t numel)
-      : weight(numel), gradient(numel), exp_avg(numel), exp_avg_sq(numel), narrow_weight(numel),
-        narrow_gradient(numel), residual(numel) {
+      : weight(numel),
+        gradient(numel),
+        exp_avg(numel),
+        exp_avg_sq(numel),
+        narrow_weight(numel),
+        narrow_gradient(numel),
+        residual(numel) {
     std::uint32_t seed = 12345;
     const auto next = [&seed] {
       seed = seed * 1664525U + 1013904223U;
@@ -43,8 +48,8 @@ struct State {
   }
 
   Span span(WeightFormat weight_format, GradientFormat gradient_format) {
-    Span made{weight.data(), nullptr, gradient.data(), {exp_avg.data(), exp_avg_sq.data()},
-              {}, {}, weight.size()};
+    Span made{weight.data(), nullptr, gradient.data(), {exp_avg.data(), exp_avg_sq.data()}, {}, {},
+              weight.size()};
     if (weight_format == WeightFormat::kSplit) {
       made.weight = narrow_weight.data();
       made.residual = residual.data();

@@ -2,9 +2,9 @@
 // step's own division keep busy. The quotient is the correctly rounded one, bit for bit.
 //
 // Source: Markstein, "Computation of elementary functions on the IBM RISC System/6000", 1990,
-// theorem 8.1 (a faithful quotient, corrected once with the rounded reciprocal, is the rounded one);
-// Brisebarre, Muller and Raina, "Accelerating correctly rounded floating-point division when the
-// divisor is known in advance", 2004 (the reciprocal in two parts).
+// theorem 8.1 (a faithful quotient, corrected once with the rounded reciprocal, is the rounded
+// one); Brisebarre, Muller and Raina, "Accelerating correctly rounded floating-point division when
+// the divisor is known in advance", 2004 (the reciprocal in two parts).
 #pragma once
 
 #include "lanes_scalar.h"

@@ -1,5 +1,6 @@
 // The codes of the 8-bit state: one byte for a number in [-1, 1], or in [0, 1] for squares.
-// docs/formats/moments_8bit.md has the format, infinity/ops/dynamic_8bit.py the same as a reference.
+// docs/formats/moments_8bit.md has the format, infinity/ops/dynamic_8bit.py the same as a
+// reference.
 //
 // Seven decades, each with twice as many values as the one below it, equally spaced; a zero; and 1.
 // So a code is a small floating-point number with a decimal exponent: with q = 4 |place| + 2 where

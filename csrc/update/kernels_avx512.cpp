@@ -6,7 +6,9 @@
 
 namespace infinity::update {
 
-KernelTable avx512_kernels() noexcept { return AllRules<Avx512Vector, PairLanes<Avx512Vector>>::kTable; }
+KernelTable avx512_kernels() noexcept {
+  return AllRules<Avx512Vector, PairLanes<Avx512Vector>>::kTable;
+}
 
 }  // namespace infinity::update
 

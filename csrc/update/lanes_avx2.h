@@ -66,10 +66,10 @@ struct Avx2Vector {
             : _mm256_add_epi32(_mm256_slli_epi32(place, 1), _mm256_set1_epi32(3));
     const Float number = _mm256_cvtepi32_ps(q);
     const __m256i bits = _mm256_castps_si256(number);
-    const __m256i mantissa = _mm256_or_si256(
-        _mm256_and_si256(bits, _mm256_set1_epi32(0x007FFFFF)), _mm256_set1_epi32(0x3F800000));
-    const Float whole = _mm256_fmadd_ps(_mm256_castsi256_ps(mantissa), _mm256_set1_ps(9.0F),
-                                        _mm256_set1_ps(-8.0F));
+    const __m256i mantissa = _mm256_or_si256(_mm256_and_si256(bits, _mm256_set1_epi32(0x007FFFFF)),
+                                             _mm256_set1_epi32(0x3F800000));
+    const Float whole =
+        _mm256_fmadd_ps(_mm256_castsi256_ps(mantissa), _mm256_set1_ps(9.0F), _mm256_set1_ps(-8.0F));
     // The low four bits of the biased exponent are e - 1.
     const Float unit = lookup(kDynamicMap<kIsSigned>.units, _mm256_srli_epi32(bits, 23));
     const Float value = _mm256_min_ps(_mm256_mul_ps(whole, unit), _mm256_set1_ps(1.0F));
@@ -97,8 +97,8 @@ struct Avx2Vector {
       place = _mm256_add_epi32(place, _mm256_set1_epi32(kSignedZero));
     }
     // Narrowed with saturation: what is below zero becomes zero.
-    const __m128i halves = _mm_packs_epi32(_mm256_castsi256_si128(place),
-                                           _mm256_extracti128_si256(place, 1));
+    const __m128i halves =
+        _mm_packs_epi32(_mm256_castsi256_si128(place), _mm256_extracti128_si256(place, 1));
     _mm_storel_epi64(static_cast<__m128i*>(static_cast<void*>(codes)),
                      _mm_packus_epi16(halves, halves));
   }

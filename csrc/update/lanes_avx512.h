@@ -54,8 +54,8 @@ struct Avx512Vector {
     return _mm512_castsi512_ps(widen_high(source));
   }
   static Float load_split(const std::uint16_t* weight, const std::int16_t* residual) {
-    const __m512i low = _mm512_cvtepi16_epi32(_mm256_loadu_si256(
-        static_cast<const __m256i*>(static_cast<const void*>(residual))));
+    const __m512i low = _mm512_cvtepi16_epi32(
+        _mm256_loadu_si256(static_cast<const __m256i*>(static_cast<const void*>(residual))));
     return _mm512_castsi512_ps(_mm512_add_epi32(widen_high(weight), low));
   }
   static void store_split(std::uint16_t* weight, std::int16_t* residual, Float first,
@@ -72,9 +72,9 @@ struct Avx512Vector {
     const Float code = _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(
         _mm_loadu_si128(static_cast<const __m128i*>(static_cast<const void*>(codes)))));
     const Float place = kIsSigned ? _mm512_sub_ps(code, _mm512_set1_ps(kSignedZero)) : code;
-    const Float q =
-        kIsSigned ? fma(_mm512_abs_ps(place), _mm512_set1_ps(4.0F), _mm512_set1_ps(2.0F))
-                  : fma(place, _mm512_set1_ps(2.0F), _mm512_set1_ps(3.0F));
+    const Float q = kIsSigned
+                        ? fma(_mm512_abs_ps(place), _mm512_set1_ps(4.0F), _mm512_set1_ps(2.0F))
+                        : fma(place, _mm512_set1_ps(2.0F), _mm512_set1_ps(3.0F));
     const Float mantissa = _mm512_getmant_ps(q, _MM_MANT_NORM_1_2, _MM_MANT_SIGN_zero);
     const Float whole = fma(mantissa, _mm512_set1_ps(9.0F), _mm512_set1_ps(-8.0F));
     // The low four bits of the biased exponent are e - 1.
@@ -106,8 +106,7 @@ struct Avx512Vector {
       place = _mm512_max_epi32(_mm512_add_epi32(place, _mm512_set1_epi32(kSignedZero)),
                                _mm512_setzero_si512());
     }
-    _mm_storeu_si128(static_cast<__m128i*>(static_cast<void*>(codes)),
-                     _mm512_cvtepi32_epi8(place));
+    _mm_storeu_si128(static_cast<__m128i*>(static_cast<void*>(codes)), _mm512_cvtepi32_epi8(place));
   }
 
   using Magnitude = __m512i;
@@ -132,23 +131,22 @@ struct Avx512Vector {
   // `magnitude`, which has no sign, with that of `a`.
   static Float with_sign_of(Float a, Float magnitude) {
     constexpr int kOrWithAnd = 0xF8;  // first | (second & third)
-    return _mm512_castsi512_ps(_mm512_ternarylogic_epi32(
-        _mm512_castps_si512(magnitude), _mm512_castps_si512(a),
-        _mm512_castps_si512(_mm512_set1_ps(-0.0F)), kOrWithAnd));
+    return _mm512_castsi512_ps(
+        _mm512_ternarylogic_epi32(_mm512_castps_si512(magnitude), _mm512_castps_si512(a),
+                                  _mm512_castps_si512(_mm512_set1_ps(-0.0F)), kOrWithAnd));
   }
   static Float lookup(const float* table, __m512i index) {
     return _mm512_permutexvar_ps(index, _mm512_load_ps(table));
   }
   static __m512i widen_high(const std::uint16_t* source) {
-    const __m256i halves = _mm256_loadu_si256(
-        static_cast<const __m256i*>(static_cast<const void*>(source)));
+    const __m256i halves =
+        _mm256_loadu_si256(static_cast<const __m256i*>(static_cast<const void*>(source)));
     return _mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16);
   }
   // One quiet NaN for all, which this instruction can only make negative.
   static __m512i without_payload(Float a) {
     constexpr int kNanToDefault = 0x33;  // Quiet and signalling NaN; all else stays as it is.
-    return _mm512_castps_si512(
-        _mm512_fixupimm_ps(a, a, _mm512_set1_epi32(kNanToDefault), 0));
+    return _mm512_castps_si512(_mm512_fixupimm_ps(a, a, _mm512_set1_epi32(kNanToDefault), 0));
   }
   // 32 halves of the 64 in two vectors.
   static __m512i pick(const Halves& halves, __m512i first, __m512i second) {

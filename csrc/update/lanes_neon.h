@@ -51,8 +51,8 @@ struct NeonVector {
     const uint32x4_t bits[2] = {without_payload(first), without_payload(second)};
     vst1q_u16(weight, vcombine_u16(vshrn_n_u32(vaddq_u32(bits[0], half), 16),
                                    vshrn_n_u32(vaddq_u32(bits[1], half), 16)));
-    vst1q_s16(residual, vreinterpretq_s16_u16(
-                            vcombine_u16(vmovn_u32(bits[0]), vmovn_u32(bits[1]))));
+    vst1q_s16(residual,
+              vreinterpretq_s16_u16(vcombine_u16(vmovn_u32(bits[0]), vmovn_u32(bits[1]))));
   }
 
   // Codes go one by one: there is no NEON machine here to write better for.

@@ -17,9 +17,7 @@ struct PairLanes {
   static constexpr std::size_t kCount = 2 * V::kCount;
 
   static Float broadcast(float value) { return {V::broadcast(value), V::broadcast(value)}; }
-  static Float load(const float* source) {
-    return {V::load(source), V::load(source + V::kCount)};
-  }
+  static Float load(const float* source) { return {V::load(source), V::load(source + V::kCount)}; }
   static void store(float* target, Float value) {
     V::store(target, value.first);
     V::store(target + V::kCount, value.second);

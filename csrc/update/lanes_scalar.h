@@ -37,9 +37,7 @@ struct ScalarLanes {
   }
 
   // `a` where it is positive infinity, else `b`.
-  static Float keep_infinity(Float a, Float b) {
-    return float_to_bits(a) == 0x7F800000U ? a : b;
-  }
+  static Float keep_infinity(Float a, Float b) { return float_to_bits(a) == 0x7F800000U ? a : b; }
 
   static Float load_bf16(const std::uint16_t* source) {
     return bits_to_float(static_cast<std::uint32_t>(*source) << 16);

@@ -8,8 +8,8 @@ namespace infinity::update {
 
 inline constexpr std::size_t kMaxStates = 2;
 
-// Elements in one vector of the reference arithmetic. The last `numel % kReferenceLanes` elements of
-// a span are its tail, where torch's kernels round one sum in another order (see rules/adamw.h).
+// Elements in one vector of the reference arithmetic. The last `numel % kReferenceLanes` elements
+// of a span are its tail, where torch's kernels round one sum in another order (see rules/adamw.h).
 inline constexpr std::size_t kReferenceLanes = 8;
 
 // Elements that share a scale in 8-bit states: docs/formats/moments_8bit.md.
@@ -24,10 +24,10 @@ enum class StateFormat : unsigned char { kFp32, k8Bit };
 // alignment of their element is enough. As many states as the rule has, in one of the two formats:
 // the first has a sign, the second are squares and have none.
 struct Span {
-  void* weight = nullptr;            // fp32, or bf16 when split.
-  std::int16_t* residual = nullptr;  // Low half of the fp32 master; split only.
-  const void* gradient = nullptr;    // fp32 or bf16; read only.
-  float* states[kMaxStates] = {};    // fp32 states.
+  void* weight = nullptr;                // fp32, or bf16 when split.
+  std::int16_t* residual = nullptr;      // Low half of the fp32 master; split only.
+  const void* gradient = nullptr;        // fp32 or bf16; read only.
+  float* states[kMaxStates] = {};        // fp32 states.
   std::uint8_t* codes[kMaxStates] = {};  // 8-bit states: one code per element,
   float* scales[kMaxStates] = {};        // and one scale per block of them.
   std::size_t numel = 0;

@@ -6,11 +6,11 @@
 namespace infinity::update {
 namespace {
 
-// How far ahead the arrays of a split span are asked for, by rules with roots and divisions (kIsHeavy).
-// Their long iterations leave few loads in flight, and with nine streams the hardware's prefetchers
-// lag. With the seven of fp32, or with a light rule, asking costs more than it brings. Measured on
-// Zen 4 with bench/update_kernel.py: 0.88 of the ceiling without, 0.98 with; at twice this distance
-// worse again.
+// How far ahead the arrays of a split span are asked for, by rules with roots and divisions
+// (kIsHeavy). Their long iterations leave few loads in flight, and with nine streams the hardware's
+// prefetchers lag. With the seven of fp32, or with a light rule, asking costs more than it brings.
+// Measured on Zen 4 with bench/update_kernel.py: 0.88 of the ceiling without, 0.98 with; at twice
+// this distance worse again.
 inline constexpr std::size_t kPrefetchNumel = 256;
 inline constexpr std::size_t kCacheLineNbytes = 64;
 

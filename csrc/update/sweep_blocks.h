@@ -39,8 +39,8 @@ float encode_block(const float* values, std::uint8_t* codes, std::size_t numel) 
   }
   float scale = bits_to_float(largest);
   if (largest >= kInfinityBits || scale < 0x1p-126F) {
-    // One element that is not finite makes the block NaN: codes could not tell which it was. What is
-    // too small for a normal number is zero.
+    // One element that is not finite makes the block NaN: codes could not tell which it was. What
+    // is too small for a normal number is zero.
     scale = largest >= kInfinityBits ? kQuietNan : 0.0F;
     __builtin_memset(codes, kIsSigned ? kSignedZero : 0, numel);
     return scale;
@@ -85,8 +85,8 @@ std::uint64_t sweep_blocks(const Span& span, std::size_t start, std::size_t stop
       block.states[1] = second;
       decode_block<V, false>(span.codes[1] + i, span.scales[1][index], second, numel);
     }
-    nonfinite += sweep<L, Rule, kWeight, kGradient>(
-        block, 0, numel, is_last && i + numel == stop, coefficients, gradient_scale);
+    nonfinite += sweep<L, Rule, kWeight, kGradient>(block, 0, numel, is_last && i + numel == stop,
+                                                    coefficients, gradient_scale);
     if constexpr (Rule::kStates > 0) {
       span.scales[0][index] = encode_block<V, true>(first, span.codes[0] + i, numel);
     }

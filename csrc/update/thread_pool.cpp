@@ -56,9 +56,8 @@ void ThreadPool::work() {
     std::shared_ptr<Call> call;
     {
       std::unique_lock lock(mutex_);
-      has_work_.wait(lock, [&] {
-        return is_closing_ || (call_ != nullptr && call_->num_helpers_wanted > 0);
-      });
+      has_work_.wait(
+          lock, [&] { return is_closing_ || (call_ != nullptr && call_->num_helpers_wanted > 0); });
       if (is_closing_) return;
       call = call_;
       --call->num_helpers_wanted;

@@ -11,9 +11,9 @@ namespace infinity::update {
 
 namespace {
 
-// Elements that one thread takes at a time: long enough for prefetchers to run (256 KiB of each fp32
-// stream), short enough that threads end together. A multiple of every vector, so a cut is where
-// an uncut update would have started a vector too.
+// Elements that one thread takes at a time: long enough for prefetchers to run (256 KiB of each
+// fp32 stream), short enough that threads end together. A multiple of every vector, so a cut is
+// where an uncut update would have started a vector too.
 constexpr std::size_t kItemNumel = std::size_t{1} << 16;
 static_assert(kItemNumel % kReferenceLanes == 0 && kItemNumel % kBlockNumel == 0);
 
@@ -41,9 +41,9 @@ class DefaultFloatEnvironment {
 }  // namespace
 
 std::uint64_t apply(const Job& job, std::span<const Span> spans) {
-  const Kernel kernel = job.rule->kernels[static_cast<std::size_t>(job.state_format)]
-                                         [static_cast<std::size_t>(job.weight_format)]
-                                         [static_cast<std::size_t>(job.gradient_format)];
+  const Kernel kernel =
+      job.rule->kernels[static_cast<std::size_t>(job.state_format)][static_cast<std::size_t>(
+          job.weight_format)][static_cast<std::size_t>(job.gradient_format)];
   std::vector<Item> items;
   std::size_t numel = 0;
   for (const Span& span : spans) {
@@ -56,9 +56,9 @@ std::uint64_t apply(const Job& job, std::span<const Span> spans) {
   const auto update_item = [&](std::size_t index) {
     const Item& item = items[index];
     const DefaultFloatEnvironment environment;
-    const std::uint64_t found = kernel(*item.span, item.start, item.stop,
-                                       item.stop == item.span->numel, job.coefficients,
-                                       job.gradient_scale);
+    const std::uint64_t found =
+        kernel(*item.span, item.start, item.stop, item.stop == item.span->numel, job.coefficients,
+               job.gradient_scale);
     if (found != 0) nonfinite.fetch_add(found, std::memory_order_relaxed);
   };
   // Waking a thread costs about what an item does.

@@ -72,8 +72,8 @@ Found find_kernels() noexcept {
   __builtin_cpu_init();
   const bool has_sse42 = __builtin_cpu_supports("sse4.2");
   const bool has_pclmul = has_sse42 && __builtin_cpu_supports("pclmul");
-  const bool has_vpclmul = has_pclmul && __builtin_cpu_supports("avx512f") &&
-                           __builtin_cpu_supports("vpclmulqdq");
+  const bool has_vpclmul =
+      has_pclmul && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("vpclmulqdq");
   found.add(has_vpclmul, {"vpclmul", &crc32c_by_vpclmul});
   found.add(has_pclmul, {"pclmul", &crc32c_by_pclmul});
   found.add(has_sse42, {"sse4.2", &crc32c_by_sse42});

@@ -104,8 +104,8 @@ INF_TARGET(INF_PCLMUL)
 void instruct_and_fold(const unsigned char* pages, std::uint32_t* checksums) noexcept {
   const unsigned char* folded = pages + kInstructed * kChecksumPageNbytes;
   constexpr Fold kOver16 = fold_over(16);
-  const __m128i fold = _mm_set_epi64x(static_cast<long long>(kOver16.high),
-                                      static_cast<long long>(kOver16.low));
+  const __m128i fold =
+      _mm_set_epi64x(static_cast<long long>(kOver16.high), static_cast<long long>(kOver16.low));
   std::array<std::uint64_t, kInstructed> crcs;
   crcs.fill(0xFFFFFFFF);
   __m128i sums[kFolded];

@@ -77,7 +77,8 @@ Result<std::unique_ptr<Engine>> Engine::open(const Options& options,
       return Error{probe.code, Operation::kSetup, -1, 0, 0, probe.step};
     }
   }
-  return std::unique_ptr<Engine>(new Engine(options, std::move(hooks)));  // NOLINT: the constructor is private.
+  return std::unique_ptr<Engine>(
+      new Engine(options, std::move(hooks)));  // NOLINT: the constructor is private.
 }
 
 Engine::~Engine() { close(); }
@@ -96,8 +97,8 @@ Result<Lane*> Engine::lane_of(std::uint64_t device) {
     if (entry.device == device) return entry.lane.get();
   }
   std::unique_ptr<Lane> lane = options_.backend == Backend::kUring
-                               ? make_uring_lane(options_, hooks_)
-                               : make_thread_lane(options_, hooks_);
+                                   ? make_uring_lane(options_, hooks_)
+                                   : make_thread_lane(options_, hooks_);
   INF_ASSERT(lane != nullptr);  // open() has probed.
   if (const Error error = lane->start()) return error;
   lanes_.push_back({device, std::move(lane)});
@@ -179,8 +180,7 @@ Result<std::uint32_t> Engine::alignment_nbytes(std::int32_t id) const {
 }
 
 // The files that the segments name, each once.
-Error Engine::collect(Operation operation, std::span<const Segment> segments,
-                      Files& files) const {
+Error Engine::collect(Operation operation, std::span<const Segment> segments, Files& files) const {
   std::lock_guard lock(mutex_);
   for (const Segment& segment : segments) {
     if (find_in(files, segment.file) != nullptr) continue;

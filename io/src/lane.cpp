@@ -146,7 +146,8 @@ bool Lane::take(Block& block) noexcept {
     num_in_flight_nbytes_ += block.nbytes;
     File& file = *block.file;
     if (file.num_in_flight++ == 0) file.busy_since = block.issued_at;
-    file.stats.max_in_flight = std::max<std::uint64_t>(file.stats.max_in_flight, file.num_in_flight);
+    file.stats.max_in_flight =
+        std::max<std::uint64_t>(file.stats.max_in_flight, file.num_in_flight);
     return true;
   }
   return false;
@@ -266,8 +267,8 @@ void Lane::die(int code, const char* detail) noexcept {
   death_detail_ = detail;
   while (Part* part = queue_.choose()) {
     const Segment& segment = part->segments[part->segment_index];
-    part->owner->fail({code, part->operation, segment.file, segment.offset_nbytes, segment.nbytes,
-                       detail});
+    part->owner->fail(
+        {code, part->operation, segment.file, segment.offset_nbytes, segment.nbytes, detail});
     drop_rest(part);
   }
 }

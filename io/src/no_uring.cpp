@@ -8,7 +8,9 @@ namespace infinity::io {
 
 bool built_with_uring() noexcept { return false; }
 
-UringProbe probe_uring(RingFlags, std::uint32_t, std::uint32_t) noexcept { return {false, ENOSYS, "build", 0}; }
+UringProbe probe_uring(RingFlags, std::uint32_t, std::uint32_t) noexcept {
+  return {false, ENOSYS, "build", 0};
+}
 
 std::unique_ptr<Lane> make_uring_lane(const Options&, std::shared_ptr<const Hooks>) {
   return nullptr;

@@ -9,8 +9,7 @@ std::vector<FileRange> covered_ranges(std::span<const Segment> segments) {
   std::vector<FileRange> ranges;
   ranges.reserve(segments.size());
   for (const Segment& segment : segments) {
-    ranges.push_back(
-        {segment.file, segment.offset_nbytes, segment.offset_nbytes + segment.nbytes});
+    ranges.push_back({segment.file, segment.offset_nbytes, segment.offset_nbytes + segment.nbytes});
   }
   std::sort(ranges.begin(), ranges.end(), [](const FileRange& a, const FileRange& b) {
     return std::tie(a.file, a.start_nbytes) < std::tie(b.file, b.start_nbytes);

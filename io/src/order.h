@@ -15,7 +15,8 @@ namespace infinity::io {
 // What the segments cover: sorted by file and offset, neighbours and overlaps merged.
 [[nodiscard]] std::vector<FileRange> covered_ranges(std::span<const Segment> segments);
 
-[[nodiscard]] bool overlap(std::span<const FileRange> one, std::span<const FileRange> other) noexcept;
+[[nodiscard]] bool overlap(std::span<const FileRange> one,
+                           std::span<const FileRange> other) noexcept;
 
 [[nodiscard]] bool conflict(const Part& one, const Part& other) noexcept;
 

@@ -25,8 +25,8 @@ FileStats& FileStats::operator+=(const FileStats& other) noexcept {
 }
 
 File* find_in(std::span<const std::shared_ptr<File>> files, std::int32_t id) noexcept {
-  const auto found = std::find_if(files.begin(), files.end(),
-                                  [id](const auto& file) { return file->id == id; });
+  const auto found =
+      std::find_if(files.begin(), files.end(), [id](const auto& file) { return file->id == id; });
   return found == files.end() ? nullptr : found->get();
 }
 

@@ -93,8 +93,7 @@ class ThreadLane final : public Lane {
 
 }  // namespace
 
-std::unique_ptr<Lane> make_thread_lane(const Options& options,
-                                       std::shared_ptr<const Hooks> hooks) {
+std::unique_ptr<Lane> make_thread_lane(const Options& options, std::shared_ptr<const Hooks> hooks) {
   return std::make_unique<ThreadLane>(options, std::move(hooks));
 }
 

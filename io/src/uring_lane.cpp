@@ -30,7 +30,7 @@ constexpr unsigned kMaxWorkers = 4;  // of the kernel's own pool, for what it mu
 struct Slot {
   Block block;
   std::uint64_t taken_nbytes = 0;  // of the window, until the block is settled
-  std::uint32_t generation = 0;  // A stale completion trips an assert instead of hurting bytes.
+  std::uint32_t generation = 0;    // A stale completion trips an assert instead of hurting bytes.
   bool is_busy = false;
 };
 
@@ -76,7 +76,11 @@ class UringLane::Ring {
     if (setup_code_ == 0) return {};
     lock.unlock();
     join();
-    return {setup_code_, Operation::kSetup, -1, 0, 0,
+    return {setup_code_,
+            Operation::kSetup,
+            -1,
+            0,
+            0,
             setup_code_ == ENOMEM
                 ? "io_uring_setup refused the ring: the memlock limit is too low for one more. "
                   "Raise it with 'ulimit -l' or LimitMEMLOCK=, or set io.engine = \"threads\""
@@ -154,8 +158,7 @@ class UringLane::Ring {
         lane_.options_.arena.nbytes != 0 && found.register_buffers_errno == 0;
     found.has_fixed_vectors = found.has_registered_buffers && has_fixed_vector_opcodes();
     const std::vector<int> none(kNumFileSlots, -1);
-    found.has_registered_files =
-        io_uring_register_files(&ring_, none.data(), kNumFileSlots) == 0;
+    found.has_registered_files = io_uring_register_files(&ring_, none.data(), kNumFileSlots) == 0;
     has_buffers_ = found.has_registered_buffers;
     has_files_ = found.has_registered_files;
     has_fixed_vectors_ = found.has_fixed_vectors;
@@ -438,8 +441,7 @@ void UringLane::note(const LaneInfo& found) noexcept {
 
 }  // namespace
 
-std::unique_ptr<Lane> make_uring_lane(const Options& options,
-                                      std::shared_ptr<const Hooks> hooks) {
+std::unique_ptr<Lane> make_uring_lane(const Options& options, std::shared_ptr<const Hooks> hooks) {
   return std::make_unique<UringLane>(options, std::move(hooks));
 }
 

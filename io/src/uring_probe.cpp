@@ -12,16 +12,18 @@ namespace {
 constexpr std::uint32_t kNeededFeatures =
     IORING_FEAT_NODROP | IORING_FEAT_SUBMIT_STABLE | IORING_FEAT_EXT_ARG;
 
-constexpr int kNeededOpcodes[] = {IORING_OP_READ,       IORING_OP_WRITE,      IORING_OP_READV,
-                                  IORING_OP_WRITEV,     IORING_OP_READ_FIXED, IORING_OP_WRITE_FIXED,
+constexpr int kNeededOpcodes[] = {IORING_OP_READ,    IORING_OP_WRITE,      IORING_OP_READV,
+                                  IORING_OP_WRITEV,  IORING_OP_READ_FIXED, IORING_OP_WRITE_FIXED,
                                   IORING_OP_POLL_ADD};
 
 UringProbe examine(io_uring& ring, std::uint32_t flags) noexcept {
-  if ((ring.features & kNeededFeatures) != kNeededFeatures) return {false, ENOSYS, "features", flags};
+  if ((ring.features & kNeededFeatures) != kNeededFeatures)
+    return {false, ENOSYS, "features", flags};
   io_uring_probe* opcodes = io_uring_get_probe_ring(&ring);
   if (opcodes == nullptr) return {false, ENOSYS, "opcodes", flags};
   bool has_all = true;
-  for (const int opcode : kNeededOpcodes) has_all &= io_uring_opcode_supported(opcodes, opcode) != 0;
+  for (const int opcode : kNeededOpcodes)
+    has_all &= io_uring_opcode_supported(opcodes, opcode) != 0;
   io_uring_free_probe(opcodes);
   if (!has_all) return {false, ENOSYS, "opcodes", flags};
   io_uring_prep_nop(io_uring_get_sqe(&ring));

@@ -28,7 +28,8 @@ TEST(MoreUrgentGoesFirstAndOlderWithinOnePriority) {
     parts[index].priority = priorities[index];
     queue.push(&parts[index]);
   }
-  for (const std::size_t expected : {2U, 4U, 3U, 0U, 5U, 1U}) CHECK(take(queue) == &parts[expected]);
+  for (const std::size_t expected : {2U, 4U, 3U, 0U, 5U, 1U})
+    CHECK(take(queue) == &parts[expected]);
   CHECK(queue.empty());
   CHECK(take(queue) == nullptr);
 }

@@ -163,7 +163,9 @@ TEST(CuttingCoversEverySegmentInOrderWithoutOverlap) {
 }
 
 TEST(SegmentsThatGoOnInTheFileShareABlock) {
-  Cut subject({{0, 0, 0x900000, 4096}, {0, 4096, 0x100000, 8192}, {0, 12288, 0x102000, 4096},
+  Cut subject({{0, 0, 0x900000, 4096},
+               {0, 4096, 0x100000, 8192},
+               {0, 12288, 0x102000, 4096},
                {0, 20480, 0x200000, 4096}});
   const Block first = subject.next(64 * 1024);
   CHECK(first.offset_nbytes == 0 && first.nbytes == 16384);

@@ -33,15 +33,15 @@ inline int run_all_tests() {
 
 }  // namespace check
 
-#define TEST(name)                                                   \
-  static void name();                                                \
+#define TEST(name)                                                            \
+  static void name();                                                         \
   [[maybe_unused]] static const bool name##_added = check::add(#name, &name); \
   static void name()
 
-#define CHECK(condition)                                                              \
-  do {                                                                                \
-    if (!(condition)) {                                                               \
-      std::fprintf(stderr, "%s:%d: not true: %s\n", __FILE__, __LINE__, #condition);  \
-      std::exit(1);                                                                   \
-    }                                                                                 \
+#define CHECK(condition)                                                             \
+  do {                                                                               \
+    if (!(condition)) {                                                              \
+      std::fprintf(stderr, "%s:%d: not true: %s\n", __FILE__, __LINE__, #condition); \
+      std::exit(1);                                                                  \
+    }                                                                                \
   } while (false)

@@ -45,8 +45,8 @@ TEST(TableGivesWhatTheDefinitionGives) {
   }
 }
 
-// Both go over the same bytes; the checksums must be those of the table, and nothing behind them may
-// be written.
+// Both go over the same bytes; the checksums must be those of the table, and nothing behind them
+// may be written.
 void compare_with_table(const Crc32cKernel& kernel, const unsigned char* pages,
                         std::size_t num_pages) {
   constexpr std::uint32_t kUntouched = 0xDEADBEEF;
@@ -62,7 +62,8 @@ TEST(EveryKernelGivesTheChecksumsOfTheTableForAnyNumberOfPages) {
   const std::vector<unsigned char> pages = random_pages(70);
   for (const Crc32cKernel& kernel : crc32c_kernels()) {
     std::printf("  %s\n", kernel.name);
-    for (std::size_t count = 0; count <= 20; ++count) compare_with_table(kernel, pages.data(), count);
+    for (std::size_t count = 0; count <= 20; ++count)
+      compare_with_table(kernel, pages.data(), count);
     compare_with_table(kernel, pages.data(), 70);
   }
 }

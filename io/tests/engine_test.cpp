@@ -55,8 +55,8 @@ TEST(OneFailureDoesNotHurtOtherRequests) {
     const std::int32_t id = open_file(*engine, file);
     std::vector<Ticket> good, bad;
     for (std::uint64_t round = 0; round < kNumRounds; ++round) {
-      bad.push_back(submit(*engine, Operation::kRead,
-                           {{id, 2048 * kKiB, unused.address(), 512 * kKiB}}));
+      bad.push_back(
+          submit(*engine, Operation::kRead, {{id, 2048 * kKiB, unused.address(), 512 * kKiB}}));
       good.push_back(submit(*engine, Operation::kRead,
                             {{id, 0, target.address() + round * 512 * kKiB, 512 * kKiB}}));
     }
@@ -177,11 +177,10 @@ TEST(ARequestKnowsWhenItsBytesWereMovedInEachFile) {
     const std::int32_t first = open_file(*engine, first_file);
     const std::int32_t second = open_file(*engine, second_file);
     const auto before = std::chrono::steady_clock::now();
-    const Ticket ticket =
-        submit(*engine, Operation::kRead,
-               {{first, 0, target.address(), 256 * kKiB},
-                {second, 0, target.address() + 256 * kKiB, 128 * kKiB},
-                {first, 384 * kKiB, target.address() + 384 * kKiB, 64 * kKiB}});
+    const Ticket ticket = submit(*engine, Operation::kRead,
+                                 {{first, 0, target.address(), 256 * kKiB},
+                                  {second, 0, target.address() + 256 * kKiB, 128 * kKiB},
+                                  {first, 384 * kKiB, target.address() + 384 * kKiB, 64 * kKiB}});
     wait(ticket);
     const auto after = std::chrono::steady_clock::now();
     CHECK(ticket->passages().size() == 2);

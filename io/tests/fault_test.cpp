@@ -20,12 +20,18 @@ constexpr std::int64_t kShort = 1 << 20;
 constexpr std::uint64_t kFileNbytes = 256 * kKiB;
 
 constexpr Kind kKinds[] = {
-    {"EIO", -EIO, 1, EIO},           {"ENOSPC", -ENOSPC, 1, ENOSPC},
-    {"EAGAIN", -EAGAIN, 1, 0},       {"EAGAIN for ever", -EAGAIN, 1000, EAGAIN},
-    {"EINTR", -EINTR, 1, 0},         {"EINTR for ever", -EINTR, 1000, EINTR},
-    {"short", kShort, 1, 0},         {"short without progress", 100, 1000, EIO},
-    {"zero", 0, 1, EIO},             {"EBADF", -EBADF, 1, EBADF},
-    {"ENOMEM", -ENOMEM, 1, ENOMEM},  {"EFAULT", -EFAULT, 1, EFAULT},
+    {"EIO", -EIO, 1, EIO},
+    {"ENOSPC", -ENOSPC, 1, ENOSPC},
+    {"EAGAIN", -EAGAIN, 1, 0},
+    {"EAGAIN for ever", -EAGAIN, 1000, EAGAIN},
+    {"EINTR", -EINTR, 1, 0},
+    {"EINTR for ever", -EINTR, 1000, EINTR},
+    {"short", kShort, 1, 0},
+    {"short without progress", 100, 1000, EIO},
+    {"zero", 0, 1, EIO},
+    {"EBADF", -EBADF, 1, EBADF},
+    {"ENOMEM", -ENOMEM, 1, ENOMEM},
+    {"EFAULT", -EFAULT, 1, EFAULT},
 };
 
 struct Outcome {
@@ -39,8 +45,8 @@ std::vector<Segment> segments_of(const Segment& whole, bool is_scattered) {
   std::vector<Segment> pages;
   const std::uint64_t count = whole.nbytes / 4096;
   for (std::uint64_t at = 0; at < count; ++at) {
-    pages.push_back({whole.file, whole.offset_nbytes + at * 4096,
-                     whole.address + at * 3 % count * 4096, 4096});
+    pages.push_back(
+        {whole.file, whole.offset_nbytes + at * 4096, whole.address + at * 3 % count * 4096, 4096});
   }
   return pages;
 }
@@ -68,8 +74,8 @@ Outcome climb(Backend backend, const Kind& kind, std::uint64_t rung, bool is_sca
     std::vector<Ticket> tickets;
     for (std::uint64_t half = 0; half < 4; ++half) {
       const std::uint64_t offset = half / 2 * (kFileNbytes / 2);
-      const Segment whole{ids[half % 2], offset,
-                          memory.address() + half % 2 * kFileNbytes + offset, kFileNbytes / 2};
+      const Segment whole{ids[half % 2], offset, memory.address() + half % 2 * kFileNbytes + offset,
+                          kFileNbytes / 2};
       tickets.push_back(submit(*engine, operation, segments_of(whole, is_scattered)));
     }
     for (const Ticket& ticket : tickets) {
@@ -100,7 +106,8 @@ TEST(EveryAnswerOfTheKernelMayBeBad) {
   on_each_backend([](Backend backend) {
     for (const bool is_scattered : {false, true}) {
       for (const Kind& kind : kKinds) {
-        // In one piece or in many an error is an error: EIO stands for all that are given up at once.
+        // In one piece or in many an error is an error: EIO stands for all that are given up at
+        // once.
         if (is_scattered && kind.repeats == 1 && kind.expected == -kind.answer &&
             kind.expected != EIO) {
           continue;
@@ -108,8 +115,7 @@ TEST(EveryAnswerOfTheKernelMayBeBad) {
         std::uint64_t rung = 1;
         bool has_failed = false;
         for (Outcome outcome = climb(backend, kind, rung, is_scattered);
-             outcome.num_answers >= rung;
-             outcome = climb(backend, kind, ++rung, is_scattered)) {
+             outcome.num_answers >= rung; outcome = climb(backend, kind, ++rung, is_scattered)) {
           has_failed |= outcome.has_failed;
           // Which requests the endless kinds hit, and how the rest goes, is a matter of timing.
           CHECK(kind.repeats > 1 || outcome.has_failed == (kind.expected != 0));

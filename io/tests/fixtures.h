@@ -20,7 +20,6 @@ namespace fixtures {
 using namespace infinity::io;
 using namespace std::chrono_literals;
 
-
 constexpr std::uint64_t kKiB = 1024;
 constexpr std::uint32_t kBlockNbytes = 64 * kKiB;
 
@@ -31,8 +30,8 @@ constexpr std::chrono::seconds kTimeLimit{300};
 class Memory {
  public:
   explicit Memory(std::size_t nbytes) : nbytes_(nbytes) {
-    bytes_ = static_cast<unsigned char*>(mmap(nullptr, nbytes, PROT_READ | PROT_WRITE,
-                                              MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+    bytes_ = static_cast<unsigned char*>(
+        mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
     CHECK(bytes_ != MAP_FAILED);
   }
   Memory(const Memory&) = delete;
@@ -100,7 +99,7 @@ inline std::int32_t open_file(Engine& engine, const TempFile& file) {
 }
 
 inline Ticket submit(Engine& engine, Operation operation, std::vector<Segment> segments,
-              Priority priority = Priority::kForward) {
+                     Priority priority = Priority::kForward) {
   auto ticket = engine.submit(operation, segments, priority);
   CHECK(ticket.ok());
   return ticket.value();

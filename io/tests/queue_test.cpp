@@ -61,8 +61,8 @@ struct Subject {
   Ticket submit_at(Operation operation, std::uint64_t block, Priority priority,
                    std::uint64_t num_blocks = 1) {
     const std::uint64_t at = block * kBlockNbytes;
-    return submit(*engine, operation,
-                  {{id, at, memory.address() + at, num_blocks * kBlockNbytes}}, priority);
+    return submit(*engine, operation, {{id, at, memory.address() + at, num_blocks * kBlockNbytes}},
+                  priority);
   }
 
   // Fills the window with something that keeps its turn.
@@ -241,8 +241,7 @@ TEST(SmallBlocksFillTheWindowByBytes) {
     const std::int32_t id = open_file(*engine, file);
     std::vector<Segment> scattered;
     for (std::uint64_t at = 0; at < 64; ++at) {  // Every other 64 KiB, so that nothing merges.
-      scattered.push_back(
-          {id, at * 128 * kKiB, memory.address() + at * 128 * kKiB, 64 * kKiB});
+      scattered.push_back({id, at * 128 * kKiB, memory.address() + at * 128 * kKiB, 64 * kKiB});
     }
     const Ticket ticket = submit(*engine, Operation::kRead, scattered);
     for (int tries = 0; engine->lanes()[0].stats.num_in_flight < 32 && tries < 100000; ++tries) {
@@ -306,9 +305,9 @@ TEST(SmallRequestsThatTouchInTheFileShareABlock) {
     subject.wait_until_in_flight();
     std::vector<Ticket> tickets;
     for (std::uint64_t at = 0; at < 8; ++at) {
-      tickets.push_back(submit(*subject.engine, Operation::kWrite,
-                               {{subject.id, at * 4096, subject.memory.address() + at * 4096, 4096}},
-                               Priority::kState));
+      tickets.push_back(submit(
+          *subject.engine, Operation::kWrite,
+          {{subject.id, at * 4096, subject.memory.address() + at * 4096, 4096}}, Priority::kState));
     }
     subject.gate.open();
     CHECK(subject.engine->drain(kTimeLimit));
@@ -421,14 +420,13 @@ TEST(SeveralRingsWorkOffOneQueue) {
   auto engine = open_engine(options);
   for (int round = 0; round < 3; ++round) {  // Every ring forgets the file when it is closed.
     const std::int32_t id = open_file(*engine, file);
-    const Ticket write = submit(*engine, Operation::kWrite,
-                                {{id, 0, source.address(), kNumBlocks * kBlockNbytes}});
+    const Ticket write =
+        submit(*engine, Operation::kWrite, {{id, 0, source.address(), kNumBlocks * kBlockNbytes}});
     if (round == 0) {  // Nothing is answered: every ring has its share of the window.
       while (engine->lanes()[0].stats.num_in_flight < 6) std::this_thread::yield();
       gate.open();
     }
-    wait(submit(*engine, Operation::kRead,
-                {{id, 0, target.address(), kNumBlocks * kBlockNbytes}}));
+    wait(submit(*engine, Operation::kRead, {{id, 0, target.address(), kNumBlocks * kBlockNbytes}}));
     CHECK(write->done() && !write->failed());
     CHECK(std::memcmp(&source[0], &target[0], kNumBlocks * kBlockNbytes) == 0);
     CHECK(!engine->close_file(id));

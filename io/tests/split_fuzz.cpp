@@ -1,5 +1,6 @@
-// Fuzzes what cuts and gathers requests into blocks and judges the kernel's answers, against a device
-// that answers anything. Built with INFINITY_FUZZ it is a libFuzzer target; else it feeds itself.
+// Fuzzes what cuts and gathers requests into blocks and judges the kernel's answers, against a
+// device that answers anything. Built with INFINITY_FUZZ it is a libFuzzer target; else it feeds
+// itself.
 #include <algorithm>
 #include <cerrno>
 #include <random>
@@ -65,8 +66,8 @@ void fill_part(Input& input, Scene& scene, std::uint64_t start_nbytes, Part& par
     segment.offset_nbytes = at_nbytes;
     segment.nbytes = (1 + input.number(input.number(2) == 0 ? 300 : 8)) * alignment;
     // Around the boundary of two registered buffers, where it is interesting.
-    segment.address = kRegisteredBufferNbytes * (4 + input.number(3)) -
-                      input.number(300) * alignment;
+    segment.address =
+        kRegisteredBufferNbytes * (4 + input.number(3)) - input.number(300) * alignment;
     at_nbytes += segment.nbytes;
     switch (input.number(8)) {
       case 0: at_nbytes += input.number(300) * alignment; break;

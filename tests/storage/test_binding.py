@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from infinity import _core
+from infinity import _core  # noqa: TID251 (its own checks are what is tested)
 from infinity.storage.probe import crc32c_kernels
 
 from .hostile_calls import check

@@ -18,13 +18,13 @@ struct AdamW {
   static constexpr bool kIsHeavy = true;
 
   struct Coefficients {
-    float decay;             // 1 - lr * weight_decay
-    float lerp_weight;       // 1 - beta1
+    float decay;        // 1 - lr * weight_decay
+    float lerp_weight;  // 1 - beta1
     float beta2;
     float square_weight;     // 1 - beta2
     float correction2_sqrt;  // sqrt(1 - beta2^step)
     float eps;
-    float step_size;         // lr / (1 - beta1^step)
+    float step_size;  // lr / (1 - beta1^step)
   };
 
   // The part that Adam shares: moments from the gradient, then the step from the moments.
@@ -48,9 +48,8 @@ struct AdamW {
       const Float exp_avg = L::fma(L::sub(gradient, states[0]), lerp_, start);
 
       const Float part = L::mul(gradient, square_weight_);
-      const Float exp_avg_sq = kIsTail
-                                   ? L::fma(states[1], beta2_, L::mul(part, gradient))
-                                   : L::fma(gradient, part, L::mul(states[1], beta2_));
+      const Float exp_avg_sq = kIsTail ? L::fma(states[1], beta2_, L::mul(part, gradient))
+                                       : L::fma(gradient, part, L::mul(states[1], beta2_));
       states[0] = exp_avg;
       states[1] = exp_avg_sq;
 

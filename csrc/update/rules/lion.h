@@ -38,8 +38,7 @@ struct Lion {
           gradient_weight2_(L::broadcast(c.gradient_weight2)) {}
 
     Float operator()(Float weight, Float gradient, Float* states) const {
-      const Float direction =
-          L::fma(gradient, gradient_weight1_, L::mul(states[0], beta1_));
+      const Float direction = L::fma(gradient, gradient_weight1_, L::mul(states[0], beta1_));
       states[0] = L::fma(gradient, gradient_weight2_, L::mul(states[0], beta2_));
       return L::sub(L::mul(weight, decay_), L::signed_by(direction, lr_));
     }

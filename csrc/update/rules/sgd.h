@@ -74,8 +74,7 @@ struct MomentumSgd {
     Float operator()(Float weight, Float gradient, Float* states) const {
       const Float decayed = plain_.decayed(weight, gradient);
       states[0] = is_first_ ? decayed : mixed(states[0], decayed);
-      return plain_.moved(weight,
-                          is_nesterov_ ? L::fma(states[0], momentum_, decayed) : states[0]);
+      return plain_.moved(weight, is_nesterov_ ? L::fma(states[0], momentum_, decayed) : states[0]);
     }
 
    private:

@@ -1,5 +1,5 @@
-// The ceiling that benchmarks measure the other rules against: the streams of AdamW, 4 in and 3 out,
-// with one addition each. It trains nothing.
+// The ceiling that benchmarks measure the other rules against: the streams of AdamW, 4 in and 3
+// out, with one addition each. It trains nothing.
 #pragma once
 
 #include "../lanes_scalar.h"

@@ -27,8 +27,8 @@ inline constexpr std::uint32_t kMaxRetries = 8;
 
 // Lives in a slot of a lane and is filled again and again, so that its lists are allocated once.
 struct Block {
-  std::vector<Part*> parts;    // whose bytes these are; each keeps its request alive
-  std::vector<iovec> pieces;   // memory that is still to move, in the order of the file
+  std::vector<Part*> parts;   // whose bytes these are; each keeps its request alive
+  std::vector<iovec> pieces;  // memory that is still to move, in the order of the file
   File* file = nullptr;
   Operation operation = Operation::kRead;
   std::uint64_t offset_nbytes = 0;

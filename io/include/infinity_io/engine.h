@@ -43,16 +43,16 @@ struct Options {
   std::uint32_t num_rings = 1;  // per device, each with a thread; they share the queue
   ArenaRange arena;
   std::uint32_t block_nbytes = 4U << 20;
-  std::uint32_t queue_depth = 4;   // blocks in flight per device
-  std::uint32_t num_threads = 4;   // per device, thread backend only
+  std::uint32_t queue_depth = 4;     // blocks in flight per device
+  std::uint32_t num_threads = 4;     // per device, thread backend only
   std::uint32_t max_pending = 1024;  // unfinished requests per device and priority
 };
 
 // What one lane has seen. Times of threads and waiters add up.
 struct LaneStats {
-  std::uint64_t num_pending = 0;    // requests, now
-  std::uint32_t num_in_flight = 0;  // blocks, now
-  std::uint64_t num_cancelled = 0;  // requests
+  std::uint64_t num_pending = 0;      // requests, now
+  std::uint32_t num_in_flight = 0;    // blocks, now
+  std::uint64_t num_cancelled = 0;    // requests
   std::chrono::nanoseconds cpu{0};    // of the lane's threads
   std::chrono::nanoseconds stall{0};  // that submitters stood still because the queue was full
   Histogram queue_wait;               // of requests, from submit() to the issue of the first block
@@ -137,7 +137,7 @@ class Engine {
   const Options options_;
   const std::shared_ptr<const Hooks> hooks_;
   const pid_t pid_;
-  mutable std::mutex mutex_;  // guards all below
+  mutable std::mutex mutex_;                             // guards all below
   std::map<std::int32_t, std::shared_ptr<File>> files_;  // open, by id
   std::int32_t next_file_ = 0;
   std::vector<FileReport> closed_files_;

@@ -17,13 +17,14 @@ enum class RingFlags : std::uint8_t { kAuto, kDefer, kCoop, kNone };
 
 struct UringProbe {
   bool usable = false;
-  int code = 0;                  // errno of the step that failed
-  const char* step = "";         // "build", "io_uring_setup", "features", "opcodes", "io_uring_enter"
+  int code = 0;           // errno of the step that failed
+  const char* step = "";  // "build", "io_uring_setup", "features", "opcodes", "io_uring_enter"
   std::uint32_t ring_flags = 0;  // what the kernel granted
 };
 
 // Sets up `num_rings` real rings side by side, asks for the opcodes we use and lets a no-op through
-// each. Below a millisecond for a small one; a tenth of a second where the memlock limit refuses it.
+// each. Below a millisecond for a small one; a tenth of a second where the memlock limit refuses
+// it.
 [[nodiscard]] UringProbe probe_uring(RingFlags wanted = RingFlags::kAuto,
                                      std::uint32_t num_entries = 4,
                                      std::uint32_t num_rings = 1) noexcept;

@@ -52,10 +52,10 @@ struct FileStats {
   std::uint64_t num_retries = 0;
   std::uint64_t num_short_transfers = 0;
   std::uint64_t num_errors = 0;
-  std::uint64_t max_in_flight = 0;       // blocks
-  std::chrono::nanoseconds busy{0};      // time with at least one block in flight
-  std::chrono::nanoseconds in_flight{0}; // summed over blocks; divided by `busy`: the mean depth
-  Histogram read_latency;                // of blocks, from issue to completion
+  std::uint64_t max_in_flight = 0;        // blocks
+  std::chrono::nanoseconds busy{0};       // time with at least one block in flight
+  std::chrono::nanoseconds in_flight{0};  // summed over blocks; divided by `busy`: the mean depth
+  Histogram read_latency;                 // of blocks, from issue to completion
   Histogram write_latency;
 
   FileStats& operator+=(const FileStats& other) noexcept;
@@ -63,8 +63,8 @@ struct FileStats {
 
 class Lane;
 
-// An open file. `stats` and the counters are guarded by the lane's mutex, `is_open` by the engine's.
-// The rest does not change from open to close.
+// An open file. `stats` and the counters are guarded by the lane's mutex, `is_open` by the
+// engine's. The rest does not change from open to close.
 struct File {
   std::int32_t id = -1;
   int fd = -1;
@@ -73,7 +73,7 @@ struct File {
   bool direct = false;
   std::uint32_t alignment_nbytes = 1;  // of offsets and lengths; 1 when buffered
   Lane* lane = nullptr;
-  std::uint32_t num_parts = 0;   // queued or in flight
+  std::uint32_t num_parts = 0;  // queued or in flight
   std::uint32_t num_in_flight = 0;
   std::chrono::steady_clock::time_point busy_since;
   FileStats stats;
@@ -102,7 +102,7 @@ struct Part {
   Priority priority = Priority::kForward;  // raised while a more urgent part waits for this one
   Operation operation = Operation::kRead;
   std::vector<Segment> segments;
-  std::vector<File*> files;  // of each segment
+  std::vector<File*> files;       // of each segment
   std::vector<FileRange> ranges;  // what the segments cover: sorted, neighbours merged
   std::vector<Part*> blockers;    // unfinished parts that come first, because they overlap
   std::vector<Part*> dependents;  // the same, seen from the other side
@@ -117,15 +117,17 @@ struct Part {
 };
 
 // When the bytes that one request has in one file were on their way. Both times are read from the
-// monotonic clock by the thread of the lane, at the moment it gives a block to the kernel and at the
-// moment it sees its completion. A file without a completed block has neither.
+// monotonic clock by the thread of the lane, at the moment it gives a block to the kernel and at
+// the moment it sees its completion. A file without a completed block has neither.
 struct Passage {
   std::int32_t file = -1;
   std::uint64_t nbytes = 0;
   std::chrono::steady_clock::time_point issued_at{};     // the first block
   std::chrono::steady_clock::time_point completed_at{};  // the last block
 
-  [[nodiscard]] bool has_moved() const noexcept { return completed_at.time_since_epoch().count() != 0; }
+  [[nodiscard]] bool has_moved() const noexcept {
+    return completed_at.time_since_epoch().count() != 0;
+  }
 };
 
 class Request {

@@ -9,13 +9,13 @@
 
 // A broken invariant of the library itself. Stays on in release builds: going on would hand the
 // caller wrong bytes.
-#define INF_ASSERT(condition)                                                             \
-  do {                                                                                    \
-    if (!(condition)) [[unlikely]] {                                                      \
+#define INF_ASSERT(condition)                                                                \
+  do {                                                                                       \
+    if (!(condition)) [[unlikely]] {                                                         \
       std::fprintf(stderr, "infinity_io: %s:%d: broken invariant: %s\n", __FILE__, __LINE__, \
-                   #condition);                                                           \
-      std::abort();                                                                       \
-    }                                                                                     \
+                   #condition);                                                              \
+      std::abort();                                                                          \
+    }                                                                                        \
   } while (false)
 
 namespace infinity::io {
