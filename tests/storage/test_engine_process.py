@@ -8,7 +8,7 @@ import pytest
 
 from infinity.errors import ConfigError
 from infinity.storage.engine import open_engine
-from infinity.storage.probe import judge_probe_failure
+from infinity.storage.probe import explain_missing_uring, judge_probe_failure
 
 RunPython = Callable[..., str]
 
@@ -178,6 +178,43 @@ def test_program_that_forgets_to_close_ends(run_python: RunPython, native_name, 
     run_python(PREAMBLE + script.replace("\n    ", "\n"), native_name, str(tmp_path / "data"))
 
 
+LITTLE_MEMLOCK = """
+os.chdir(sys.argv[1])
+os.chmod(".", 0o777)
+import infinity.storage.native, infinity.storage.probe
+for limit in (0, 8192, 16384, 32768):
+    pid = os.fork()
+    if pid:
+        assert os.waitpid(pid, 0)[1] == 0
+        continue
+    resource.setrlimit(resource.RLIMIT_MEMLOCK, (limit, limit))
+    if os.getuid() == 0:
+        os.setuid(65534)  # Root has no such limit.
+    warnings.simplefilter("always")
+    try:
+        open_engine("io_uring", arena=None).close()
+    except UnsupportedError as error:
+        assert "memlock limit" in str(error) and "ulimit -l" in str(error), error
+    with Arena(4 << 20) as arena, warnings.catch_warnings(record=True) as caught:
+        engine = open_engine("auto", arena=arena)
+        round_trip(engine, arena, f"data-{limit}")
+        engine.close()
+    if engine.name == "threads":
+        assert "memlock limit" in str(caught[0].message), caught
+    print(limit, engine.name, flush=True)
+    os._exit(0)
+"""
+
+
+def test_too_little_memlock_for_rings_is_named_and_auto_goes_on_with_threads(
+    run_python: RunPython, tmp_path
+) -> None:
+    if explain_missing_uring() is not None:
+        pytest.skip("io_uring does not work here")
+    printed = run_python(PREAMBLE + LITTLE_MEMLOCK, str(tmp_path)).split()
+    assert len(printed) == 8
+
+
 @pytest.mark.parametrize(
     ("failure", "words"),
     [
@@ -186,6 +223,7 @@ def test_program_that_forgets_to_close_ends(run_python: RunPython, native_name, 
         ({"code": 1, "sysctl": None}, ["seccomp"]),
         ({"code": 38, "sysctl": None}, ["ENOSYS", "5.4.0"]),
         ({"code": 12, "sysctl": "0"}, ["ENOMEM", "ulimit -l"]),
+        ({"code": 12, "sysctl": "0", "memlock_nbytes": 8192}, ["8.0 KiB", "LimitMEMLOCK"]),
         ({"code": 24, "sysctl": "0"}, ["EMFILE", "ulimit -n"]),
         ({"code": 38, "sysctl": "0", "step": "features"}, ["5.4.0", "5.11"]),
         ({"code": 38, "sysctl": None, "step": "build"}, ["liburing-dev"]),
