@@ -169,3 +169,18 @@ def test_table_speaks_of_ranges_and_knows_zeros() -> None:
     table.grow(16 * PAGE_NBYTES)
     table.grow(4 * PAGE_NBYTES)  # A file never shrinks.
     assert table.of(0, 16 * PAGE_NBYTES) == zero * 3 + mark + zero * 12
+
+
+def test_what_another_job_left_is_unknown_until_it_is_written() -> None:
+    table = PageChecksums(is_fresh=False)
+    table.grow(8 * PAGE_NBYTES)
+    assert table.known(0, 8 * PAGE_NBYTES) == []
+    table.put(2 * PAGE_NBYTES, bytes(4 * 3))
+    assert table.known(0, 8 * PAGE_NBYTES) == [(2 * PAGE_NBYTES, 3 * PAGE_NBYTES)]
+    table.forget(3 * PAGE_NBYTES, PAGE_NBYTES)
+    assert table.known(0, 8 * PAGE_NBYTES) == [
+        (2 * PAGE_NBYTES, PAGE_NBYTES),
+        (4 * PAGE_NBYTES, PAGE_NBYTES),
+    ]
+    table.put(0, bytes(4 * 8))
+    assert table.known(0, 8 * PAGE_NBYTES) == [(0, 8 * PAGE_NBYTES)]

@@ -197,6 +197,19 @@ def test_the_mount_of_a_path_is_the_nearest_and_newest() -> None:
 
 
 @pytest.mark.parametrize(
+    ("is_on", "kernel", "status", "word"),
+    [
+        (True, "vpclmul", "ok", "vpclmul"),
+        (True, "table", "degraded", "without an instruction"),
+        (False, "vpclmul", "degraded", "io.verify = false"),
+    ],
+)
+def test_checksums(is_on: bool, kernel: str, status: str, word: str) -> None:
+    found = paths.check_checksums(is_on, kernel)
+    assert found.status == status and word in found.found
+
+
+@pytest.mark.parametrize(
     ("kind", "status", "word"),
     [
         ("ext4", "ok", "/dev/x"),
