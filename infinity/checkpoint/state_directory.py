@@ -18,14 +18,18 @@ import re
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from io import FileIO
 from pathlib import Path
 from typing import Self
 
-from infinity.checkpoint.state_linked import CHECKSUMS_NAME, TABLE_NAME, LinkedState
+from infinity.bounded import MalformedError, open_regular, read_bytes
+from infinity.checkpoint.state_linked import CHECKSUMS_NAME, TABLE_NAME, LinkedState, length_of
 from infinity.checkpoint.state_linked import parse as parse_table
 from infinity.checkpoint.state_manifest import (
     DIGEST_NAME,
     MANIFEST_NAME,
+    MAX_NBYTES,
+    PROGRAM_NAME,
     Extent,
     Manifest,
     digest_line,
@@ -35,6 +39,9 @@ from infinity.checkpoint.state_manifest import (
 from infinity.errors import ConfigError, CorruptionError, StorageError, corrupt
 from infinity.sizes import MIB
 
+# State is as private here as in swap files; exports are for others, and keep the umask.
+PRIVATE_FILE = 0o600
+PRIVATE_DIRECTORY = 0o700
 _TRANSFER_NBYTES = 16 * MIB
 _NAME = re.compile(r"step-(\d{8,})")
 _PARTIAL = re.compile(r"\.step-\d{8,}\.partial")
@@ -64,8 +71,9 @@ def list_checkpoints(directory: Path) -> list[Path]:
 
 def find_checkpoint(path: Path) -> Path:
     """`path` itself when it is a checkpoint, else the newest in it. Raises ConfigError."""
-    if (path / MANIFEST_NAME).is_file() or _NAME.fullmatch(path.name):
-        return path
+    with _reporting("open", path):
+        if _NAME.fullmatch(path.name) or (path / MANIFEST_NAME).is_file():
+            return path
     found = list_checkpoints(path)
     if not found:
         raise ConfigError(f"{path} is no checkpoint and has none; expected {MANIFEST_NAME} in it")
@@ -77,13 +85,17 @@ def read_manifest(path: Path) -> Manifest:
 
     Raises CorruptionError naming the file for what is damaged, truncated or missing.
     """
-    content, digest = (_read(path / name) for name in (MANIFEST_NAME, DIGEST_NAME))
+    content, digest = (read_content(path / name) for name in (MANIFEST_NAME, DIGEST_NAME))
     manifest = parse(content, digest, path=str(path / MANIFEST_NAME))
+    if _NAME.fullmatch(path.name) and manifest.step != step_of(path):
+        detail = f"it is of step {manifest.step}, which {path.name} is not"
+        raise corrupt(str(path / MANIFEST_NAME), detail)
+    names = {file.name for file in manifest.files}
+    for place in manifest.places:
+        if place + PROGRAM_NAME not in names:
+            raise corrupt(str(path / place / PROGRAM_NAME), "the manifest does not name it")
     for file in manifest.files:
-        try:
-            nbytes = os.stat(path / file.name).st_size
-        except OSError:
-            raise corrupt(str(path / file.name), "it is missing from the checkpoint") from None
+        nbytes = length_of(path / file.name)
         if nbytes != file.nbytes:
             detail = f"it has {nbytes} bytes, the manifest says {file.nbytes}"
             raise corrupt(str(path / file.name), detail)
@@ -105,7 +117,7 @@ def read_linked(path: Path, manifest: Manifest) -> dict[str, LinkedState]:
             for extent in entries[name].extents:
                 check_extent(path / name, extent)
         table_path = path / place / TABLE_NAME
-        pieces = parse_table(_read(table_path), path=str(table_path))
+        pieces = parse_table(read_content(table_path), path=str(table_path))
         linked = LinkedState(path / place, pieces)
         linked.check_files()
         found[place] = linked
@@ -116,7 +128,7 @@ def check_extent(path: Path, extent: Extent) -> None:
     """Reads an extent and compares its SHA-256. Raises CorruptionError, or what reading raises."""
     digest = hashlib.sha256()
     try:
-        with path.open("rb", buffering=0) as file:
+        with open(open_regular(path), "rb", buffering=0) as file:
             end = extent.offset_nbytes + extent.nbytes
             position = extent.offset_nbytes
             while position < end:
@@ -131,8 +143,9 @@ def check_extent(path: Path, extent: Extent) -> None:
             )
     except CorruptionError:
         raise
-    except OSError as error:
-        raise corrupt(str(path), f"{extent.name!r} cannot be read: {error.strerror}") from None
+    except (OSError, MalformedError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise corrupt(str(path), f"{extent.name!r} cannot be read: {why}") from None
     if digest.hexdigest() != extent.sha256:
         raise damaged(path, extent, "its SHA-256 is not the manifest's")
 
@@ -156,14 +169,14 @@ def writing(directory: Path, step: int) -> Iterator[Path]:
     before is as it was.
     """
     with _reporting("create", directory):
-        _make_durably(directory)
+        _make_durably(directory, PRIVATE_DIRECTORY)
     with _locked(directory):
         refuse_later(directory, step)
         _sweep(directory)
         target = directory / checkpoint_name(step)
         partial = partial_of(target)
         with _reporting("create", partial):
-            partial.mkdir()
+            partial.mkdir(PRIVATE_DIRECTORY)
         try:
             yield partial
             sync_names(partial)
@@ -232,7 +245,7 @@ class SequentialFile:
     def __init__(self, path: Path) -> None:
         self._path = path
         with _reporting("create", path):
-            self._file = path.open("xb", buffering=0)
+            self._file = _create(path)
 
     def write(self, view: memoryview) -> None:
         with _reporting("write", self._path):
@@ -251,7 +264,7 @@ class SequentialFile:
 
 def new_file(path: Path, nbytes: int) -> None:
     """A new file of so many bytes, whose space is taken. Raises StorageError."""
-    with _reporting("allocate", path), path.open("xb", buffering=0) as file:
+    with _reporting("allocate", path), _create(path) as file:
         try:
             os.posix_fallocate(file.fileno(), 0, nbytes)
         except OSError as error:
@@ -260,11 +273,17 @@ def new_file(path: Path, nbytes: int) -> None:
             os.ftruncate(file.fileno(), nbytes)
 
 
-def _make_durably(directory: Path) -> None:
-    """Makes the directory and those above that are missing, each with a name that stays."""
+def _create(path: Path) -> FileIO:
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, PRIVATE_FILE)
+    return open(fd, "r+b", buffering=0)
+
+
+def _make_durably(directory: Path, mode: int = 0o777) -> None:
+    """Makes the directory and those above that are missing, each with a name that stays. `mode` is
+    that of the last one."""
     if not directory.is_dir():
         _make_durably(directory.parent)
-        directory.mkdir(exist_ok=True)
+        directory.mkdir(mode, exist_ok=True)
         sync_directory(directory.parent)
 
 
@@ -284,7 +303,7 @@ def partial_of(target: Path) -> Path:
 def make_in(directory: Path, names: Iterable[str]) -> None:
     for name in names:
         with _reporting("create", directory / name):
-            (directory / name).mkdir()
+            (directory / name).mkdir(PRIVATE_DIRECTORY)
 
 
 def sync_names(directory: Path) -> None:
@@ -301,12 +320,15 @@ def _sweep(directory: Path) -> None:
                 shutil.rmtree(entry)
 
 
-def _read(path: Path) -> bytes:
+def read_content(path: Path) -> bytes:
+    """All of a small file of a checkpoint. Raises CorruptionError, StorageError."""
     try:
-        return path.read_bytes()
-    except FileNotFoundError:
+        return read_bytes(path, max_nbytes=MAX_NBYTES)
+    except (FileNotFoundError, NotADirectoryError):
         detail = f"there is no {path.name}, so this is no whole checkpoint"
         raise corrupt(str(path), detail) from None
+    except MalformedError as error:
+        raise corrupt(str(path), str(error)) from None
     except OSError as error:
         raise StorageError(error.errno or 0, operation="read", path=str(path)) from None
 
