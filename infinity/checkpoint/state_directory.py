@@ -57,6 +57,11 @@ def step_of(path: Path) -> int:
     return int(match[1])
 
 
+def is_partial_name(name: str) -> bool:
+    """Whether something of this name is being written or removed, or was left by a crash."""
+    return _PARTIAL.fullmatch(name) is not None
+
+
 def list_checkpoints(directory: Path) -> list[Path]:
     """Whole checkpoints by their names, oldest first; empty where there is no directory."""
     try:
@@ -71,8 +76,8 @@ def list_checkpoints(directory: Path) -> list[Path]:
 
 def find_checkpoint(path: Path) -> Path:
     """`path` itself when it is a checkpoint, else the newest in it. Raises ConfigError."""
-    with _reporting("open", path):
-        if _NAME.fullmatch(path.name) or (path / MANIFEST_NAME).is_file():
+    with reporting("open", path):
+        if _NAME.fullmatch(path.name) or os.path.lexists(path / MANIFEST_NAME):
             return path
     found = list_checkpoints(path)
     if not found:
@@ -168,19 +173,19 @@ def writing(directory: Path, step: int) -> Iterator[Path]:
     or a later step, or when another process is writing here. After any failure what was there
     before is as it was.
     """
-    with _reporting("create", directory):
+    with reporting("create", directory):
         _make_durably(directory, PRIVATE_DIRECTORY)
-    with _locked(directory):
+    with locked(directory):
         refuse_later(directory, step)
         _sweep(directory)
         target = directory / checkpoint_name(step)
         partial = partial_of(target)
-        with _reporting("create", partial):
+        with reporting("create", partial):
             partial.mkdir(PRIVATE_DIRECTORY)
         try:
             yield partial
             sync_names(partial)
-            with _reporting("rename", target):
+            with reporting("rename", target):
                 os.rename(partial, target)
             sync_names(directory)
         except BaseException:
@@ -193,7 +198,7 @@ def writing(directory: Path, step: int) -> Iterator[Path]:
 
 def sweep(directory: Path) -> None:
     """Removes what a crash has left half-made."""
-    with _locked(directory):
+    with locked(directory):
         _sweep(directory)
 
 
@@ -210,17 +215,17 @@ def refuse_later(directory: Path, step: int) -> None:
 def prune(directory: Path, keep: int) -> list[Path]:
     """Removes all but the newest `keep` checkpoints, and returns them. A crash in between leaves
     whole ones only: no name is there any more, for good, when the first file goes."""
-    with _locked(directory):
+    with locked(directory):
         there = list_checkpoints(directory)
         removed = there[: max(0, len(there) - keep)]
         partials = [partial_of(path) for path in removed]
         for path, partial in zip(removed, partials, strict=True):
-            with _reporting("remove", path):
+            with reporting("remove", path):
                 os.rename(path, partial)
         if removed:
             sync_names(directory)
         for partial in partials:
-            with _reporting("remove", partial):
+            with reporting("remove", partial):
                 shutil.rmtree(partial)
     return removed
 
@@ -244,11 +249,11 @@ class SequentialFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        with _reporting("create", path):
+        with reporting("create", path):
             self._file = _create(path)
 
     def write(self, view: memoryview) -> None:
-        with _reporting("write", self._path):
+        with reporting("write", self._path):
             while view:
                 view = view[os.write(self._file.fileno(), view[:_TRANSFER_NBYTES]) :]
 
@@ -256,7 +261,7 @@ class SequentialFile:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *unused: object) -> None:
-        with self._file, _reporting("fsync", self._path):
+        with self._file, reporting("fsync", self._path):
             if kind is None:
                 os.fsync(self._file.fileno())
                 os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -264,7 +269,7 @@ class SequentialFile:
 
 def new_file(path: Path, nbytes: int) -> None:
     """A new file of so many bytes, whose space is taken. Raises StorageError."""
-    with _reporting("allocate", path), _create(path) as file:
+    with reporting("allocate", path), _create(path) as file:
         try:
             os.posix_fallocate(file.fileno(), 0, nbytes)
         except OSError as error:
@@ -302,13 +307,13 @@ def partial_of(target: Path) -> Path:
 
 def make_in(directory: Path, names: Iterable[str]) -> None:
     for name in names:
-        with _reporting("create", directory / name):
+        with reporting("create", directory / name):
             (directory / name).mkdir(PRIVATE_DIRECTORY)
 
 
 def sync_names(directory: Path) -> None:
     """Makes the names in a directory durable. Raises StorageError."""
-    with _reporting("fsync", directory):
+    with reporting("fsync", directory):
         sync_directory(directory)
 
 
@@ -316,7 +321,7 @@ def _sweep(directory: Path) -> None:
     """Removes what a crash left."""
     for entry in list(directory.iterdir()):
         if _PARTIAL.fullmatch(entry.name):
-            with _reporting("remove", entry):
+            with reporting("remove", entry):
                 shutil.rmtree(entry)
 
 
@@ -334,9 +339,9 @@ def read_content(path: Path) -> bytes:
 
 
 @contextmanager
-def _locked(directory: Path) -> Iterator[None]:
+def locked(directory: Path) -> Iterator[None]:
     """The one writer of the directory. The lock ends with the process, however it ends."""
-    with _reporting("open", directory):
+    with reporting("open", directory):
         fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         try:
@@ -355,7 +360,7 @@ def _locked(directory: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _reporting(operation: str, path: Path) -> Iterator[None]:
+def reporting(operation: str, path: Path) -> Iterator[None]:
     """OSErrors of the block become StorageErrors that name the operation and the path."""
     try:
         yield
