@@ -156,6 +156,21 @@ def _yaml_loader(yaml: Any) -> Callable[[str], Any]:
     class Loader(yaml.SafeLoader):  # type: ignore[misc]
         yaml_implicit_resolvers: ClassVar[dict[str | None, list[tuple[str, re.Pattern[str]]]]] = {}
 
+        depth = 0
+
+        def fetch_flow_collection_start(self, token: Any) -> None:
+            if self.flow_level >= MAX_DEPTH:  # The scanner runs ahead of the composer.
+                raise MalformedError(f"it is nested too deeply: more than {MAX_DEPTH} levels")
+            super().fetch_flow_collection_start(token)
+
+        def compose_node(self, parent: Any, index: Any) -> Any:
+            self.depth += 1  # Before recursion ends it, which takes seconds.
+            if self.depth > MAX_DEPTH:
+                raise MalformedError(f"it is nested too deeply: more than {MAX_DEPTH} levels")
+            node = super().compose_node(parent, index)
+            self.depth -= 1
+            return node
+
         def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
             seen = set()
             for key_node, _ in node.value:
