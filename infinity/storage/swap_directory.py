@@ -315,6 +315,7 @@ def _ensure_directory(path: str) -> None:
     if os.path.lexists(path):
         raise _unusable(path, errno.ENOTDIR, "the swap path exists and is not a directory")
     if not os.path.isdir(parent):
+        _refuse_unreachable(path, parent)
         raise _unusable(
             path,
             errno.ENOENT,
@@ -331,6 +332,17 @@ def _ensure_directory(path: str) -> None:
         raise _unusable(
             path, code, f"cannot create it ({os.strerror(code)}); choose a writable parent"
         ) from error
+
+
+def _refuse_unreachable(path: str, parent: str) -> None:
+    """A directory that this user may not look into is no missing one."""
+    try:
+        os.stat(parent)
+    except PermissionError:
+        detail = f"{parent!r} cannot be looked into; check owner and mode of the directories above"
+        raise _unusable(path, errno.EACCES, detail) from None
+    except OSError:
+        return
 
 
 def _sync_directory(path: str) -> None:
