@@ -22,7 +22,7 @@ from infinity.checkpoint.state_linked import parse as parse_table
 from infinity.checkpoint.state_manifest import digest_line, files_of_bytes
 from infinity.checkpoint.state_manifest import parse as parse_manifest
 from infinity.config import SwapConfig
-from infinity.config.deepspeed import translate
+from infinity.config.deepspeed import configuration_of, translate
 from infinity.config.source import read_file
 from infinity.errors import InfinityError
 from infinity.observe import chrome
@@ -143,7 +143,8 @@ def read_toml(content: bytes, place: Path) -> None:
 
 
 def read_deepspeed(content: bytes, place: Path) -> None:
-    translate(read_file(_file(place / "ds.json", content))[0])
+    table, source = read_file(_file(place / "ds.json", content))
+    configuration_of(translate(table), source)
 
 
 def read_model(content: bytes, place: Path) -> None:
@@ -260,6 +261,16 @@ def test_aliases_of_yaml_do_not_expand_without_bound(tmp_path: Path) -> None:
     rows += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 12)]
     for text in ("\n".join(rows), "a: &a [*a]", "a: &a {b: {<<: *a}}"):
         assert not answers(read_yaml, text.encode(), tmp_path)
+
+
+@pytest.mark.parametrize("value", [True, 1, 2**2000, [], "x", None, 1e300])
+def test_a_section_of_deepspeed_that_is_no_table_is_refused_by_name(
+    tmp_path: Path, value: Any
+) -> None:
+    for table in (DEEPSPEED | {"optimizer": {"type": "AdamW", "params": value}},
+                  DEEPSPEED | {"zero_optimization": {"stage": value}},
+                  DEEPSPEED | {"scheduler": value, "train_batch_size": value}):  # fmt: skip
+        answers(read_deepspeed, json.dumps(table).encode(), tmp_path)
 
 
 @pytest.mark.parametrize("value", [10**9, -1, 10**30])
