@@ -107,7 +107,7 @@ def _remove(directory: Path, swaps: list[SwapContents]) -> None:
     stays: list[Path] = []
     for commits in filter(Path.is_dir, _commit_places(directory)):
         stays += remove_own(commits)
-        removed.append(commits.name)
+        removed.append(f"what is ours in {commits.name}" if commits.exists() else commits.name)
     for path in stays:
         print_error(f"{path} stays: it is not of this package")
     typer.echo(f"removed from {directory}: {', '.join(removed) or 'nothing but the lock'}")
