@@ -18,9 +18,29 @@ tree; a broken invariant of the package itself asserts.
 from __future__ import annotations
 
 import os
-from errno import EILSEQ
+from errno import (
+    EACCES,
+    EDQUOT,
+    EILSEQ,
+    EIO,
+    EMFILE,
+    ENOSPC,
+    EPERM,
+    EROFS,
+)
 
 from infinity.sizes import format_nbytes
+
+# What to do about the kernel's answer, where the one who reports it knows nothing better.
+_REMEDIES = {
+    EACCES: "check the owner and the mode of it and of the directories above (ls -ld)",
+    EPERM: "check the owner and the mode of it and of the directories above (ls -ld)",
+    ENOSPC: "free some space there, or use another drive",
+    EDQUOT: "the quota is used up; free some space there, or use another drive",
+    EROFS: "use a drive that can be written",
+    EIO: "the drive failed; see the kernel's log (dmesg)",
+    EMFILE: "raise the limit of open files (ulimit -n)",
+}
 
 
 class InfinityError(Exception):
@@ -71,10 +91,20 @@ class StorageError(InfinityError, OSError):
         self.detail = detail
         where = f" at offset {offset_nbytes}, {nbytes} bytes" if nbytes else ""
         reason = detail or os.strerror(errno)
+        if not detail and errno in _REMEDIES:
+            reason += f"; {_REMEDIES[errno]}"
         super().__init__(errno, f"{operation} of {path!r}{where} failed: {reason}", path)
 
     def __str__(self) -> str:
         return f"[Errno {self.errno}] {self.strerror}"
+
+
+def storage_error(error: OSError) -> StorageError | None:
+    """The error of the tree for one of the kernel's about a file; None for any other."""
+    if error.filename is None or error.errno is None:
+        return None
+    path = os.fsdecode(error.filename) if not isinstance(error.filename, int) else "a file"
+    return StorageError(error.errno, operation="use", path=path)
 
 
 class CorruptionError(StorageError):

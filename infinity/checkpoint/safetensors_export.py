@@ -146,6 +146,14 @@ def make_directory(directory: Path) -> None:
     """Creates `directory` and its parents. Raises StorageError naming the path."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        there = next((each for each in (directory, *directory.parents) if each.exists()), directory)
+        raise StorageError(
+            error.errno or 0,
+            operation="create",
+            path=str(directory),
+            detail=f"{there} is a file; expected a directory, or a name that is free",
+        ) from None
     except OSError as error:
         raise StorageError(error.errno or 0, operation="create", path=str(directory)) from None
 

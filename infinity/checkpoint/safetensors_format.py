@@ -26,12 +26,24 @@ from typing import Any, Self
 
 import torch
 
+from infinity.bounded import (
+    MAX_INT,
+    MalformedError,
+    field,
+    list_of,
+    open_regular,
+    parse_json,
+    table_of,
+    text_of,
+    whole_number,
+)
 from infinity.errors import StorageError, UnsupportedError, corrupt
 from infinity.sizes import MIB
 from infinity.storage.page_reader import read_into
 
 _LENGTH_NBYTES = 8
 _MAX_HEADER_NBYTES = 100 * MIB  # The library's own bound.
+_MAX_DIMENSIONS = 64  # torch's own bound.
 _TRANSFER_NBYTES = 16 * MIB
 
 _TORCH_DTYPES: dict[str, torch.dtype] = {
@@ -89,9 +101,11 @@ class SafetensorsReader:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = str(path)
         try:
-            self._fd: int | None = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+            self._fd: int | None = open_regular(self.path)
         except OSError as error:
             raise StorageError(error.errno or 0, operation="open", path=self.path) from None
+        except ValueError as error:  # No regular file, or no path.
+            raise corrupt(self.path, str(error)) from None
         try:
             self.tensors, self.metadata = _read_header(self._fd, self.path)
         except BaseException:
@@ -153,7 +167,9 @@ class SafetensorsWriter:
         tensors: Sequence[TensorInfo],
         *,
         metadata: Mapping[str, str],
+        mode: int = 0o666,
     ) -> None:
+        """`mode` is that of a new file, less the umask."""
         self.path = Path(path)
         self.partial_path = self.path.with_name(f".{self.path.name}.partial")
         self.header, self._tensors, self.file_nbytes = _plan_header(tensors, metadata)
@@ -164,7 +180,7 @@ class SafetensorsWriter:
             self._fd: int | None = os.open(
                 self.partial_path,
                 os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC,
-                0o666,
+                mode,
             )
         except OSError as error:
             raise StorageError(
@@ -327,13 +343,13 @@ def _read_header(fd: int, path: str) -> tuple[dict[str, TensorInfo], dict[str, s
             header_nbytes,
         )
     try:
-        entries = json.loads(os.pread(fd, header_nbytes, _LENGTH_NBYTES))
-    except ValueError as error:
-        detail = f"the header is not JSON: {error}"
+        entries = table_of(parse_json(os.pread(fd, header_nbytes, _LENGTH_NBYTES)), "it")
+        metadata = table_of(entries.pop("__metadata__", None) or {}, "__metadata__")
+        if not all(isinstance(value, str) for value in metadata.values()):
+            raise MalformedError("__metadata__ has a value that is no text")
+    except MalformedError as error:
+        detail = f"the header is damaged: {error}"
         raise corrupt(path, detail, _LENGTH_NBYTES, header_nbytes) from None
-    if not isinstance(entries, dict):
-        raise corrupt(path, "the header is no JSON object", _LENGTH_NBYTES, header_nbytes)
-    metadata = entries.pop("__metadata__", None) or {}
     tensors = {name: _parse_entry(path, name, entry) for name, entry in entries.items()}
     end = 0
     for info in sorted(tensors.values(), key=lambda info: (info.offset_nbytes, info.nbytes)):
@@ -374,13 +390,11 @@ def _read_header(fd: int, path: str) -> tuple[dict[str, TensorInfo], dict[str, s
 def _parse_entry(path: str, name: str, entry: Any) -> TensorInfo:
     """The entry with its offset still relative to the data."""
     try:
-        dtype_name, shape = entry["dtype"], tuple(entry["shape"])
-        begin, end = entry["data_offsets"]
-    except (TypeError, KeyError, ValueError):
-        detail = f"the header's entry of tensor {name!r} is malformed: {entry!r}"
-        raise corrupt(path, detail) from None
-    if any(type(number) is not int or number < 0 for number in (*shape, begin, end)):
-        raise corrupt(path, f"tensor {name!r} has shape {shape}, offsets {[begin, end]}")
+        dtype_name, shape, (begin, end) = _facts(table_of(entry, "it"))
+    except MalformedError as error:
+        raise corrupt(
+            path, f"the header's entry of tensor {name!r} is malformed: {error}"
+        ) from None
     if dtype_name not in _TORCH_DTYPES:
         raise UnsupportedError(
             f"{path}: tensor {name!r} has dtype {dtype_name}; readable are "
@@ -394,3 +408,18 @@ def _parse_entry(path: str, name: str, entry: Any) -> TensorInfo:
             f"the header gives it {end - begin}",
         )
     return info
+
+
+def _facts(entry: dict[str, Any]) -> tuple[str, tuple[int, ...], list[int]]:
+    """dtype, shape and offsets of an entry, as large as torch and files can be."""
+    dtype = text_of(field(entry, "dtype"), "its dtype", max_length=32)
+    lengths = list_of(field(entry, "shape"), "its shape")
+    if len(lengths) > _MAX_DIMENSIONS:
+        raise MalformedError(f"its shape has {len(lengths)} dimensions")
+    shape = tuple(whole_number(each, "a length of its shape") for each in lengths)
+    if math.prod(length or 1 for length in shape) > MAX_INT:  # torch multiplies these.
+        raise MalformedError("its shape has more elements than can be counted")
+    offsets = list_of(field(entry, "data_offsets"), "its offsets")
+    if len(offsets) != 2:
+        raise MalformedError(f"it has {len(offsets)} offsets; expected 2")
+    return dtype, shape, [whole_number(each, "an offset") for each in offsets]

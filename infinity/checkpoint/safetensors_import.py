@@ -26,7 +26,6 @@ ConfigError where checkpoint and model do not belong together, StorageError wher
 from __future__ import annotations
 
 import errno
-import json
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -37,6 +36,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from infinity.bounded import MalformedError, field, plain_name, read_json, table_of
 from infinity.checkpoint.hf_names import (
     Group,
     import_groups,
@@ -49,7 +49,7 @@ from infinity.checkpoint.safetensors_format import (
     TensorInfo,
     tensor_bytes,
 )
-from infinity.errors import ConfigError, CorruptionError
+from infinity.errors import ConfigError, CorruptionError, StorageError
 
 _SINGLE_NAME = "model.safetensors"
 _INDEX_NAME = "model.safetensors.index.json"
@@ -389,8 +389,6 @@ def _find_files(path: Path) -> dict[Path, list[str]]:
         )
     files: dict[Path, list[str]] = {}
     for name, file_name in _read_weight_map(index).items():
-        if Path(file_name).name != file_name:
-            raise _bad_index(index, f"tensor {name!r} is placed in {file_name!r}, no file name")
         files.setdefault(path / file_name, []).append(name)
     for file, names in files.items():
         if not file.is_file():
@@ -406,13 +404,14 @@ def _find_files(path: Path) -> dict[Path, list[str]]:
 
 def _read_weight_map(index: Path) -> dict[str, str]:
     try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise _bad_index(index, f"no weight_map can be read: {error!r}") from error
-    if not isinstance(weight_map, dict) or not all(
-        isinstance(file_name, str) for file_name in weight_map.values()
-    ):
-        raise _bad_index(index, "weight_map is no table of tensor names and file names")
+        table = table_of(read_json(index), "it")
+        weight_map = table_of(field(table, "weight_map"), "weight_map")
+        for name, file_name in weight_map.items():
+            plain_name(file_name, f"the file of tensor {name!r}")
+    except OSError as error:
+        raise StorageError(error.errno or 0, operation="read", path=str(index)) from None
+    except MalformedError as error:
+        raise _bad_index(index, f"no weight_map can be read: {error}") from None
     return weight_map
 
 

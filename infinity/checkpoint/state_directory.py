@@ -18,14 +18,18 @@ import re
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from io import FileIO
 from pathlib import Path
 from typing import Self
 
-from infinity.checkpoint.state_linked import CHECKSUMS_NAME, TABLE_NAME, LinkedState
+from infinity.bounded import MalformedError, open_regular, read_bytes
+from infinity.checkpoint.state_linked import CHECKSUMS_NAME, TABLE_NAME, LinkedState, length_of
 from infinity.checkpoint.state_linked import parse as parse_table
 from infinity.checkpoint.state_manifest import (
     DIGEST_NAME,
     MANIFEST_NAME,
+    MAX_NBYTES,
+    PROGRAM_NAME,
     Extent,
     Manifest,
     digest_line,
@@ -35,6 +39,9 @@ from infinity.checkpoint.state_manifest import (
 from infinity.errors import ConfigError, CorruptionError, StorageError, corrupt
 from infinity.sizes import MIB
 
+# State is as private here as in swap files; exports are for others, and keep the umask.
+PRIVATE_FILE = 0o600
+PRIVATE_DIRECTORY = 0o700
 _TRANSFER_NBYTES = 16 * MIB
 _NAME = re.compile(r"step-(\d{8,})")
 _PARTIAL = re.compile(r"\.step-\d{8,}\.partial")
@@ -48,6 +55,11 @@ def step_of(path: Path) -> int:
     match = _NAME.fullmatch(path.name)
     assert match is not None, path
     return int(match[1])
+
+
+def is_partial_name(name: str) -> bool:
+    """Whether something of this name is being written or removed, or was left by a crash."""
+    return _PARTIAL.fullmatch(name) is not None
 
 
 def list_checkpoints(directory: Path) -> list[Path]:
@@ -64,8 +76,9 @@ def list_checkpoints(directory: Path) -> list[Path]:
 
 def find_checkpoint(path: Path) -> Path:
     """`path` itself when it is a checkpoint, else the newest in it. Raises ConfigError."""
-    if (path / MANIFEST_NAME).is_file() or _NAME.fullmatch(path.name):
-        return path
+    with reporting("open", path):
+        if _NAME.fullmatch(path.name) or os.path.lexists(path / MANIFEST_NAME):
+            return path
     found = list_checkpoints(path)
     if not found:
         raise ConfigError(f"{path} is no checkpoint and has none; expected {MANIFEST_NAME} in it")
@@ -77,13 +90,17 @@ def read_manifest(path: Path) -> Manifest:
 
     Raises CorruptionError naming the file for what is damaged, truncated or missing.
     """
-    content, digest = (_read(path / name) for name in (MANIFEST_NAME, DIGEST_NAME))
+    content, digest = (read_content(path / name) for name in (MANIFEST_NAME, DIGEST_NAME))
     manifest = parse(content, digest, path=str(path / MANIFEST_NAME))
+    if _NAME.fullmatch(path.name) and manifest.step != step_of(path):
+        detail = f"it is of step {manifest.step}, which {path.name} is not"
+        raise corrupt(str(path / MANIFEST_NAME), detail)
+    names = {file.name for file in manifest.files}
+    for place in manifest.places:
+        if place + PROGRAM_NAME not in names:
+            raise corrupt(str(path / place / PROGRAM_NAME), "the manifest does not name it")
     for file in manifest.files:
-        try:
-            nbytes = os.stat(path / file.name).st_size
-        except OSError:
-            raise corrupt(str(path / file.name), "it is missing from the checkpoint") from None
+        nbytes = length_of(path / file.name)
         if nbytes != file.nbytes:
             detail = f"it has {nbytes} bytes, the manifest says {file.nbytes}"
             raise corrupt(str(path / file.name), detail)
@@ -105,7 +122,7 @@ def read_linked(path: Path, manifest: Manifest) -> dict[str, LinkedState]:
             for extent in entries[name].extents:
                 check_extent(path / name, extent)
         table_path = path / place / TABLE_NAME
-        pieces = parse_table(_read(table_path), path=str(table_path))
+        pieces = parse_table(read_content(table_path), path=str(table_path))
         linked = LinkedState(path / place, pieces)
         linked.check_files()
         found[place] = linked
@@ -116,7 +133,7 @@ def check_extent(path: Path, extent: Extent) -> None:
     """Reads an extent and compares its SHA-256. Raises CorruptionError, or what reading raises."""
     digest = hashlib.sha256()
     try:
-        with path.open("rb", buffering=0) as file:
+        with open(open_regular(path), "rb", buffering=0) as file:
             end = extent.offset_nbytes + extent.nbytes
             position = extent.offset_nbytes
             while position < end:
@@ -131,8 +148,9 @@ def check_extent(path: Path, extent: Extent) -> None:
             )
     except CorruptionError:
         raise
-    except OSError as error:
-        raise corrupt(str(path), f"{extent.name!r} cannot be read: {error.strerror}") from None
+    except (OSError, MalformedError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise corrupt(str(path), f"{extent.name!r} cannot be read: {why}") from None
     if digest.hexdigest() != extent.sha256:
         raise damaged(path, extent, "its SHA-256 is not the manifest's")
 
@@ -155,19 +173,19 @@ def writing(directory: Path, step: int) -> Iterator[Path]:
     or a later step, or when another process is writing here. After any failure what was there
     before is as it was.
     """
-    with _reporting("create", directory):
-        _make_durably(directory)
-    with _locked(directory):
+    with reporting("create", directory):
+        _make_durably(directory, PRIVATE_DIRECTORY)
+    with locked(directory):
         refuse_later(directory, step)
         _sweep(directory)
         target = directory / checkpoint_name(step)
         partial = partial_of(target)
-        with _reporting("create", partial):
-            partial.mkdir()
+        with reporting("create", partial):
+            partial.mkdir(PRIVATE_DIRECTORY)
         try:
             yield partial
             sync_names(partial)
-            with _reporting("rename", target):
+            with reporting("rename", target):
                 os.rename(partial, target)
             sync_names(directory)
         except BaseException:
@@ -180,7 +198,7 @@ def writing(directory: Path, step: int) -> Iterator[Path]:
 
 def sweep(directory: Path) -> None:
     """Removes what a crash has left half-made."""
-    with _locked(directory):
+    with locked(directory):
         _sweep(directory)
 
 
@@ -197,17 +215,17 @@ def refuse_later(directory: Path, step: int) -> None:
 def prune(directory: Path, keep: int) -> list[Path]:
     """Removes all but the newest `keep` checkpoints, and returns them. A crash in between leaves
     whole ones only: no name is there any more, for good, when the first file goes."""
-    with _locked(directory):
+    with locked(directory):
         there = list_checkpoints(directory)
         removed = there[: max(0, len(there) - keep)]
         partials = [partial_of(path) for path in removed]
         for path, partial in zip(removed, partials, strict=True):
-            with _reporting("remove", path):
+            with reporting("remove", path):
                 os.rename(path, partial)
         if removed:
             sync_names(directory)
         for partial in partials:
-            with _reporting("remove", partial):
+            with reporting("remove", partial):
                 shutil.rmtree(partial)
     return removed
 
@@ -231,11 +249,11 @@ class SequentialFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        with _reporting("create", path):
-            self._file = path.open("xb", buffering=0)
+        with reporting("create", path):
+            self._file = _create(path)
 
     def write(self, view: memoryview) -> None:
-        with _reporting("write", self._path):
+        with reporting("write", self._path):
             while view:
                 view = view[os.write(self._file.fileno(), view[:_TRANSFER_NBYTES]) :]
 
@@ -243,7 +261,7 @@ class SequentialFile:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *unused: object) -> None:
-        with self._file, _reporting("fsync", self._path):
+        with self._file, reporting("fsync", self._path):
             if kind is None:
                 os.fsync(self._file.fileno())
                 os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -251,7 +269,7 @@ class SequentialFile:
 
 def new_file(path: Path, nbytes: int) -> None:
     """A new file of so many bytes, whose space is taken. Raises StorageError."""
-    with _reporting("allocate", path), path.open("xb", buffering=0) as file:
+    with reporting("allocate", path), _create(path) as file:
         try:
             os.posix_fallocate(file.fileno(), 0, nbytes)
         except OSError as error:
@@ -260,11 +278,17 @@ def new_file(path: Path, nbytes: int) -> None:
             os.ftruncate(file.fileno(), nbytes)
 
 
-def _make_durably(directory: Path) -> None:
-    """Makes the directory and those above that are missing, each with a name that stays."""
+def _create(path: Path) -> FileIO:
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, PRIVATE_FILE)
+    return open(fd, "r+b", buffering=0)
+
+
+def _make_durably(directory: Path, mode: int = 0o777) -> None:
+    """Makes the directory and those above that are missing, each with a name that stays. `mode` is
+    that of the last one."""
     if not directory.is_dir():
         _make_durably(directory.parent)
-        directory.mkdir(exist_ok=True)
+        directory.mkdir(mode, exist_ok=True)
         sync_directory(directory.parent)
 
 
@@ -283,13 +307,13 @@ def partial_of(target: Path) -> Path:
 
 def make_in(directory: Path, names: Iterable[str]) -> None:
     for name in names:
-        with _reporting("create", directory / name):
-            (directory / name).mkdir()
+        with reporting("create", directory / name):
+            (directory / name).mkdir(PRIVATE_DIRECTORY)
 
 
 def sync_names(directory: Path) -> None:
     """Makes the names in a directory durable. Raises StorageError."""
-    with _reporting("fsync", directory):
+    with reporting("fsync", directory):
         sync_directory(directory)
 
 
@@ -297,24 +321,27 @@ def _sweep(directory: Path) -> None:
     """Removes what a crash left."""
     for entry in list(directory.iterdir()):
         if _PARTIAL.fullmatch(entry.name):
-            with _reporting("remove", entry):
+            with reporting("remove", entry):
                 shutil.rmtree(entry)
 
 
-def _read(path: Path) -> bytes:
+def read_content(path: Path) -> bytes:
+    """All of a small file of a checkpoint. Raises CorruptionError, StorageError."""
     try:
-        return path.read_bytes()
-    except FileNotFoundError:
+        return read_bytes(path, max_nbytes=MAX_NBYTES)
+    except (FileNotFoundError, NotADirectoryError):
         detail = f"there is no {path.name}, so this is no whole checkpoint"
         raise corrupt(str(path), detail) from None
+    except MalformedError as error:
+        raise corrupt(str(path), str(error)) from None
     except OSError as error:
         raise StorageError(error.errno or 0, operation="read", path=str(path)) from None
 
 
 @contextmanager
-def _locked(directory: Path) -> Iterator[None]:
+def locked(directory: Path) -> Iterator[None]:
     """The one writer of the directory. The lock ends with the process, however it ends."""
-    with _reporting("open", directory):
+    with reporting("open", directory):
         fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         try:
@@ -333,7 +360,7 @@ def _locked(directory: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _reporting(operation: str, path: Path) -> Iterator[None]:
+def reporting(operation: str, path: Path) -> Iterator[None]:
     """OSErrors of the block become StorageErrors that name the operation and the path."""
     try:
         yield

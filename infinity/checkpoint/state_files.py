@@ -32,6 +32,7 @@ from infinity.checkpoint.state_commit import (
     own_weights,
     piece_ranges,
 )
+from infinity.checkpoint.state_directory import PRIVATE_FILE
 from infinity.checkpoint.state_layout import (
     STREAMED,
     StateTensor,
@@ -40,7 +41,7 @@ from infinity.checkpoint.state_layout import (
     tensors_of_rank,
 )
 from infinity.checkpoint.state_linked import CHECKSUMS_NAME, TABLE_NAME, LinkedTensor, to_bytes
-from infinity.checkpoint.state_manifest import Extent, FileEntry
+from infinity.checkpoint.state_manifest import PROGRAM_NAME, Extent, FileEntry
 from infinity.engine.state_access import Part, StateAccess
 from infinity.errors import StorageError
 from infinity.ops.dynamic_8bit import BLOCK_NUMEL
@@ -53,7 +54,6 @@ if TYPE_CHECKING:
     from _hashlib import HASH
 
 BUFFERS_NAME = "buffers.safetensors"
-PROGRAM_NAME = "program.pt"
 # An allowance for headers, tables and manifest, per tensor.
 _TENSOR_OVERHEAD_NBYTES = 1024
 
@@ -170,7 +170,7 @@ class _HashedWriter:
     def __init__(self, path: Path, infos: list[TensorInfo], kinds: Mapping[str, str]) -> None:
         self._path = path
         self._kinds = kinds
-        self._writer = SafetensorsWriter(path, infos, metadata={"format": "pt"})
+        self._writer = SafetensorsWriter(path, infos, metadata={"format": "pt"}, mode=PRIVATE_FILE)
         self._hashes: dict[str, HASH] = {info.name: hashlib.sha256() for info in infos}
 
     def put(self, name: str, start: int, part: torch.Tensor) -> None:

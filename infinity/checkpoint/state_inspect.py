@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from infinity.bounded import kind_of
 from infinity.checkpoint.state_directory import (
     check_extent,
     find_checkpoint,
@@ -84,7 +86,7 @@ def inspect(path: Path, *, verify: bool = False) -> list[Inspection]:
     for _ in range(_ATTEMPTS):  # A running job gives up old ones meanwhile, and makes newer ones.
         found = list_checkpoints(path) or [find_checkpoint(path)]
         seen = [_inspect(each, verify=verify) for each in found]
-        still = [each for each in seen if each.path.is_dir()]
+        still = [each for each in seen if os.path.lexists(each.path)]
         if still:
             break
     return still
@@ -94,6 +96,10 @@ def _inspect(path: Path, *, verify: bool) -> Inspection:
     manifest = None
     linked: tuple[LinkedState, ...] = ()
     faults: list[str] = []
+    if not path.is_dir() and os.path.lexists(path):
+        what = kind_of(path.lstat().st_mode)
+        fault = f"it is {what} with the name of a checkpoint; expected a directory"
+        return Inspection(path=path, manifest=None, linked=(), faults=(fault,), is_verified=verify)
     try:
         manifest = read_manifest(path)
         linked = tuple(read_linked(path, manifest).values())
@@ -109,6 +115,8 @@ def _inspect(path: Path, *, verify: bool) -> Inspection:
                     faults.append(str(error))
     if verify:
         faults += [fault for each in linked for fault in each.faults()]
+    if verify and manifest is not None and not faults:
+        faults += _fault_of_contents(path, manifest)
     return Inspection(
         path=path,
         manifest=manifest,
@@ -116,3 +124,16 @@ def _inspect(path: Path, *, verify: bool) -> Inspection:
         faults=tuple(dict.fromkeys(faults)),
         is_verified=verify,
     )
+
+
+def _fault_of_contents(path: Path, manifest: Manifest) -> list[str]:
+    """What digests cannot show: headers and small state that contradict the manifest."""
+    from infinity.checkpoint.state_load import Checkpoint
+
+    try:
+        checkpoint = Checkpoint(path)
+        for rank in range(len(manifest.places)):
+            checkpoint.program(rank)
+    except InfinityError as error:
+        return [str(error)]
+    return []

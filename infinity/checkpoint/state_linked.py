@@ -10,17 +10,31 @@ tensor is in as many parts as ranks own some of it (docs/formats/checkpoint.md).
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
+import re
+import stat
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any
 
-from infinity.errors import InfinityError, corrupt
+from infinity.bounded import (
+    MalformedError,
+    field,
+    kind_of,
+    list_of,
+    parse_json,
+    plain_name,
+    table_of,
+    text_of,
+    whole_number,
+)
+from infinity.errors import InfinityError, StorageError, corrupt
 from infinity.sizes import PAGE_NBYTES, align_down, align_up
 from infinity.storage.checksums import CHECKSUM_NBYTES
 from infinity.storage.page_reader import BUFFER_NBYTES, PageReader
@@ -29,6 +43,8 @@ TABLE_NAME = "linked.json"
 CHECKSUMS_NAME = "linked.crc32c"
 # Pieces that are not linked, one after the other: of a rank, or copied from another file system.
 COPIES_NAME = "copied.pages"
+_MAX_DIMENSIONS = 64  # torch's own bound.
+_DTYPE = re.compile(r"BOOL|(?:BF|F|I|U|C)(\d{1,2})(?:_E\dM\d[A-Z]*)?")  # Its number is of bits.
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,28 +120,87 @@ def parse(content: bytes, *, path: str) -> tuple[LinkedPiece, ...]:
     Raises CorruptionError for one that is none.
     """
     try:
-        pieces = tuple(_piece(row) for row in json.loads(content)["pieces"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise corrupt(path, f"it is no table of linked state: {error!r}") from None
-    for run in (run for piece in pieces for run in piece.runs):
-        if PurePath(run.file).name != run.file:
-            raise corrupt(path, f"{run.file!r} is no file name")
-        if min(run.offset_nbytes, run.nbytes) < 0 or (run.offset_nbytes | run.nbytes) % PAGE_NBYTES:
-            raise corrupt(path, f"{run} is no range of whole pages")
-    return pieces
+        body = table_of(parse_json(content), "it")
+        return tuple(map(_piece, list_of(field(body, "pieces"), "pieces")))
+    except MalformedError as error:
+        raise corrupt(path, f"it is no table of linked state: {error}") from None
 
 
-def _piece(row: dict[str, Any]) -> LinkedPiece:
+def _piece(value: Any) -> LinkedPiece:
+    row = table_of(value, "a piece")
+    runs = tuple(map(_run, list_of(field(row, "runs"), "runs")))
+    nbytes = sum(run.nbytes for run in runs)
+    tensors = list_of(field(row, "tensors"), "tensors")
     return LinkedPiece(
-        row["unit"],
-        row["piece"],
-        row["kind"],
-        tuple(LinkedRun(*run) for run in row["runs"]),
-        tuple(
-            LinkedTensor(name, dtype, tuple(shape), tuple(stride), *place)
-            for name, dtype, shape, stride, *place in row["tensors"]
-        ),
+        _text(field(row, "unit"), "a unit"),
+        text_of(field(row, "piece"), "a piece"),
+        text_of(field(row, "kind"), "a kind"),
+        runs,
+        tuple(_tensor(each, nbytes) for each in tensors),
     )
+
+
+def _run(value: Any) -> LinkedRun:
+    row = list_of(value, "a run")
+    if len(row) != 3:
+        raise MalformedError(f"a run has {len(row)} fields; expected 3")
+    run = LinkedRun(
+        plain_name(row[0], "the file of a run"),
+        whole_number(row[1], "the offset of a run"),
+        whole_number(row[2], "the length of a run"),
+    )
+    if (run.offset_nbytes | run.nbytes) % PAGE_NBYTES:
+        raise MalformedError(f"{run} is no range of whole pages")
+    return run
+
+
+def _tensor(value: Any, piece_nbytes: int) -> LinkedTensor:
+    row = list_of(value, "a tensor")
+    if len(row) not in (5, 7):
+        raise MalformedError(f"a tensor has {len(row)} fields; expected 5 or 7")
+    name, dtype = _text(row[0], "the name of a tensor"), text_of(row[1], "a dtype")
+    width = _DTYPE.fullmatch(dtype)
+    if width is None:
+        raise MalformedError(f"{name!r} has the dtype {dtype!r}, which is none")
+    shape, stride = (_dimensions(row[each], name) for each in (2, 3))
+    place = [whole_number(each, f"the place of {name!r}") for each in row[4:]]
+    tensor = LinkedTensor(name, dtype, shape, stride, *place)
+    whole = math.prod(shape)
+    end_nbytes = tensor.offset_nbytes + tensor.numel * max(1, int(width[1] or 8) // 8)
+    if (
+        len(stride) != len(shape)
+        or tensor.start + tensor.numel > whole
+        or (tensor.numel and end_nbytes > piece_nbytes)
+    ):
+        raise MalformedError(f"{name!r} does not fit its shape, or the piece that it lies in")
+    return tensor
+
+
+def _dimensions(value: Any, name: str) -> tuple[int, ...]:
+    found = list_of(value, f"the shape of {name!r}")
+    if len(found) > _MAX_DIMENSIONS:
+        raise MalformedError(f"{name!r} has {len(found)} dimensions")
+    return tuple(whole_number(each, f"a length of {name!r}") for each in found)
+
+
+def _text(value: Any, what: str) -> str:
+    """Whatever a module of a model may be called."""
+    if not isinstance(value, str) or "\0" in value:
+        raise MalformedError(f"{what} is no text")
+    return value
+
+
+def length_of(path: Path) -> int:
+    """Bytes of a file of a checkpoint. Raises CorruptionError where there is no regular file."""
+    try:
+        found = path.stat()
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EIO):
+            raise StorageError(error.errno, operation="stat", path=str(path)) from None
+        raise corrupt(str(path), "it is missing from the checkpoint") from None
+    if not stat.S_ISREG(found.st_mode):
+        raise corrupt(str(path), f"it is {kind_of(found.st_mode)}; expected a regular file")
+    return found.st_size
 
 
 class LinkedState:
@@ -140,7 +215,7 @@ class LinkedState:
         starts = accumulate((piece.nbytes // PAGE_NBYTES for piece in pieces), initial=0)
         self._first_pages = dict(zip(self.pieces, starts, strict=False))
         num_pages = sum(piece.nbytes for piece in pieces) // PAGE_NBYTES
-        nbytes = (path / CHECKSUMS_NAME).stat().st_size
+        nbytes = length_of(path / CHECKSUMS_NAME)
         if nbytes != num_pages * CHECKSUM_NBYTES:
             detail = f"it has {nbytes} bytes, {num_pages} pages need 4 each"
             raise corrupt(str(path / CHECKSUMS_NAME), detail)
@@ -167,10 +242,7 @@ class LinkedState:
     def check_files(self) -> None:
         """Raises CorruptionError for a linked file that is missing or too short."""
         for name, end_nbytes in self.files().items():
-            try:
-                nbytes = (self._path / name).stat().st_size
-            except OSError:
-                raise corrupt(str(self._path / name), "it is missing from the checkpoint") from None
+            nbytes = length_of(self._path / name)
             if nbytes < end_nbytes:
                 detail = f"it has {nbytes} bytes, the state in it ends at {end_nbytes}"
                 raise corrupt(str(self._path / name), detail)

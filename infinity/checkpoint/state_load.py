@@ -14,7 +14,6 @@ one is wrong the model may be a mixture by then, and the error says so.
 from __future__ import annotations
 
 import hashlib
-import io
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -38,6 +37,7 @@ from infinity.checkpoint.state_directory import (
     check_extent,
     damaged,
     find_checkpoint,
+    read_content,
     read_linked,
     read_manifest,
 )
@@ -62,6 +62,7 @@ from infinity.checkpoint.state_linked import (
     stored_tensors,
 )
 from infinity.checkpoint.state_manifest import Extent, FileEntry, Manifest
+from infinity.checkpoint.state_program import believing, parse_program
 from infinity.checkpoint.state_random import restore_random_state
 from infinity.checkpoint.state_recut import Recut, Source, recut
 from infinity.checkpoint.state_save import Stateful
@@ -70,7 +71,7 @@ from infinity.engine.gradients import in_memory_order
 from infinity.engine.optimizer import AdamW
 from infinity.engine.registry import engine_of
 from infinity.engine.state_access import StateAccess
-from infinity.errors import ConfigError, CorruptionError, corrupt
+from infinity.errors import ConfigError, CorruptionError, UnsupportedError, corrupt
 from infinity.ops.dynamic_8bit import BLOCK_NUMEL
 from infinity.state.store import NvmeHome
 from infinity.state.units import Piece, TensorSpec, Unit
@@ -136,11 +137,13 @@ def load(
     if engine.parts.ranks is not None:
         engine.parts.ranks.forget_gathered()
     if optimizer is not None:
-        optimizer.restore_named_state(program["optimizer"])
+        with believing(found.path, "the optimizer's state"):
+            optimizer.restore_named_state(program["optimizer"])
     if scheduler is not None:
         scheduler.load_state_dict(program["scheduler"])
     if program["random"] is not None:
-        restore_random_state(program["random"])
+        with believing(found.path, "the state of the generators"):
+            restore_random_state(program["random"])
     return Loaded(found.path, found.manifest.step, program["extra"], len(found.manifest.places))
 
 
@@ -154,7 +157,14 @@ def read_program(path: str | os.PathLike[str], rank: int = 0) -> Loaded:
 
 def _info(stored: StoredTensor) -> TensorInfo:
     facts = stored.facts
-    return TensorInfo(name=facts.name, dtype=dtype_of(facts.dtype), shape=facts.shape)
+    try:
+        dtype = dtype_of(facts.dtype)
+    except KeyError:
+        raise UnsupportedError(
+            f"{facts.name!r} of the checkpoint has dtype {facts.dtype}, which is not known here: "
+            "upgrade infinity-offload"
+        ) from None
+    return TensorInfo(name=facts.name, dtype=dtype, shape=facts.shape)
 
 
 class Checkpoint:
@@ -188,10 +198,10 @@ class Checkpoint:
         path, entry = self.path / name, self._files.get(name)
         if entry is None or len(entry.extents) != 1:
             raise corrupt(str(path), "the manifest does not name it")
-        content = path.read_bytes()
+        content = read_content(path)
         if hashlib.sha256(content).hexdigest() != entry.extents[0].sha256:
             raise corrupt(str(path), "its SHA-256 is not the manifest's", nbytes=len(content))
-        state: dict[str, Any] = torch.load(io.BytesIO(content), weights_only=True)
+        state = parse_program(content, path)
         if rank >= len(self.manifest.places):
             state["random"] = None
         return state
@@ -335,7 +345,8 @@ def _check_program(
         if given is not None and program[what.split()[1]] is None:
             raise ConfigError(f"{path} was saved without {what}, so there is none to bring back")
     if optimizer is not None:
-        optimizer.check_named_state(program["optimizer"])
+        with believing(path, "the optimizer's state"):
+            optimizer.check_named_state(program["optimizer"])
 
 
 class _CheckedReader:

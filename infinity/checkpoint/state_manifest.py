@@ -8,18 +8,34 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Sequence
+import re
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import PurePath
 from typing import Any
 
+from infinity.bounded import (
+    MalformedError,
+    field,
+    list_of,
+    parse_json,
+    plain_name,
+    table_of,
+    text_of,
+    whole_number,
+)
 from infinity.errors import UnsupportedError, corrupt
+from infinity.sizes import GIB
 
 # 3 with several ranks, 2 where state is linked, which older versions cannot read; else 1.
 SCHEMA = 3
 FORMAT = "infinity checkpoint"
 MANIFEST_NAME = "manifest.json"
 DIGEST_NAME = "manifest.sha256"
+PROGRAM_NAME = "program.pt"  # The small state; every rank has one.
+MAX_NBYTES = GIB  # Of a manifest or a table: both name every tensor.
+MAX_STEP = 10**12
+_MAX_RANKS = 1 << 20
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,18 +121,18 @@ def parse(content: bytes, digest: bytes, *, path: str) -> Manifest:
     if digest != digest_line(content):
         raise corrupt(path, f"it is damaged: its SHA-256 is not the one in {DIGEST_NAME}")
     try:
-        body = json.loads(content)
+        body = parse_json(content)
         if not isinstance(body, dict) or body.get("format") != FORMAT:
             raise corrupt(path, f"it is foreign: expected the manifest of an {FORMAT}")
-        schema = body["schema"]
-        if not isinstance(schema, int) or schema > SCHEMA:
+        schema = whole_number(field(body, "schema"), "schema", least=1)
+        if schema > SCHEMA:
             raise UnsupportedError(
                 f"{path} has schema {schema}, this infinity reads up to {SCHEMA}: "
                 "upgrade infinity-offload"
             )
-        return _manifest(body, path)
-    except (ValueError, KeyError, TypeError) as error:
-        raise corrupt(path, f"it is no manifest of schema {SCHEMA}: {error!r}") from None
+        return _manifest(body, schema)
+    except MalformedError as error:
+        raise corrupt(path, f"it is no manifest of schema {SCHEMA}: {error}") from None
 
 
 def files_to_bytes(files: Sequence[FileEntry]) -> bytes:
@@ -125,35 +141,63 @@ def files_to_bytes(files: Sequence[FileEntry]) -> bytes:
 
 
 def files_of_bytes(content: bytes) -> tuple[FileEntry, ...]:
-    return tuple(_file(entry) for entry in json.loads(content))
+    """What `files_to_bytes` wrote. Raises MalformedError."""
+    return tuple(map(_file, list_of(parse_json(content), "the files of a rank")))
 
 
-def _file(entry: dict[str, Any]) -> FileEntry:
-    extents = tuple(Extent(**extent) for extent in entry["extents"])
-    return FileEntry(entry["name"], entry["nbytes"], extents)
+def _file(value: Any) -> FileEntry:
+    entry = table_of(value, "an entry of a file")
+    name = text_of(field(entry, "name"), "the name of a file")
+    nbytes = whole_number(field(entry, "nbytes"), f"the length of {name}")
+    extents = tuple(_extent(each, name) for each in list_of(field(entry, "extents"), "extents"))
+    end = 0
+    for extent in extents:
+        if extent.offset_nbytes != end:
+            raise MalformedError(f"extent {extent.name!r} of {name} is not at byte {end}")
+        end += extent.nbytes
+    if end != nbytes or not extents:
+        raise MalformedError(f"the extents of {name} end at {end}, not at {nbytes}")
+    return FileEntry(name, nbytes, extents)
 
 
-def _manifest(body: dict[str, Any], path: str) -> Manifest:
-    files = [_file(entry) for entry in body["files"]]
-    ranks = tuple(body.get("ranks", ()))
-    for name in (*ranks, *(file.name.removeprefix(_rank_of(file, ranks)) for file in files)):
-        if PurePath(name).name != name:
-            raise corrupt(path, f"{name!r} is no file name")
+def _extent(value: Any, file: str) -> Extent:
+    entry = table_of(value, f"an extent of {file}")
+    sha256 = field(entry, "sha256")
+    if not isinstance(sha256, str) or not _SHA256.fullmatch(sha256):
+        raise MalformedError(f"the SHA-256 of an extent of {file} is none")
+    return Extent(
+        _tensor_name(field(entry, "name")),
+        text_of(field(entry, "kind"), "the kind of an extent"),
+        whole_number(field(entry, "offset_nbytes"), "the offset of an extent"),
+        whole_number(field(entry, "nbytes"), "the length of an extent"),
+        sha256,
+    )
+
+
+def _tensor_name(value: Any) -> str:
+    """Whatever a module of a model may be called."""
+    if not isinstance(value, str) or not value or "\0" in value:
+        raise MalformedError("the name of an extent is no text")
+    return value
+
+
+def _manifest(body: dict[str, Any], schema: int) -> Manifest:
+    files = tuple(map(_file, list_of(field(body, "files"), "files")))
+    ranks = tuple(plain_name(each, "a rank") for each in list_of(body.get("ranks", []), "ranks"))
+    if len(set(ranks)) < len(ranks) or not (not ranks or 1 < len(ranks) <= _MAX_RANKS):
+        raise MalformedError(f"it names {len(ranks)} ranks, or one of them twice")
     for file in files:
-        end = 0
-        for extent in file.extents:
-            if extent.offset_nbytes != end or extent.nbytes < 0:
-                raise corrupt(path, f"extent {extent.name!r} of {file.name} is not at byte {end}")
-            end += extent.nbytes
-        if end != file.nbytes:
-            raise corrupt(path, f"the extents of {file.name} end at {end}, not at {file.nbytes}")
-    if len({file.name for file in files}) < len(files):
-        raise corrupt(path, "it names a file twice")
-    facts = body["step"], body["created"], body["written_by"]
-    return Manifest(*facts, tuple(files), body["schema"], ranks)
+        plain_name(file.name.removeprefix(_rank_of(file, frozenset(ranks))), "the name of a file")
+    names = {file.name for file in files}
+    if len(names) < len(files):
+        raise MalformedError("it names a file twice")
+    step = whole_number(field(body, "step"), "step", most=MAX_STEP)
+    created, by = field(body, "created"), field(body, "written_by")
+    facts = text_of(created, "created", max_length=200), text_of(by, "written_by", max_length=200)
+    return Manifest(step, *facts, files, schema, ranks)
 
 
-def _rank_of(file: FileEntry, ranks: Collection[str]) -> str:
+def _rank_of(file: FileEntry, ranks: frozenset[str]) -> str:
     """The directory that the name begins with, if it is one of these."""
     directory, slash, _ = file.name.partition("/")
     return directory + slash if slash and directory in ranks else ""

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from infinity.errors import InfinityError
+from infinity.errors import InfinityError, storage_error
 
 # name -> (module, attribute, one line of help). A Typer is a group, a function one command.
 _COMMANDS = {
@@ -60,13 +60,19 @@ class _LazyGroup(TyperGroup):
         return name, command and _import_command(args[0]), rest
 
     def invoke(self, ctx: Any) -> Any:
-        """Turns the package's own errors into one line and exit code 2."""
+        """Turns the package's own errors, and those about a file, into one line and exit code 2."""
         try:
             return super().invoke(ctx)
         except InfinityError as error:
             if ctx.params.get("traceback"):
                 raise
             print_error(f"error: {error}")
+            raise typer.Exit(2) from None
+        except OSError as error:
+            named = storage_error(error)
+            if named is None or ctx.params.get("traceback"):
+                raise
+            print_error(f"error: {named}")
             raise typer.Exit(2) from None
 
 

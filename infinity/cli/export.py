@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from infinity.bounded import MAX_TEXT_NBYTES, MalformedError, read_json, table_of
 from infinity.config import SwapConfig
 from infinity.errors import ConfigError
 from infinity.sizes import format_nbytes, parse_nbytes
@@ -91,9 +91,10 @@ def _config_of_run(checkpoint: Path) -> SwapConfig | None:
         marker = directory / MARKER_NAME
         if marker.is_file():
             try:
-                table = json.loads(marker.read_text(encoding="utf-8"))["config"]
-            except (OSError, ValueError, KeyError, TypeError) as error:
-                raise ConfigError(f"{marker} cannot be used: {error!r}; give --config") from None
+                content = read_json(marker, max_nbytes=MAX_TEXT_NBYTES)
+                table = table_of(table_of(content, "it").get("config"), "'config' in it")
+            except (OSError, MalformedError) as error:
+                raise ConfigError(f"{marker} cannot be used: {error}; give --config") from None
             return SwapConfig.from_table(table, _source_of(marker))
     return None
 

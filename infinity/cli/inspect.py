@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -81,7 +80,7 @@ def inspect(
             typer.echo("  no committed step")
         for each in found:
             _print(each)
-    if not all(each.is_whole for each in found):
+    if not all(each.is_whole for each in found) or any(each.faults for each in swaps):
         raise typer.Exit(1)
 
 
@@ -93,6 +92,7 @@ def _commit_places(directory: Path) -> list[Path]:
 
 
 def _remove(directory: Path, swaps: list[SwapContents]) -> None:
+    from infinity.checkpoint.state_removal import remove_own
     from infinity.storage.swap_inspect import remove_stale
 
     # First those in use: they refuse, and commits are those of all ranks.
@@ -104,9 +104,12 @@ def _remove(directory: Path, swaps: list[SwapContents]) -> None:
     for path in (Path(swap.path) for swap in swaps):
         if path != directory and not any(path.iterdir()):
             path.rmdir()
+    stays: list[Path] = []
     for commits in filter(Path.is_dir, _commit_places(directory)):
-        shutil.rmtree(commits)
-        removed.append(commits.name)
+        stays += remove_own(commits)
+        removed.append(f"what is ours in {commits.name}" if commits.exists() else commits.name)
+    for path in stays:
+        print_error(f"{path} stays: it is not of this package")
     typer.echo(f"removed from {directory}: {', '.join(removed) or 'nothing but the lock'}")
 
 
@@ -128,6 +131,8 @@ def _print_swap(swap: SwapContents) -> None:
             f"  {file.name}  {format_nbytes(file.nbytes)}, "
             f"{format_nbytes(file.taken_nbytes)} on the drive{shared}"
         )
+    for fault in swap.faults:
+        print_error(f"  {fault}")
     if swap.files and not swap.is_held:
         typer.echo(
             "  a resumed run goes on in these files if it can, another one removes them; "

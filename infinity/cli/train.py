@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import tomllib
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from infinity.bounded import MalformedError, parse_toml
 from infinity.config import SwapConfig
 from infinity.errors import ConfigError
 from infinity.training.tracing import TracePlan
@@ -106,8 +106,8 @@ def override(table: dict[str, Any], text: str) -> None:
     if not equals or not all(key.split(".")):
         raise ConfigError(f"--set {text!r}: expected KEY=VALUE, such as train.steps=5")
     try:
-        value = tomllib.loads(f"value = {written}")["value"]
-    except tomllib.TOMLDecodeError:
+        value = parse_toml(f"value = {written}")["value"]
+    except MalformedError:
         value = written.strip()
     *path, last = key.strip().split(".")
     place: Any = table

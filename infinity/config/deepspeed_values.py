@@ -56,7 +56,8 @@ class Facts:
     def has(self, place: str) -> bool:
         """Whether the file has the key at a dotted place, "auto" included."""
         section, _, key = place.rpartition(".")
-        return key in (self.get(section) or {})
+        around = self.get(section)
+        return isinstance(around, Mapping) and key in around
 
     @property
     def compute_nbytes(self) -> int:
@@ -93,7 +94,7 @@ def as_count(value: Any) -> int | None:
         return None
     try:
         number = float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return None
     return int(number) if number >= 0 and number.is_integer() else None
 

@@ -13,8 +13,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from infinity.bounded import (
+    MAX_DEPTH,
+    MAX_TEXT_NBYTES,
+    MalformedError,
+    parse_json,
+    parse_toml,
+    read_bytes,
+)
 from infinity.errors import ConfigError
 
+_MAX_YAML_NODES = 100_000
 _FORMATS = (".toml", ".yaml", ".yml", ".json")
 
 
@@ -48,23 +57,14 @@ def read_file(path: str | os.PathLike[str]) -> tuple[dict[str, Any], Source]:
             f"got {suffix or 'no ending'}"
         )
     try:
-        text = file.read_bytes().decode("utf-8-sig")
+        content = read_bytes(file, max_nbytes=MAX_TEXT_NBYTES)
+        table = _parse(content, suffix)
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         raise ConfigError(f"{name}: cannot be read: {reason}") from None
-    except UnicodeDecodeError as error:
-        line = error.object[: error.start].count(b"\n") + 1
-        raise ConfigError(f"{name}:{line}: expected UTF-8 text; got {error.reason}") from None
-    reader = {".toml": _read_toml, ".json": _read_json}.get(suffix, _read_yaml)
-    try:
-        table = reader(text)
-    except _SyntaxError as error:
+    except MalformedError as error:
         where = "".join(f":{number}" for number in (error.line, error.column) if number)
-        raise ConfigError(f"{name}{where}: {error.text}") from None
-    except RecursionError:
-        raise ConfigError(f"{name}: nested too deeply") from None
-    except ValueError as error:  # An integer of thousands of digits.
-        raise ConfigError(f"{name}: {error}") from None
+        raise ConfigError(f"{name}{where}: {error}") from None
     if table is None:  # An empty YAML document.
         table = {}
     if not isinstance(table, dict):
@@ -72,64 +72,82 @@ def read_file(path: str | os.PathLike[str]) -> tuple[dict[str, Any], Source]:
     return table, Source("file", name, file.parent)
 
 
-class _SyntaxError(Exception):
-    def __init__(self, text: str, line: int | None = None, column: int | None = None) -> None:
-        self.text = text
-        self.line = line
-        self.column = column
-
-
-def _read_toml(text: str) -> Any:
-    import tomllib
-
+def _parse(content: bytes, suffix: str) -> Any:
+    if suffix == ".json":
+        return parse_json(content)
     try:
-        return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        reason, position = str(error), re.search(r" \(at (.*)\)$", str(error))
-        line, column = text.count("\n") + 1, None  # "at end of document"
-        if position is not None:
-            reason = reason[: position.start()]
-            numbers = re.findall(r"\d+", position.group(1))
-            if len(numbers) == 2:
-                line, column = map(int, numbers)
-        raise _SyntaxError(f"not valid TOML: {reason}", line, column) from None
-
-
-def _read_json(text: str) -> Any:
-    import json
-
-    def table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        for key, value in pairs:
-            if key in found:
-                raise _SyntaxError(f"not valid JSON: the key {key!r} is given twice in one table")
-            found[key] = value
-        return found
-
-    try:
-        return json.loads(text, object_pairs_hook=table)
-    except json.JSONDecodeError as error:
-        reason = error.msg[:1].lower() + error.msg[1:]
-        raise _SyntaxError(f"not valid JSON: {reason}", error.lineno, error.colno) from None
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = error.object[: error.start].count(b"\n") + 1
+        raise MalformedError(f"expected UTF-8 text; got {error.reason}", line) from None
+    return parse_toml(text) if suffix == ".toml" else _read_yaml(text)
 
 
 def _read_yaml(text: str) -> Any:
     try:
         import yaml  # type: ignore[import-untyped]
     except ImportError:
-        raise _SyntaxError("reading YAML needs PyYAML: pip install pyyaml, or use TOML") from None
-    loader = _yaml_loader(yaml)(text)
+        raise MalformedError("reading YAML needs PyYAML: pip install pyyaml, or use TOML") from None
+    loader = None
     try:
-        return loader.get_single_data()
+        loader = _yaml_loader(yaml)(text)
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        _bound_expansion(node)
+        return loader.construct_document(node)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line, column = (mark.line + 1, mark.column + 1) if mark else (None, None)
         reason = error.problem or error.context or "syntax error"
-        raise _SyntaxError(f"not valid YAML: {reason}", line, column) from None
-    except yaml.YAMLError as error:
-        raise _SyntaxError(f"not valid YAML: {error}") from None
+        raise MalformedError(f"not valid YAML: {reason}", line, column) from None
+    except RecursionError:
+        raise MalformedError("it is nested too deeply") from None
+    except MalformedError:
+        raise
+    except (yaml.YAMLError, ValueError) as error:
+        raise MalformedError(f"not valid YAML: {error}") from None
     finally:
-        loader.dispose()
+        if loader is not None:
+            loader.dispose()
+
+
+def _bound_expansion(root: Any) -> None:
+    """Raises MalformedError where aliases make a small text a large table, an endless one, or one
+    that nests too deeply.
+
+    An alias is the node that it stands for, and whoever walks the table meets it at every place. So
+    the nodes are counted as they are met there, without walking them: each once, children first.
+    """
+    counts: dict[int, tuple[int, int]] = {}  # By node: nodes at and under it, and levels.
+    waiting, open_nodes = [root], set()
+    while waiting:
+        node = waiting[-1]
+        children = _child_nodes(node)
+        left = [child for child in children if id(child) not in counts]
+        if id(node) not in counts and left:
+            open_nodes.add(id(node))
+            if any(id(child) in open_nodes for child in left):
+                raise MalformedError("not valid YAML: an alias stands for what it is a part of")
+            waiting += left
+            continue
+        waiting.pop()
+        open_nodes.discard(id(node))
+        below = [counts[id(child)] for child in children]
+        count = 1 + sum(number for number, _ in below)
+        depth = 1 + max((levels for _, levels in below), default=0)
+        line = node.start_mark.line + 1
+        if count > _MAX_YAML_NODES:
+            raise MalformedError(f"its aliases expand to more than {_MAX_YAML_NODES} values", line)
+        if depth > MAX_DEPTH:
+            raise MalformedError(f"it is nested too deeply: more than {MAX_DEPTH} levels", line)
+        counts[id(node)] = count, depth
+
+
+def _child_nodes(node: Any) -> list[Any]:
+    if isinstance(node.value, str):
+        return []
+    return [each for row in node.value for each in (row if isinstance(row, tuple) else (row,))]
 
 
 def _yaml_loader(yaml: Any) -> Callable[[str], Any]:
@@ -137,6 +155,21 @@ def _yaml_loader(yaml: Any) -> Callable[[str], Any]:
 
     class Loader(yaml.SafeLoader):  # type: ignore[misc]
         yaml_implicit_resolvers: ClassVar[dict[str | None, list[tuple[str, re.Pattern[str]]]]] = {}
+
+        depth = 0
+
+        def fetch_flow_collection_start(self, token: Any) -> None:
+            if self.flow_level >= MAX_DEPTH:  # The scanner runs ahead of the composer.
+                raise MalformedError(f"it is nested too deeply: more than {MAX_DEPTH} levels")
+            super().fetch_flow_collection_start(token)
+
+        def compose_node(self, parent: Any, index: Any) -> Any:
+            self.depth += 1  # Before recursion ends it, which takes seconds.
+            if self.depth > MAX_DEPTH:
+                raise MalformedError(f"it is nested too deeply: more than {MAX_DEPTH} levels")
+            node = super().compose_node(parent, index)
+            self.depth -= 1
+            return node
 
         def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
             seen = set()

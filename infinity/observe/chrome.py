@@ -19,14 +19,28 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from infinity.bounded import (
+    MAX_INT,
+    MalformedError,
+    field,
+    list_of,
+    read_json,
+    table_of,
+    text_of,
+    whole_number,
+)
 from infinity.errors import ConfigError
 from infinity.observe.timeline import THREAD_LANES, laid_out
 from infinity.observe.tracer import Count, Lane, Span
+from infinity.sizes import GIB
 
 SCHEMA = "infinity-trace/1"
 _PID = 1
 _ORDER = (Lane.STEPS, Lane.PHASES, *reversed(THREAD_LANES), Lane.COPIES_IN, Lane.COPIES_OUT)
 _TRANSFER_CATEGORY = "transfer"
+_MAX_NBYTES = GIB
+_LAST_US = 1e15  # Thirty years; doubles have whole nanoseconds up to about a tenth of it.
+_KINDS_OF_LANES = frozenset(map(str, Lane))
 
 
 def to_document(spans: Sequence[Span], counts: Sequence[Count]) -> dict[str, Any]:
@@ -62,10 +76,10 @@ def write(path: Path, spans: Sequence[Span], counts: Sequence[Count]) -> None:
 def read(path: Path) -> list[Span]:
     """The spans of a file that `write` made. Raises ConfigError for any other file."""
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        document = read_json(path, max_nbytes=_MAX_NBYTES)
     except OSError as error:
         raise ConfigError(f"cannot read the trace {str(path)!r}: {error.strerror}") from None
-    except ValueError as error:
+    except MalformedError as error:
         raise ConfigError(f"{str(path)!r} is not a trace: {error}") from None
     about = document.get("otherData") if isinstance(document, dict) else None
     if not isinstance(about, dict) or about.get("schema") != SCHEMA:
@@ -73,30 +87,83 @@ def read(path: Path) -> list[Span]:
             f"{str(path)!r} is not a trace of this version ({SCHEMA}); expected a file made by "
             "'infinity train --trace'"
         )
-    return from_document(document)
+    try:
+        return from_document(document)
+    except MalformedError as error:
+        raise ConfigError(
+            f"{str(path)!r} is no whole trace: {error}; it was changed or cut off, trace again"
+        ) from None
 
 
 def from_document(document: dict[str, Any]) -> list[Span]:
-    """What `to_document` showed: the spans, by start."""
+    """What `to_document` showed: the spans, by start. Raises MalformedError for anything else."""
     lanes: dict[int, str] = {}
     spans: list[Span] = []
     pairs: dict[str, list[dict[str, Any]]] = {}
-    for event in document["traceEvents"]:
-        if event["ph"] == "M" and event["name"] == "thread_name":
-            lanes[event["tid"]] = event["args"]["name"]
-        elif event["ph"] == "X":
-            start_ns = _ns(event["ts"])
-            end_ns = start_ns + _ns(event["dur"])
-            lane = lanes[event["tid"]]
-            spans.append(Span(lane, event["name"], start_ns, end_ns, event.get("args", {})))
-        elif event["ph"] in "be":
-            pairs.setdefault(event["id"], []).append(event)
-    for asked, issued, _, completed in pairs.values():
-        args = {"nbytes": asked["args"]["nbytes"], "issued_ns": _ns(issued["ts"])}
-        number = asked["args"]["transfer"]
-        start_ns, end_ns = _ns(asked["ts"]), _ns(completed["ts"])
-        spans.append(Span(asked["name"], issued["name"], start_ns, end_ns, args, number))
+    for row in list_of(field(document, "traceEvents"), "traceEvents"):
+        event = table_of(row, "an event")
+        phase = event.get("ph")
+        if phase == "M" and event.get("name") == "thread_name":
+            named = table_of(event.get("args"), "the arguments of a thread's name")
+            lanes[_thread(event)] = _lane(named.get("name"))
+        elif phase == "X":
+            spans.append(_span(event, lanes))
+        elif phase in ("b", "e"):
+            pairs.setdefault(text_of(event.get("id"), "the id of a transfer"), []).append(event)
+    spans += [_transfer_of(key, events) for key, events in pairs.items()]
     return sorted(spans, key=lambda span: (span.start_ns, -span.end_ns))
+
+
+def _span(event: dict[str, Any], lanes: dict[int, str]) -> Span:
+    if _thread(event) not in lanes:
+        raise MalformedError(f"thread {_thread(event)} has no name before its first event")
+    start_ns = _time(event, "ts")
+    args = dict(table_of(event.get("args", {}), "the arguments of an event"))
+    if "transfers" in args:
+        numbers = list_of(args["transfers"], "the transfers of a stall")
+        args["transfers"] = [whole_number(each, "a transfer's number") for each in numbers]
+    if "waits_for" in args:
+        names = list_of(args["waits_for"], "what a stall waits for")
+        args["waits_for"] = [text_of(each, "what a stall waits for") for each in names]
+    name = text_of(event.get("name"), "the name of an event")
+    end_ns = start_ns + _time(event, "dur")
+    return Span(lanes[_thread(event)], name, start_ns, end_ns, args)
+
+
+def _transfer_of(key: str, events: list[dict[str, Any]]) -> Span:
+    if len(events) != 4:
+        raise MalformedError(f"transfer {key!r} has {len(events)} events; expected 4")
+    asked, issued, _, completed = events
+    about = table_of(asked.get("args"), "the arguments of a transfer")
+    number = whole_number(about.get("transfer"), "a transfer's number")
+    nbytes = whole_number(about.get("nbytes"), "the bytes of a transfer")
+    times = [_time(each, "ts") for each in (asked, issued, completed)]
+    if times != sorted(times):
+        raise MalformedError(f"transfer {key!r} ends before it begins")
+    name = text_of(issued.get("name"), "the name of a transfer")
+    args = {"nbytes": nbytes, "issued_ns": times[1]}
+    return Span(_lane(asked.get("name")), name, times[0], times[2], args, number)
+
+
+def _thread(event: dict[str, Any]) -> int:
+    return whole_number(event.get("tid"), "a thread's number", most=MAX_INT)
+
+
+def _lane(value: Any) -> str:
+    """A lane's name: a lane, or one of a drive, such as "reads /mnt/swap"."""
+    lane = text_of(value, "the name of a lane")
+    if lane not in _KINDS_OF_LANES and lane.partition(" ")[0] not in _KINDS_OF_LANES:
+        raise MalformedError(f"there is no lane {lane!r}")
+    return lane
+
+
+def _time(event: dict[str, Any], key: str) -> int:
+    value = event.get(key)
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise MalformedError(f"the {key!r} of an event is no number")
+    if not 0 <= value <= _LAST_US:
+        raise MalformedError(f"the {key!r} of an event is {value:.3g}; expected 0 to {_LAST_US:g}")
+    return _ns(value)
 
 
 def _lanes(spans: Iterable[Span]) -> list[str]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import tomllib
 from importlib import resources
 from pathlib import Path
 from typing import TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from infinity.bounded import MAX_TEXT_NBYTES, MalformedError, parse_toml, read_bytes
 from infinity.errors import ConfigError
 
 
@@ -27,17 +27,20 @@ def read_table(kind: type[_T], folder: str, name: str) -> _T:
     Raises ConfigError for a file that is not there, naming those that are, and for what is in it.
     """
     shipped = resources.files("infinity.plan") / folder
-    file = Path(name) if name.endswith(".toml") else shipped / f"{name}.toml"
+    file = Path(name if name.endswith(".toml") else str(shipped / f"{name}.toml"))
     try:
-        text = file.read_text(encoding="utf-8")
+        text = read_bytes(file, max_nbytes=MAX_TEXT_NBYTES).decode()
     except OSError:
         raise ConfigError(
             f"{folder}: {name!r} is neither a .toml file nor one of {', '.join(shipped_in(folder))}"
         ) from None
+    except ValueError as error:  # No regular file, too long, or no UTF-8.
+        raise ConfigError(f"{folder}: {name} is no text of TOML: {error}") from None
     try:
-        return kind.model_validate(tomllib.loads(text))
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{name}: {error}") from None
+        return kind.model_validate(parse_toml(text))
+    except MalformedError as error:
+        where = "".join(f":{number}" for number in (error.line, error.column) if number)
+        raise ConfigError(f"{name}{where}: {error}") from None
     except ValidationError as error:
         fault = error.errors()[0]
         key = ".".join(str(part) for part in fault["loc"])

@@ -18,7 +18,6 @@ that was exchanged through the process group.
 from __future__ import annotations
 
 import contextlib
-import hmac
 import queue
 import socket
 import struct
@@ -34,15 +33,16 @@ from typing import Protocol
 
 from infinity.errors import InfinityError, RankError
 from infinity.observe import Counters
+from infinity.ranks.reception import Reception
 
 BEAT_S = 2.0
 SILENCE_S = 20.0  # A process that says nothing for so long does not compute, it is stuck.
-_HELLO_S = 10.0  # For the first words of a connection: its rank may be busy with its start.
 LINGER_S = 600.0  # A rank that is done waits so long for the others, who may need its shards.
 _CAUSE_S = 1.0  # A closed socket may be seen before the word that explains it.
 _MEANWHILE_S = 0.02
 _QUEUED_NBYTES = 64 << 20  # Gradients on their way out, beyond which the giver waits.
 _HEADER = struct.Struct("<BxxxIIIQ")  # kind, three numbers, bytes that follow
+_BLOCK_NBYTES = 1 << 20  # Memory for content is taken as it comes, not as it was announced.
 
 
 class Purpose(IntEnum):
@@ -62,6 +62,12 @@ class Kind(IntEnum):
     BYE = 7  # (rank + 1 that failed, or 0): why
     OVER = 8  # (step, count): how many backward passes since that step are over
     WORD = 9  # what `Service.hear` is told
+
+
+_KINDS = frozenset(map(int, Kind))
+# The most content of messages that are taken whole. The others have none, or are streamed to where
+# their length is checked.
+MOST_NBYTES = {Kind.NOTE: 1 << 30, Kind.WORD: 1 << 12, Kind.BYE: 1 << 16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,11 +199,15 @@ class Links:
             threading.Thread(target=self._send_all, args=(link,), name=name, daemon=True).start()
 
     def _connect(self) -> None:
-        accepting = threading.Thread(target=self._accept, name="infinity-accept", daemon=True)
+        deadline_s = time.monotonic() + SILENCE_S
+        accepting = threading.Thread(
+            target=self._accept, args=(deadline_s,), name="infinity-accept", daemon=True
+        )
         accepting.start()
         for peer, purpose in ((peer, purpose) for peer in self.others for purpose in Purpose):
             try:
-                connection = socket.create_connection((peer.address, peer.port), timeout=SILENCE_S)
+                left_s = max(0.1, deadline_s - time.monotonic())
+                connection = socket.create_connection((peer.address, peer.port), timeout=left_s)
                 _prepare(connection)
                 _send(connection, Kind.HELLO, (self.rank, purpose, 0), memoryview(peer.secret))
             except OSError as error:
@@ -207,37 +217,44 @@ class Links:
         for rank, _ in sorted(self._missing):
             raise RankError(rank, f"{self.peers[rank]} has not connected within {SILENCE_S:.0f} s")
 
-    def _accept(self) -> None:
+    def _accept(self, deadline_s: float) -> None:
         """Takes the connections of every other rank; anybody else's is closed."""
-        deadline_s = time.monotonic() + SILENCE_S
-        with contextlib.suppress(OSError), self._listener:
-            while self._missing:
-                self._listener.settimeout(max(0.1, deadline_s - time.monotonic()))
-                connection, _ = self._listener.accept()
-                try:
-                    connection.settimeout(_HELLO_S)
-                    _prepare(connection)
-                    kind, (rank, purpose, _), nbytes = _receive_header(connection)
-                    secret = bytearray(min(nbytes, 64))
-                    _receive_into(connection, memoryview(secret))
-                    mine = self.peers[self.rank].secret
-                    is_known = kind is Kind.HELLO and (rank, purpose) in self._missing
-                    if not (is_known and hmac.compare_digest(bytes(secret), mine)):
-                        raise ConnectionError("not a rank of this job")
-                except (OSError, ValueError):
-                    connection.close()
-                    continue
-                self._missing.discard((rank, Purpose(purpose)))
-                connection.settimeout(SILENCE_S)
-                self._incoming.append(connection)
-                serving = threading.Thread(
-                    target=self._serve_all,
-                    args=(self.peers[rank], connection),
-                    name=f"infinity-serve-{rank}",
-                    daemon=True,
-                )
-                self._serving.append(serving)
-                serving.start()
+        secret = self.peers[self.rank].secret
+        reception = Reception(
+            self._listener,
+            hello_nbytes=_HEADER.size + len(secret),
+            secret=secret,
+            name_of=self._missing_name,
+        )
+        with (
+            contextlib.suppress(OSError),
+            self._listener,
+            contextlib.closing(reception.arrivals(deadline_s)) as arrivals,
+        ):
+            for (rank, purpose), connection in arrivals:
+                self._let_in(rank, purpose, connection)
+                if not self._missing:
+                    break
+
+    def _missing_name(self, header: bytes) -> tuple[int, Purpose] | None:
+        """Which of the connections that are missing this hello is, if any."""
+        kind, rank, purpose, _, nbytes = _HEADER.unpack(header)
+        is_hello = kind == Kind.HELLO and nbytes == len(self.peers[self.rank].secret)
+        return (rank, Purpose(purpose)) if is_hello and (rank, purpose) in self._missing else None
+
+    def _let_in(self, rank: int, purpose: Purpose, connection: socket.socket) -> None:
+        _prepare(connection)
+        connection.settimeout(SILENCE_S)
+        self._missing.discard((rank, purpose))
+        self._incoming.append(connection)
+        serving = threading.Thread(
+            target=self._serve_all,
+            args=(self.peers[rank], connection),
+            name=f"infinity-serve-{rank}",
+            daemon=True,
+        )
+        self._serving.append(serving)
+        serving.start()
 
     def close(self) -> None:
         """Says goodbye and waits until every other rank has, or is gone: it may need shards.
@@ -313,7 +330,7 @@ class Links:
     def _tell(self, link: _Outgoing, error: RankError) -> None:
         # Not through the queue, which may be long.
         with contextlib.suppress(OSError), link.sending:
-            content = memoryview(str(error).encode())
+            content = memoryview(str(error).encode()[: MOST_NBYTES[Kind.BYE]])
             _send(link.connection, Kind.BYE, (error.rank + 1, 0, 0), content)
 
     def _is_done(self) -> bool:
@@ -424,6 +441,11 @@ class Links:
         """
         self._await_answers()
         label = tag.encode()
+        if len(label) + len(content) > MOST_NBYTES[Kind.NOTE]:
+            raise InfinityError(
+                f"{tag!r} is {len(content)} bytes, expected at most {MOST_NBYTES[Kind.NOTE]}: "
+                "divide the model into fewer tensors, or over fewer ranks"
+            )
         for peer in self.others:
             self._submit(peer.rank, Kind.NOTE, (len(label), 0, 0), memoryview(label + content))
         gathered = []
@@ -552,12 +574,13 @@ class Links:
             self._lost(peer, f"it said nothing for {SILENCE_S:.0f} s")
         except OSError as broken:
             self._lost(peer, _describe(broken))
-        except Exception as error:  # A broken invariant.
-            self.abort(f"{type(error).__name__}: {error}")
+        except Exception as error:  # A broken invariant, here or of who said it.
+            self.abort(f"{type(error).__name__} while it served {peer}: {error}")
 
     def _serve_one(self, peer: Peer, connection: socket.socket, service: Service) -> bool:
         kind, (first, second, third), nbytes = _receive_header(connection)
         if kind is Kind.GET:
+            _receive_content(connection, kind, nbytes)
             total_nbytes, parts = service.serve(first, second, to=peer.rank)
             connection.sendall(_HEADER.pack(Kind.DATA, 0, 0, 0, total_nbytes))
             for part in parts:
@@ -567,22 +590,23 @@ class Links:
             receive = partial(_receive_into, connection)
             service.deliver(peer.rank, first, second, third, nbytes, receive)
             return True
-        content = bytearray(nbytes)
-        _receive_into(connection, memoryview(content))
+        content = _receive_content(connection, kind, nbytes)
         if kind is Kind.OVER:
             with self._changed:
                 self._over[peer.rank] = (first, second)
                 self._changed.notify_all()
         elif kind is Kind.NOTE:
-            note = content[:first].decode(), bytes(content[first:])
+            note = content[:first].decode(errors="replace"), bytes(content[first:])
             with self._changed:
                 self._notes[peer.rank].append(note)
                 self._changed.notify_all()
         elif kind is Kind.WORD:
             service.hear(peer.rank, bytes(content))
         elif kind is Kind.BYE:
+            if first > self.count:
+                raise ConnectionError(f"it says that rank {first - 1} failed, and there is none")
             if first:
-                self._fail(RankError(first - 1, content.decode()))
+                self._fail(RankError(first - 1, content.decode(errors="replace")))
                 return False
             with self._changed:
                 self._left.add(peer.rank)
@@ -628,7 +652,25 @@ def _receive_header(
     header = bytearray(_HEADER.size)
     _receive_into(connection, memoryview(header), check)
     kind, first, second, third, nbytes = _HEADER.unpack(header)
+    if kind not in _KINDS:
+        raise ConnectionError(f"it sent a message of the kind {kind}, and there is none")
     return Kind(kind), (first, second, third), nbytes
+
+
+def _receive_content(connection: socket.socket, kind: Kind, nbytes: int) -> bytearray:
+    """What follows the header of a message that is taken whole. Raises ConnectionError where that
+    is more than such a message has."""
+    most = MOST_NBYTES.get(kind, 0)
+    if nbytes > most:
+        raise ConnectionError(
+            f"it announced a {kind.name} of {nbytes} bytes; expected up to {most}"
+        )
+    content = bytearray()
+    while len(content) < nbytes:
+        block = bytearray(min(_BLOCK_NBYTES, nbytes - len(content)))
+        _receive_into(connection, memoryview(block))
+        content += block
+    return content
 
 
 def _receive_into(

@@ -18,6 +18,8 @@ from infinity.errors import ConfigError
 from infinity.observe import Counters
 from infinity.ranks.links import Links, Peer, Purpose
 
+_STRANGERS = 128
+
 
 @dataclass(frozen=True, slots=True)
 class Group:
@@ -91,7 +93,9 @@ def process_group(group: Any) -> Any:
 def connect(group: Group, counters: Counters) -> Links:
     """Links between the ranks, not open yet. A collective call."""
     address = "127.0.0.1" if len(set(group.hosts)) == 1 else _address_for_others()
-    listener = socket.create_server((address, 0), backlog=len(Purpose) * group.count)
+    # Strangers may connect, too, before anybody is let in.
+    backlog = len(Purpose) * group.count + _STRANGERS
+    listener = socket.create_server((address, 0), backlog=backlog)
     me = Peer(
         group.rank,
         group.hosts[group.rank],

@@ -10,22 +10,29 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
-import json
 import logging
 import mmap
 import os
 import re
 import secrets
 import socket
+import stat
 import time
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from pathlib import Path
 
 from infinity import _core
+from infinity.bounded import kind_of
 from infinity.errors import StorageError, SwapLockedError, UnsupportedError
 from infinity.sizes import GIB, PAGE_NBYTES, align_up
+from infinity.storage.lock_file import (
+    is_same_file,
+    open_lock,
+    pid_in,
+    read_holder,
+    try_lock,
+    write_holder,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -55,7 +62,7 @@ class SwapDirectory:
         try:
             self._remove_stale_files(keep=names if adopt else ())
             for each in self.swap_paths:
-                is_there = adopt is not None and os.path.exists(each)
+                is_there = adopt is not None and os.path.lexists(each)
                 self._fds.append(_open(each) if is_there else _create(each))
         except BaseException:
             self._close_files(remove=adopt is None)
@@ -134,7 +141,8 @@ class SwapDirectory:
         the file; else why not."""
         end_nbytes = max(self.size_nbytes, self._adopted_sizes[0])
         try:
-            fd = os.open(self.swap_path, os.O_RDWR | os.O_CLOEXEC | os.O_DIRECT)
+            flags = os.O_RDWR | os.O_CLOEXEC | os.O_DIRECT | os.O_NOFOLLOW
+            fd = os.open(self.swap_path, flags)
         except OSError as error:
             return f"open with O_DIRECT failed: {error.strerror}"
         try:
@@ -166,9 +174,9 @@ class SwapDirectory:
 
     def _remove_stale_files(self, *, keep: Collection[str] = ()) -> None:
         """We hold the lock, so whoever made them is gone, unless it asked for them to be kept."""
-        for name in os.listdir(self.path):
+        for name in _names_in(self.path):
             if is_swap_name(name) and name not in self._lock.kept and name not in keep:
-                os.unlink(os.path.join(self.path, name))
+                remove_swap_file(os.path.join(self.path, name))
 
 
 class DirectoryLock:
@@ -180,7 +188,10 @@ class DirectoryLock:
         self._fd = self._acquire()
         try:
             kept = self._holder_before().get("kept")
-            self.kept: tuple[str, ...] = tuple(map(str, kept)) if isinstance(kept, list) else ()
+            names = kept if isinstance(kept, list) else []
+            self.kept: tuple[str, ...] = tuple(
+                name for name in names if isinstance(name, str) and is_swap_name(name)
+            )
             self._write(pid=os.getpid(), kept=self.kept)
         except BaseException:
             self.abandon()
@@ -191,7 +202,7 @@ class DirectoryLock:
         """What the last holder wrote; nothing of a file that a crash has cut short."""
         holder = read_holder(self._fd)
         schema = holder.get("schema", SCHEMA)
-        if not isinstance(schema, int) or schema > SCHEMA:
+        if type(schema) is not int or schema > SCHEMA:
             raise UnsupportedError(
                 f"{self._path}: the swap directory was left by a newer infinity (schema {schema}, "
                 f"this one knows up to {SCHEMA}); upgrade infinity-offload, or give another "
@@ -204,7 +215,10 @@ class DirectoryLock:
             return
         kept = tuple(name for name in (*self.kept, *keep) if self._is_there(name))
         if kept:
-            self._write(pid=None, kept=kept)
+            try:
+                self._write(pid=None, kept=kept)
+            except StorageError as error:  # On closing: as in _unlink.
+                _log.warning("%s still names process %s: %s", self._path, os.getpid(), error)
         else:
             _unlink(self._path)
         self.abandon()
@@ -218,31 +232,33 @@ class DirectoryLock:
 
     def _acquire(self) -> int:
         while True:
+            fd = open_lock(self._path, create=True)
             try:
-                fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            except OSError as error:
-                raise _failure(error, "open", self._path) from error
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if not self._try(fd):
+                    raise self._refusal(read_holder(fd))
                 # The holder before us may have unlinked the file between our open and our flock.
-                if _is_same_file(fd, self._path):
+                if is_same_file(fd, self._path):
                     return fd
-            except OSError as error:
-                if error.errno != errno.EWOULDBLOCK:
-                    raise _failure(error, "lock", self._path) from error
-                raise self._refusal(read_holder(fd)) from error
             except BaseException:
                 os.close(fd)
                 raise
             os.close(fd)
 
+    def _try(self, fd: int) -> bool:
+        try:
+            return try_lock(fd, self._path)
+        except StorageError:
+            if not os.fstat(fd).st_size:  # Made just now; it says nothing.
+                _unlink(self._path)
+            raise
+
     def _refusal(self, holder: dict[str, object]) -> SwapLockedError:
-        pid = holder.get("pid")
+        pid = pid_in(holder)
         who = f"process {pid} on {holder.get('host')}" if pid else "another process"
         return SwapLockedError(
             errno.EWOULDBLOCK,
             path=self._path,
-            pid=pid if isinstance(pid, int) else None,
+            pid=pid,
             detail=f"the swap directory is in use by {who}; give every job its own directory, or "
             "end that process",
         )
@@ -256,8 +272,7 @@ class DirectoryLock:
             "time": time.time(),
             "kept": kept,
         }
-        os.ftruncate(self._fd, 0)
-        os.pwrite(self._fd, json.dumps(holder).encode(), 0)
+        write_holder(self._fd, self._path, holder)
 
     def _is_there(self, name: str) -> bool:
         return os.path.exists(os.path.join(os.path.dirname(self._path), name))
@@ -300,6 +315,7 @@ def _ensure_directory(path: str) -> None:
     if os.path.lexists(path):
         raise _unusable(path, errno.ENOTDIR, "the swap path exists and is not a directory")
     if not os.path.isdir(parent):
+        _refuse_unreachable(path, parent)
         raise _unusable(
             path,
             errno.ENOENT,
@@ -316,6 +332,17 @@ def _ensure_directory(path: str) -> None:
         raise _unusable(
             path, code, f"cannot create it ({os.strerror(code)}); choose a writable parent"
         ) from error
+
+
+def _refuse_unreachable(path: str, parent: str) -> None:
+    """A directory that this user may not look into is no missing one."""
+    try:
+        os.stat(parent)
+    except PermissionError:
+        detail = f"{parent!r} cannot be looked into; check owner and mode of the directories above"
+        raise _unusable(path, errno.EACCES, detail) from None
+    except OSError:
+        return
 
 
 def _sync_directory(path: str) -> None:
@@ -342,10 +369,42 @@ def _create(path: str) -> int:
 
 
 def _open(path: str) -> int:
+    _check_regular(path)
     try:
-        return os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        return os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError as error:
         raise _failure(error, "open", path) from error
+
+
+def remove_swap_file(path: str) -> None:
+    """Removes a swap file. Raises StorageError for what has such a name and is none: it is not
+    ours."""
+    _check_regular(path)
+    try:
+        os.unlink(path)
+    except OSError as error:
+        raise _failure(error, "remove", path) from None
+
+
+def _check_regular(path: str) -> None:
+    try:
+        mode = os.lstat(path).st_mode
+    except OSError as error:
+        raise _failure(error, "open", path) from None
+    if not stat.S_ISREG(mode):
+        raise StorageError(
+            errno.EEXIST,
+            operation="open",
+            path=path,
+            detail=f"it is {kind_of(mode)} with the name of a swap file; move it away",
+        )
+
+
+def _names_in(path: str) -> list[str]:
+    try:
+        return sorted(os.listdir(path))
+    except OSError as error:
+        raise _failure(error, "list", path) from None
 
 
 def _allocate(fd: int, offset_nbytes: int, nbytes: int, *, adopted_nbytes: int) -> None:
@@ -381,21 +440,3 @@ def _failure(
         offset_nbytes=offset_nbytes,
         nbytes=nbytes,
     )
-
-
-def read_holder(fd: int) -> dict[str, object]:
-    """Whatever a lock file says; nothing when it says nothing we understand."""
-    try:
-        found = json.loads(os.pread(fd, PAGE_NBYTES, 0) or b"{}")
-    except (ValueError, OSError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def _is_same_file(fd: int, path: str) -> bool:
-    try:
-        on_disk = Path(path).stat()
-    except FileNotFoundError:
-        return False
-    mine = os.fstat(fd)
-    return (mine.st_dev, mine.st_ino) == (on_disk.st_dev, on_disk.st_ino)

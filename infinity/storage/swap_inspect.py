@@ -5,16 +5,19 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import stat
 from dataclasses import dataclass
 from typing import Any
 
+from infinity.bounded import kind_of
 from infinity.errors import StorageError
+from infinity.storage.lock_file import open_lock, read_holder, try_lock
 from infinity.storage.swap_directory import (
     LOCK_NAME,
     SCHEMA,
     DirectoryLock,
     is_swap_name,
-    read_holder,
+    remove_swap_file,
 )
 
 
@@ -38,12 +41,13 @@ class SwapContents:
     holder: dict[str, Any]
     is_held: bool
     files: tuple[SwapFile, ...]
+    faults: tuple[str, ...] = ()  # What has a name of ours, and is something else.
 
     @property
     def is_newer(self) -> bool:
         """Left by a version whose format is not known here."""
         schema = self.holder.get("schema", SCHEMA)
-        return not isinstance(schema, int) or schema > SCHEMA
+        return type(schema) is not int or schema > SCHEMA
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -51,6 +55,7 @@ class SwapContents:
             "is_held": self.is_held,
             "is_newer": self.is_newer,
             "holder": self.holder,
+            "faults": list(self.faults),
             "files": [
                 {
                     "name": file.name,
@@ -69,30 +74,36 @@ def examine(path: str) -> SwapContents | None:
         names = sorted(os.listdir(path))
     except OSError as error:
         raise StorageError(error.errno or errno.EIO, operation="list", path=path) from None
-    files = []
+    files, faults = [], []
     for name in filter(is_swap_name, names):
-        found = os.stat(os.path.join(path, name))
-        files.append(SwapFile(name, found.st_size, found.st_blocks * 512, found.st_nlink))
-    if LOCK_NAME not in names:
-        return SwapContents(path, {}, False, tuple(files)) if files else None
-    holder, is_held = _look_at_lock(os.path.join(path, LOCK_NAME))
-    return SwapContents(path, holder, is_held, tuple(files))
+        place = os.path.join(path, name)
+        try:
+            found = os.lstat(place)
+        except FileNotFoundError:
+            continue  # A running job has removed it meanwhile.
+        if stat.S_ISREG(found.st_mode):
+            files.append(SwapFile(name, found.st_size, found.st_blocks * 512, found.st_nlink))
+        else:
+            faults.append(f"{place}: it is {kind_of(found.st_mode)}; expected a swap file")
+    holder: dict[str, Any] = {}
+    is_held = False
+    if LOCK_NAME in names:
+        try:
+            holder, is_held = _look_at_lock(os.path.join(path, LOCK_NAME))
+        except FileNotFoundError:
+            pass
+        except StorageError as error:
+            faults.append(str(error))
+    elif not files and not faults:
+        return None
+    return SwapContents(path, holder, is_held, tuple(files), tuple(faults))
 
 
 def _look_at_lock(path: str) -> tuple[dict[str, Any], bool]:
+    fd = open_lock(path, create=False)
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError as error:
-        raise StorageError(error.errno or errno.EIO, operation="open", path=path) from None
-    try:
-        holder = dict(read_holder(fd))
-        try:
-            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno != errno.EWOULDBLOCK:
-                raise StorageError(error.errno or errno.EIO, operation="lock", path=path) from None
-            return holder, True
-        return holder, False
+        holder = read_holder(fd)
+        return holder, not try_lock(fd, path, fcntl.LOCK_SH)
     finally:
         os.close(fd)
 
@@ -107,12 +118,7 @@ def remove_stale(path: str) -> list[str]:
     try:
         removed = []
         for name in sorted(filter(is_swap_name, os.listdir(path))):
-            try:
-                os.unlink(os.path.join(path, name))
-            except OSError as error:
-                raise StorageError(
-                    error.errno or errno.EIO, operation="remove", path=os.path.join(path, name)
-                ) from None
+            remove_swap_file(os.path.join(path, name))
             removed.append(name)
     finally:
         lock.release()

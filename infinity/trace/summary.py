@@ -88,7 +88,8 @@ def summarize(spans: Sequence[Span], *, num_stalls: int = 5) -> list[StepSummary
     if not steps and spans:
         end_ns = max(span.end_ns for span in spans)
         steps = [Span(Lane.STEPS, "all", min(s.start_ns for s in spans), end_ns)]
-    return [_summarize(step, spans, num_stalls) for step in steps]
+    # A clock that stood still leaves nothing to take shares of.
+    return [_summarize(step, spans, num_stalls) for step in steps if step.end_ns > step.start_ns]
 
 
 def _summarize(step: Span, spans: Sequence[Span], num_stalls: int) -> StepSummary:
@@ -110,7 +111,7 @@ def _summarize(step: Span, spans: Sequence[Span], num_stalls: int) -> StepSummar
         for lane, intervals in busy.items()
     )
     transfers = {span.transfer: span for span in _by_end(spans) if span.transfer is not None}
-    waits = [span for span in inside if span.lane == Lane.STALLS]
+    waits = [s for s in inside if s.lane == Lane.STALLS and s.end_ns > s.start_ns]
     stalls = [_stall(span, window, length_s, transfers) for span in waits]
     on_thread = [each for lane in THREAD_LANES for each in busy.get(lane, [])]
     return StepSummary(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,9 +10,11 @@ from typing import Any
 import torch
 
 import infinity
+from infinity.bounded import MAX_TEXT_NBYTES, MalformedError, read_json, table_of
 from infinity.checkpoint import WeightSource, weight_source
 from infinity.config import Model, SwapConfig
 from infinity.errors import ConfigError
+from infinity.training.model_numbers import check_numbers
 
 # What transformers takes although no configuration class declares it.
 _EXTRA_KEYS = frozenset({
@@ -96,6 +97,7 @@ def stream_weights(
 def _config_of_table(table: dict[str, Any]) -> Any:
     from transformers import AutoConfig
 
+    check_numbers(table, "model.config.")
     options = {key: value for key, value in table.items() if key != "model_type"}
     model_type = table["model_type"]
     try:
@@ -128,8 +130,9 @@ def _config_of_directory(path: Path) -> Any:
         raise ConfigError(f"model.path: {path} is no directory")
     if not file.is_file():
         raise ConfigError(f"model.path: {path} has no config.json; expected a Hugging Face model")
+    table = _table_of_file(file)
+    check_numbers(table, f"model.path: {file}: ")
     try:
-        table = json.loads(file.read_text(encoding="utf-8"))
         hf_config = AutoConfig.from_pretrained(path, local_files_only=True)
     except Exception as error:  # Whatever a broken file makes transformers raise.
         raise ConfigError(f"model.path: {file} cannot be used: {error}") from error
@@ -146,8 +149,24 @@ def _take_generation_config(model: Any, plan: ModelPlan) -> None:
     from transformers import GenerationConfig
 
     assert plan.path is not None
-    if (plan.path / "generation_config.json").is_file():
+    file = plan.path / "generation_config.json"
+    if not file.is_file():
+        return
+    _table_of_file(file)
+    try:
         model.generation_config = GenerationConfig.from_pretrained(plan.path, local_files_only=True)
+    except Exception as error:  # Whatever a broken file makes transformers raise.
+        raise ConfigError(f"model.path: {file} cannot be used: {error}") from error
+
+
+def _table_of_file(file: Path) -> dict[str, Any]:
+    """What transformers will read again: bounded, and a table."""
+    try:
+        # Published configurations have numbers that are not finite, and keys that are there twice.
+        content = read_json(file, max_nbytes=16 * MAX_TEXT_NBYTES, is_strict=False)
+        return table_of(content, "it")
+    except (OSError, MalformedError) as error:
+        raise ConfigError(f"model.path: {file} cannot be used: {error}") from error
 
 
 def checkpoint_activations(model: Any) -> None:

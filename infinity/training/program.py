@@ -46,7 +46,13 @@ from infinity.training.model import ModelPlan, build_model, plan_model, stream_w
 from infinity.training.output import SUMMARY_NAME, claim_output, mark_output
 from infinity.training.ranks import JobRank, job_rank
 from infinity.training.report import Reporter, StepRecord, Summary, write_summary
-from infinity.training.resume import check_same_run, identity_of, plan_resume
+from infinity.training.resume import (
+    check_same_run,
+    clear_way,
+    identity_of,
+    naming_older,
+    plan_resume,
+)
 from infinity.training.sample import encode_prompt, generate
 from infinity.training.tracing import TracePlan, Tracing
 
@@ -187,6 +193,9 @@ class _Run:
         resume = self._job.resume.path if self._job.resume is not None else None
         checkpoint, directory = self._config.checkpoint, self._config.checkpoint_directory
         is_cleared = resume is not None and self._job.rank.is_first and directory.is_dir()
+        if self._job.resume is not None and self._job.rank.is_first:
+            for each in clear_way(self._config, self._job.resume):
+                self._reporter.note(each)
         if checkpoint is not None and is_cleared:
             prune(directory, checkpoint.keep)  # A crash may have come between.
         stream_weights(self._model, self._job.plan, self._config, resume=resume)
@@ -233,7 +242,8 @@ class _Run:
         self.summary.phases_s["setup_s"] = time.perf_counter() - self._job.started_s
 
     def _resume(self, path: Path) -> None:
-        loaded = load(path, self._model, self._optimizer, scheduler=self._loop.scheduler)
+        with naming_older(self._config, path):
+            loaded = load(path, self._model, self._optimizer, scheduler=self._loop.scheduler)
         self._loop.num_steps = self.summary.resumed_at = loaded.step
         if loaded.path.parent not in self._config.commit_directories:
             self._saved_step = loaded.step

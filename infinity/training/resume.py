@@ -7,13 +7,17 @@ each step must see as many batches as before: then they are the same ones, in th
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from infinity.checkpoint.state_directory import list_checkpoints, refuse_later, step_of
+from infinity.checkpoint.state_directory import list_checkpoints, step_of
 from infinity.checkpoint.state_load import Loaded, read_program
+from infinity.checkpoint.state_removal import damaged_after, give_up, set_aside
 from infinity.config import SwapConfig
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, CorruptionError, InfinityError
 from infinity.training.data import Batches
 
 _DATA_KEYS = ("sequence_length", "held_out", "seed", "shuffle")
@@ -29,7 +33,8 @@ def plan_resume(
 
     `resume` takes the newest of `[checkpoint]`, or the step that the swap directory has committed
     if that is later, and begins where there is neither. Raises ConfigError where they would be in
-    the way of this run's own, and errors of a damaged one.
+    the way of this run's own, and errors of a damaged one, which name one to go on from. Damaged
+    ones are in nobody's way: see `clear_way`.
     """
     if config.checkpoint is None and resume and resume_from is None:
         raise ConfigError("--resume needs a section [checkpoint], or --resume-from DIRECTORY")
@@ -39,7 +44,7 @@ def plan_resume(
     if resume_from is not None:
         loaded = read_program(resume_from)
         for place in places:
-            refuse_later(place, loaded.step + 1)
+            _refuse_whole_later(place, loaded)
         return loaded
     there = sorted((each for place in places for each in list_checkpoints(place)), key=step_of)
     if not there:
@@ -56,7 +61,71 @@ def plan_resume(
             f"checkpoint.directory: {newest.parent} has checkpoints up to step {step_of(newest)}; "
             "go on from it with --resume, remove them, or name another directory"
         )
-    return read_program(newest)
+    with naming_older(config, newest):
+        return read_program(newest)
+
+
+def _refuse_whole_later(place: Path, loaded: Loaded) -> None:
+    """Damaged ones are no continuation of anything, so they are not in the way."""
+    _, whole = damaged_after(place, loaded.step)
+    if whole is not None:
+        raise ConfigError(
+            f"{whole} is there already and whole, expected none later than step {loaded.step}: "
+            "resume from it, remove it, or use another directory"
+        )
+
+
+def clear_way(config: SwapConfig, loaded: Loaded) -> list[str]:
+    """Takes damaged checkpoints that are later than the one to go on from out of the way of those
+    to come, which `plan_resume` has allowed. Returns what was done, for people."""
+    done = []
+    for place in (config.checkpoint_directory, *config.commit_directories):
+        if config.checkpoint is None or not place.is_dir():
+            continue
+        for path in damaged_after(place, loaded.step)[0]:
+            if place in config.commit_directories:
+                give_up(path)
+                done.append(f"{path} is damaged and was given up")
+            else:
+                done.append(f"{path} is damaged; it is {set_aside(path).name} now")
+    return done
+
+
+@contextmanager
+def naming_older(config: SwapConfig, path: Path) -> Iterator[None]:
+    """Where the checkpoint `path` turns out damaged, the error names one to go on from."""
+    try:
+        yield
+    except CorruptionError as error:
+        older = _newest_before(config, path)
+        hint = (
+            f"; the one before it is {older}: go on from it with --resume-from {older}"
+            if older is not None
+            else "; there is none before it"
+        )
+        raise CorruptionError(
+            error.errno or 0,
+            operation=error.operation,
+            path=error.path,
+            offset_nbytes=error.offset_nbytes,
+            nbytes=error.nbytes,
+            detail=f"{error.detail} (in the checkpoint {path}){hint}",
+        ) from error
+
+
+def _newest_before(config: SwapConfig, path: Path) -> Path | None:
+    """The newest checkpoint before `path` whose small state can be read."""
+    places = [*config.commit_directories, config.checkpoint_directory]
+    there = [each for place in places for each in list_checkpoints(place)]
+    last = step_of(path) if path in there else math.inf
+    for each in sorted(there, key=step_of, reverse=True):
+        if step_of(each) <= last and each != path:
+            try:
+                read_program(each)
+            except InfinityError:
+                continue
+            return each
+    return None
 
 
 def identity_of(config: SwapConfig, batches: Batches, *, num_ranks: int = 1) -> dict[str, Any]:

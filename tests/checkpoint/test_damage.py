@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +14,9 @@ from pathlib import Path
 import pytest
 
 import infinity
+from infinity.checkpoint.state_load import read_program
 from infinity.checkpoint.state_manifest import DIGEST_NAME, MANIFEST_NAME, SCHEMA, digest_line
+from infinity.checkpoint.state_removal import remove_own
 from infinity.errors import ConfigError, CorruptionError, InfinityError, UnsupportedError
 
 from .harness import assert_same, content, run
@@ -38,6 +42,69 @@ def verified(path: Path) -> list[str]:
     (found,) = infinity.checkpoint.inspect(path, verify=True)
     assert found.is_whole == (found.faults == ())
     return list(found.faults)
+
+
+def test_state_in_a_checkpoint_is_as_private_as_in_swap_files(saved):
+    modes = {path: stat.S_IMODE(path.stat().st_mode) for path in saved.rglob("*")}
+    assert modes and set(modes.values()) == {0o600}
+    assert stat.S_IMODE(saved.stat().st_mode) == 0o700
+    assert stat.S_IMODE(saved.parent.stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize("kind", ["file", "dangling link", "FIFO"])
+def test_what_has_the_name_of_a_checkpoint_and_is_none_is_a_fault(copy, kind):
+    fake = copy.parent / "step-00000009"
+    if kind == "FIFO":
+        os.mkfifo(fake)
+    else:
+        fake.touch() if kind == "file" else fake.symlink_to("nowhere")
+    whole, found = infinity.checkpoint.inspect(copy.parent)
+    assert whole.is_whole and not found.is_whole
+    assert found.path == fake and "expected a directory" in found.faults[0]
+
+
+@pytest.mark.parametrize("name", [MANIFEST_NAME, DIGEST_NAME, "program.pt", "buffers.safetensors"])
+def test_a_fifo_in_place_of_a_file_is_a_fault_and_is_not_waited_for(copy, name):
+    (copy / name).unlink()
+    os.mkfifo(copy / name)
+    (fault,) = verified(copy)
+    assert name in fault and "FIFO" in fault
+
+
+def test_small_state_with_a_right_digest_that_torch_cannot_load_is_a_fault(copy):
+    """A forger knows how to compute a SHA-256."""
+    import hashlib
+
+    (copy / "program.pt").write_bytes(b"no program")
+    body = json.loads((copy / MANIFEST_NAME).read_bytes())
+    (entry,) = [file for file in body["files"] if file["name"] == "program.pt"]
+    (extent,) = entry["extents"]
+    entry["nbytes"] = extent["nbytes"] = len(b"no program")
+    extent["sha256"] = hashlib.sha256(b"no program").hexdigest()
+    content = json.dumps(body).encode()
+    (copy / MANIFEST_NAME).write_bytes(content)
+    (copy / DIGEST_NAME).write_bytes(digest_line(content))
+    (fault,) = verified(copy)
+    assert "program.pt" in fault and "torch" in fault
+    with pytest.raises(CorruptionError, match=r"program\.pt.*torch"):
+        read_program(copy)
+
+
+def test_removal_takes_what_is_ours_and_leaves_the_rest(copy):
+    directory = copy.parent
+    shutil.copytree(copy, directory / ".step-00000009.partial")
+    shutil.copytree(copy, directory / "step-00000012")
+    (directory / "step-00000012" / "notes.txt").write_text("mine")
+    (directory / "mine").mkdir()
+    (directory / "step-00000013").symlink_to(directory / "mine")
+    (directory / "mine" / MANIFEST_NAME).write_text("a copy")
+    stays = remove_own(directory)
+    assert sorted(each.name for each in stays) == [
+        "mine", "step-00000012.foreign", "step-00000013"
+    ]  # fmt: skip
+    assert sorted(path.name for path in directory.rglob("*")) == [
+        MANIFEST_NAME, "mine", "notes.txt", "step-00000012.foreign", "step-00000013"
+    ]  # fmt: skip
 
 
 def test_any_flipped_byte_is_found(saved, copy):

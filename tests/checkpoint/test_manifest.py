@@ -20,9 +20,9 @@ from infinity.checkpoint.state_manifest import (
 )
 from infinity.errors import CorruptionError, UnsupportedError
 
-names = st.text(st.characters(exclude_characters="/\0"), min_size=1).filter(
-    lambda name: name not in (".", "..")
-)
+printable = st.characters(categories=("L", "N", "S"), exclude_characters="/")
+words = names = st.text(printable, min_size=1, max_size=40)
+texts = st.text(st.characters(exclude_characters="\0", codec="utf-8"), min_size=1)
 digests = st.text("0123456789abcdef", min_size=64, max_size=64)
 
 
@@ -32,7 +32,7 @@ def file_entries(draw, name):
     for _ in range(draw(st.integers(1, 4))):
         nbytes = draw(st.integers(0, 2**50))
         kind = draw(st.sampled_from(["header", "parameters", "moments"]))
-        extents.append(Extent(draw(st.text()), kind, end, nbytes, draw(digests)))
+        extents.append(Extent(draw(texts), kind, end, nbytes, draw(digests)))
         end += nbytes
     return FileEntry(name, end, tuple(extents))
 
@@ -41,7 +41,7 @@ def file_entries(draw, name):
 def manifests(draw):
     file_names = draw(st.lists(names, unique=True, max_size=4))
     files = tuple(draw(file_entries(name)) for name in file_names)
-    return Manifest(draw(st.integers(0, 2**40)), draw(st.text()), draw(st.text()), files)
+    return Manifest(draw(st.integers(0, 2**39)), draw(words), draw(words), files)
 
 
 def read(content: bytes) -> Manifest:
@@ -111,8 +111,32 @@ FILE = FileEntry("a", 3, (extent(0, 1), extent(1, 2)))
         (replace(FILE, extents=(extent(0, 1), extent(2, 1))),),
         (replace(FILE, extents=(extent(0, 4), extent(4, -1))),),
         (FILE, FILE),
+        (replace(FILE, name=".."),),
+        (replace(FILE, nbytes=2**80, extents=(extent(0, 2**80),)),),
     ],
 )
 def test_places_that_cannot_be_are_refused(files):
     with pytest.raises(CorruptionError, match=r"manifest\.json"):
-        read(to_bytes(Manifest(1, "", "", files)))
+        read(to_bytes(Manifest(1, "now", "me", files)))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("step", 1e30),
+        ("step", -1),
+        ("step", True),
+        ("step", float("nan")),
+        ("schema", -1),
+        ("schema", None),
+        ("created", "\x1b[2J"),
+        ("ranks", "rank-00000"),
+        ("ranks", ["..", "a"]),
+        ("files", {}),
+        ("files", [[[[]]]]),
+    ],
+)
+def test_absurd_values_are_damage(key, value):
+    body = json.loads(to_bytes(Manifest(1, "now", "me", (FILE,)))) | {key: value}
+    with pytest.raises(CorruptionError, match=r"manifest\.json"):
+        read(json.dumps(body).encode())

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -113,6 +115,76 @@ def test_strangers_are_not_let_in() -> None:
     with stranger:
         assert stranger.recv(1) == b"", "the connection is closed"
     together([each.close for each in links])
+
+
+def test_silent_and_slow_clients_do_not_hold_up_a_start() -> None:
+    links = make(2)
+    mine = links[0].peers[0]
+    silent = [socket.create_connection((mine.address, mine.port)) for _ in range(5)]
+    hello = links_module._HEADER.pack(Kind.HELLO, 1, 0, 0, 32)
+    for number, each in enumerate(silent):
+        each.sendall(hello[:number])
+    start_s = time.monotonic()
+    together([lambda i=i: links[i].open(Shelf()) for i in range(2)])
+    assert time.monotonic() - start_s < 5
+    for each in silent:
+        each.settimeout(TIME_LIMIT_S)
+        with each, contextlib.suppress(ConnectionResetError):
+            assert each.recv(1) == b"", "the connection is closed"
+    together([each.close for each in links])
+
+
+def test_one_deadline_holds_for_all_that_connect(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However slowly they speak, and however many."""
+    monkeypatch.setattr(links_module, "SILENCE_S", 1.0)
+    first, second = make(2)
+    me, is_over = first.peers[0], threading.Event()
+    slow = [socket.create_connection((me.address, me.port)) for _ in range(3)]
+
+    def speak() -> None:
+        for byte in links_module._HEADER.pack(Kind.HELLO, 1, 0, 0, 32):
+            for each in slow:
+                with contextlib.suppress(OSError):
+                    each.send(bytes([byte]))
+            if is_over.wait(0.3):
+                return
+
+    speaking = threading.Thread(target=speak)
+    speaking.start()
+    start_s = time.monotonic()
+    with pytest.raises(RankError, match="rank 1 .* has not connected"):
+        first.open(Shelf())
+    assert time.monotonic() - start_s < 3
+    is_over.set()
+    speaking.join(TIME_LIMIT_S)
+    first.close()
+    second._listener.close()
+    for each in slow:
+        each.close()
+
+
+@pytest.mark.parametrize(
+    ("header", "why"),
+    [
+        ((Kind.WORD, 0, 0, 0, 8 << 30), "announced a WORD of 8589934592 bytes"),
+        ((Kind.NOTE, 0, 0, 0, 1 << 62), "announced a NOTE"),
+        ((Kind.BYE, 1, 0, 0, 1 << 40), "announced a BYE"),
+        ((Kind.BYE, 99, 0, 0, 0), "rank 98 failed, and there is none"),
+        ((Kind.BEAT, 0, 0, 0, 1), "announced a BEAT"),
+        ((77, 0, 0, 0, 0), "kind 77"),
+    ],
+)
+def test_a_rank_that_announces_what_cannot_be_is_named(
+    pair: tuple[list[Links], list[Shelf]], header: tuple[int, ...], why: str
+) -> None:
+    links, _ = pair
+    liar = links[1]._outgoing[0, links_module.Purpose.GIVING]
+    with liar.sending:
+        liar.connection.sendall(links_module._HEADER.pack(*header))
+    assert links[0]._wait_until(lambda: links[0].is_broken, TIME_LIMIT_S)
+    with pytest.raises(RankError, match=f"rank 1 .*{why}") as caught:
+        links[0].check()
+    assert caught.value.rank == 1
 
 
 def test_a_rank_that_never_connects_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import random
@@ -25,6 +26,7 @@ from infinity.errors import (
 from infinity.sizes import KIB, MIB, PAGE_NBYTES
 from infinity.storage.arena import Arena
 from infinity.storage.engine import Priority, StorageEngine
+from infinity.storage.swap_inspect import examine
 from infinity.storage.volume import Extent, Volume, VolumePath
 from infinity.testing.faulty_engine import Fault, FaultyEngine
 from tests.forked import TIME_LIMIT_S
@@ -261,10 +263,87 @@ def test_unreadable_lock_file_of_a_dead_process_is_taken_over(
     """A crash may have cut it short."""
     drive = tmp_path / "drive"
     drive.mkdir()
-    for text in ("", '{"pid": 1', "[]", "\x00" * 100):
+    for text in ("", '{"sch', '{"schema": 1, "pid": 1', "\x00" * 100):
         (drive / "infinity.lock").write_text(text)
         Volume(threads, [VolumePath(str(drive))]).close()
         assert not list(drive.iterdir())
+
+
+def _make_fifo(path: Path, tmp_path: Path) -> None:
+    os.mkfifo(path, 0o600)
+
+
+FOREIGN: dict[str, Callable[[Path, Path], object]] = {
+    "is a symbolic link": lambda path, tmp_path: path.symlink_to(tmp_path / "precious"),
+    "is a symbolic link ": lambda path, tmp_path: path.symlink_to(tmp_path / "nowhere"),
+    "another name": lambda path, tmp_path: path.hardlink_to(tmp_path / "precious"),
+    "is a FIFO": _make_fifo,
+    "is a directory": lambda path, tmp_path: path.mkdir(),
+    "no lock file": lambda path, tmp_path: path.write_text("[" * 100_000),
+    "others may write": lambda path, tmp_path: path.touch() or path.chmod(0o666),
+}
+
+
+@pytest.mark.parametrize("why", FOREIGN)
+def test_a_foreign_file_with_the_name_of_the_lock_is_refused_and_stays_as_it_is(
+    threads: StorageEngine, tmp_path: Path, why: str
+) -> None:
+    drive, precious = tmp_path / "drive", tmp_path / "precious"
+    drive.mkdir()
+    precious.write_bytes(b"x" * 8000)
+    FOREIGN[why](drive / "infinity.lock", tmp_path)
+    before = (drive / "infinity.lock").lstat()
+    with pytest.raises(StorageError, match=f"infinity.lock.*{why.strip()}"):
+        Volume(threads, [VolumePath(str(drive))])
+    found = examine(str(drive))
+    assert found is not None and why.strip() in found.faults[0]
+    after = (drive / "infinity.lock").lstat()
+    assert (after.st_ino, after.st_size, after.st_mode) == (
+        before.st_ino,
+        before.st_size,
+        before.st_mode,
+    )
+    assert precious.read_bytes() == b"x" * 8000 and not (tmp_path / "nowhere").exists()
+
+
+@pytest.mark.parametrize("kind", ["directory", "dangling link"])
+def test_what_has_the_name_of_a_swap_file_and_is_none_is_named_and_stays(
+    threads: StorageEngine, tmp_path: Path, kind: str
+) -> None:
+    name = tmp_path / "drive" / "infinity-0123456789abcdef.swap"
+    name.parent.mkdir()
+    name.mkdir() if kind == "directory" else name.symlink_to("nowhere")
+    with pytest.raises(StorageError, match=f"{name.name}.*move it away"):
+        Volume(threads, [VolumePath(str(name.parent))])
+    found = examine(str(name.parent))
+    assert found is not None and name.name in found.faults[0]
+    assert os.listdir(name.parent) == [name.name], "and no lock is left behind"
+
+
+@pytest.mark.parametrize("code", ["ENOLCK", "EOPNOTSUPP", "EIO"])
+def test_a_drive_without_file_locks_is_named_with_what_to_do(
+    threads: StorageEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str
+) -> None:
+    def refuse(fd: int, operation: int) -> None:
+        raise OSError(getattr(errno, code), os.strerror(getattr(errno, code)))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.raises(StorageError, match="local drive") as caught:
+        Volume(threads, [VolumePath(str(tmp_path / "drive"))])
+    assert caught.value.errno == getattr(errno, code)
+    assert not list((tmp_path / "drive").iterdir())
+
+
+def test_a_full_drive_is_named_and_no_empty_lock_stays(
+    threads: StorageEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(fd: int, content: bytes, offset: int) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(StorageError, match=r"infinity.lock.*free\s+some space"):
+        Volume(threads, [VolumePath(str(tmp_path / "drive"))])
+    assert not list((tmp_path / "drive").iterdir())
 
 
 def test_lock_is_not_held_by_a_child_that_outlives_the_parent(

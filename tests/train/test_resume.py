@@ -21,7 +21,7 @@ from infinity.checkpoint.state_copy import Orders, copy_checkpoint
 from infinity.cli.train import override
 from infinity.config import SwapConfig
 from infinity.config.source import read_file
-from infinity.errors import ConfigError, StorageError
+from infinity.errors import ConfigError, CorruptionError, StorageError
 from infinity.training import program
 from infinity.training.report import Summary
 from tests.checkpoint.test_copy import elsewhere
@@ -157,6 +157,26 @@ def test_a_copy_to_another_file_system_is_given_up_in_time_and_taken_up_again(jo
     assert metrics(job) == metrics(job, "whole")
     assert [path.name for path in sorted(far.iterdir())] == ["step-00000008", "step-00000012"]
     assert list((job / "swap").iterdir()) == []
+
+
+def test_a_damaged_newest_checkpoint_is_named_and_is_in_nobodys_way(job):
+    options = "train.steps=6", "checkpoint.every=2", "train.schedule='constant'"
+    run(job, *options)
+    directory = job / "output" / "checkpoints"
+    newest, older = directory / "step-00000006", directory / "step-00000004"
+    expected = metrics(job)
+    content = bytearray((newest / "linked.crc32c").read_bytes())
+    content[-1] ^= 1
+    (newest / "linked.crc32c").write_bytes(content)
+    with pytest.raises(CorruptionError, match=rf"{newest.name}.*--resume-from {older}"):
+        run(job, *options, resume=True)
+    summary = run(job, *options, resume_from=older)
+    assert summary.resumed_at == 4
+    assert metrics(job) == expected
+    assert (directory / f"{newest.name}.damaged").is_dir()
+    assert newest.is_dir(), "and there is a whole one again"
+    with pytest.raises(ConfigError, match=rf"{newest.name} is there already and whole"):
+        run(job, *options, resume_from=older)
 
 
 def test_other_text_is_another_run(job):

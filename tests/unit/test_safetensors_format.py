@@ -106,7 +106,7 @@ def test_header_that_is_not_json_is_refused(tmp_path):
     path = tmp_path / "a.safetensors"
     path.write_bytes(struct.pack("<Q", 16) + b"version https://")
 
-    with pytest.raises(CorruptionError, match="not JSON"):
+    with pytest.raises(CorruptionError, match="not valid JSON"):
         SafetensorsReader(path)
 
 
@@ -120,7 +120,7 @@ def shift(entries, nbytes):
     ("change", "message"),
     [
         (lambda e: e["weight"].update(shape=[3, 5]), "'weight'.*needs 60 bytes.*gives it 48"),
-        (lambda e: e["weight"].update(shape=[3, -4]), "'weight' has shape"),
+        (lambda e: e["weight"].update(shape=[3, -4]), "'weight' is malformed.*is -4"),
         (lambda e: e["weight"].pop("dtype"), "entry of tensor 'weight' is malformed"),
         (lambda e: e.pop("weight"), "overlap or leave a hole|accounts for"),
         (lambda e: shift(e, 1), "expected 0: tensors overlap or leave a hole"),

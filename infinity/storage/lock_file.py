@@ -1,0 +1,149 @@
+"""The file `infinity.lock`: opened without harm to what is not ours, read and written.
+
+Whoever may write into the directory can put anything under that name. So a link is not followed, a
+FIFO is not waited for, and a file that this package did not write is not changed: it is refused by
+name. What the file says is only ever shown to people, but for the names of swap files to keep.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import stat
+from typing import Any
+
+from infinity.bounded import MAX_INT, MalformedError, kind_of, parse_json
+from infinity.errors import StorageError
+
+LOCK_NBYTES = 1 << 16  # More than any lock needs: it names the swap files that are kept.
+_BEGINS = b'{"schema": '  # As every lock does that was ever written here.
+_LOCAL = (
+    "file locks do not work there; put the directory on a local drive (ext4, XFS), or mount the "
+    "network drive with locks"
+)
+
+
+def open_lock(path: str, *, create: bool) -> int:
+    """A descriptor of the lock file, made if need be; it is not locked yet. With `create` for
+    reading and writing, else for reading.
+
+    Raises StorageError for whatever else has that name, and FileNotFoundError without `create`.
+    """
+    flags = os.O_RDWR | os.O_CREAT if create else os.O_RDONLY
+    try:
+        # O_NONBLOCK is for a FIFO, whose open waits for the other end.
+        fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        if error.errno == errno.ENOENT and not create:
+            raise
+        raise _refused(path, error.errno or errno.EIO, _name_in_the_way(path)) from None
+    try:
+        _check_own(fd, path)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _name_in_the_way(path: str) -> str:
+    """Why a lock cannot be opened, where the name is of something else; "" where it is not."""
+    try:
+        mode = os.lstat(path).st_mode
+    except OSError:
+        return ""
+    if stat.S_ISREG(mode):
+        return ""
+    return f"it is {kind_of(mode)}; expected the lock file of this package. Move it away"
+
+
+def _check_own(fd: int, path: str) -> None:
+    """Raises StorageError unless it is a file that this package wrote, or that is empty."""
+    found = os.fstat(fd)
+    if not stat.S_ISREG(found.st_mode):
+        raise _refused(path, errno.EINVAL, _name_in_the_way(path) or "it is no regular file")
+    if found.st_nlink > 1:
+        detail = "it is a link to a file that has another name, too; move it away"
+        raise _refused(path, errno.EMLINK, detail)
+    if found.st_uid not in (os.geteuid(), 0) and os.geteuid() != 0:
+        detail = f"it belongs to user {found.st_uid}; use a directory of your own"
+        raise _refused(path, errno.EACCES, detail)
+    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        detail = (
+            f"others may write it (mode {stat.S_IMODE(found.st_mode):o}); expected 600. Look at "
+            "who made it, then remove it"
+        )
+        raise _refused(path, errno.EACCES, detail)
+    start = os.pread(fd, len(_BEGINS), 0)
+    # A crash may have cut a lock short, or left zeros in place of what was written last.
+    if found.st_size > LOCK_NBYTES or not _BEGINS.startswith(start.rstrip(b"\0")):
+        raise _refused(path, errno.EEXIST, "it is no lock file of this package; move it away")
+
+
+def read_holder(fd: int) -> dict[str, Any]:
+    """Whatever a lock file says; nothing when it says nothing that is understood."""
+    try:
+        found = parse_json(os.pread(fd, LOCK_NBYTES, 0) or b"{}", max_depth=3)
+    except (MalformedError, OSError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def pid_in(holder: dict[str, Any]) -> int | None:
+    """The process that a lock names, where it names one that can be."""
+    pid = holder.get("pid")
+    return pid if type(pid) is int and 0 < pid < MAX_INT else None
+
+
+def write_holder(fd: int, path: str, holder: dict[str, Any]) -> None:
+    """Puts `holder` into the lock. What was there is whole until the new one is. Raises
+    StorageError; a file that was empty is removed then, so that a full drive keeps no trace."""
+    content = json.dumps(holder).encode()
+    was_empty = os.fstat(fd).st_size == 0
+    try:
+        if os.pwrite(fd, content, 0) < len(content):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        os.ftruncate(fd, len(content))
+    except OSError as error:
+        if was_empty:
+            os.unlink(path)
+        detail = ""
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            detail = (
+                f"{os.strerror(error.errno)}: not even a lock of {len(content)} bytes fits; free "
+                "some space there, or use another directory"
+            )
+        raise StorageError(
+            error.errno or errno.EIO, operation="write", path=path, detail=detail
+        ) from None
+
+
+def try_lock(fd: int, path: str, operation: int = fcntl.LOCK_EX) -> bool:
+    """Whether the lock was taken; False where somebody else holds it. Does not wait.
+
+    Raises StorageError where file locks do not work.
+    """
+    try:
+        fcntl.flock(fd, operation | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno == errno.EWOULDBLOCK:
+            return False
+        code = error.errno or errno.EIO
+        detail = f"{os.strerror(code)}: {_LOCAL}"
+        raise StorageError(code, operation="lock", path=path, detail=detail) from error
+    return True
+
+
+def is_same_file(fd: int, path: str) -> bool:
+    """Whether the name still is that of the open file."""
+    try:
+        there = os.lstat(path)
+    except FileNotFoundError:
+        return False
+    mine = os.fstat(fd)
+    return (mine.st_dev, mine.st_ino) == (there.st_dev, there.st_ino)
+
+
+def _refused(path: str, code: int, detail: str) -> StorageError:
+    return StorageError(code, operation="open", path=path, detail=detail)
