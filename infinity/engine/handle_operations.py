@@ -21,6 +21,7 @@ from infinity.engine.hooks import Backwards, Stay, detach_from_parameters, nodes
 from infinity.engine.machinery import Machinery
 from infinity.engine.parameter_grads import ParameterGrads
 from infinity.engine.slot import Slot
+from infinity.engine.state_values import StateValue
 from infinity.engine.whole import Whole
 from infinity.errors import InfinityError, ParameterNotResident, UnsupportedError
 
@@ -77,6 +78,9 @@ class HandleOperations:
         slot.compute.requires_grad_(is_trainable)
         with torch._C.DisableTorchFunctionSubclass():
             handle.requires_grad_(is_trainable)
+
+    def state_value(self, handle: Handle) -> torch.Tensor:
+        return StateValue.make(handle)
 
     # -- Gradients -------------------------------------------------------------------------------
 

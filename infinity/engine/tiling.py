@@ -21,6 +21,7 @@ from torch import nn
 
 from infinity.engine import tiled_experts
 from infinity.engine.handles import Handle
+from infinity.engine.state_values import StateValue, is_value_of, plain_value
 from infinity.engine.tiled import Tiled, TiledEmbedding, TiledLinear
 from infinity.engine.whole import Whole
 from infinity.state.tiles import ROW_ALIGNMENT, cut_rows, is_cut_by_name
@@ -342,8 +343,12 @@ def _put_together(module: Any, state_dict: dict[str, Any], prefix: str, metadata
     """After `state_dict()` came by: one tensor in the place of its tiles."""
     for attribute, whole in module.wholes.items():
         values = [state_dict.pop(name) for name in _tile_names(module, prefix, attribute)]
-        keeps_handles = any(isinstance(value, Handle) for value in values)
-        state_dict[prefix + attribute] = whole.face if keeps_handles else torch.cat(values)
+        if any(isinstance(value, StateValue) for value in values):
+            state_dict[prefix + attribute] = StateValue.make(whole.face)  # type: ignore[arg-type]
+        elif any(isinstance(value, Handle) for value in values):
+            state_dict[prefix + attribute] = whole.face
+        else:
+            state_dict[prefix + attribute] = torch.cat(values)
 
 
 def _take_apart(
@@ -368,7 +373,8 @@ def _take_apart(
                 f"size mismatch for {prefix + attribute}: the model has {tuple(whole.face.shape)}, "
                 f"the state_dict {tuple(value.shape)}"
             )
-        parts: Iterable[Any] = (value[start:stop] for start, stop in pairwise(whole.starts))
-        if value is whole.face or value.shape != whole.face.shape:
-            parts = whole.handles  # Its own values: nothing is to be done.
+        parts: Iterable[Any] = whole.handles  # Of its own values: nothing is to be done.
+        if not is_value_of(value, whole.face) and value.shape == whole.face.shape:
+            value = plain_value(value)
+            parts = [value[start:stop] for start, stop in pairwise(whole.starts)]
         state_dict.update(zip(names, parts, strict=True))
