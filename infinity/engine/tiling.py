@@ -23,6 +23,7 @@ from infinity.engine import tiled_experts
 from infinity.engine.handles import Handle
 from infinity.engine.state_values import StateValue, is_value_of, plain_value
 from infinity.engine.tiled import Tiled, TiledEmbedding, TiledLinear
+from infinity.engine.tiled_adapters import adapt_tiles, leave_tiles
 from infinity.engine.whole import Whole
 from infinity.state.tiles import ROW_ALIGNMENT, cut_rows, is_cut_by_name
 
@@ -129,6 +130,7 @@ class Tiling:
         self._itemsize_of = itemsize_of  # Bytes of an element as the engine keeps it.
         self._candidates, self._reasons = _survey(model)
         self._cuts: list[_Cut] = []
+        self._adapted: list[nn.Module] = []  # Wrappers of adapters around what is cut.
         self.wholes: list[Whole] = []
 
     @property
@@ -159,6 +161,7 @@ class Tiling:
             starts = cut_rows(candidate.num_rows, row_nbytes, limit_nbytes, candidate.alignment)
             if candidate.nbytes(self._itemsize_of) > limit_nbytes and len(starts) > 2:
                 self._cut(candidate, starts)
+        self._adapted = adapt_tiles(self._model)
 
     def _cut(self, candidate: _Candidate, starts: tuple[int, ...]) -> None:
         shared = {
@@ -185,6 +188,7 @@ class Tiling:
 
     def undo(self) -> None:
         """The model is as it was."""
+        leave_tiles(self._adapted)
         for cut in reversed(self._cuts):
             cut.undo()
         self._cuts.clear()
