@@ -50,6 +50,7 @@ class HandleOperations:
         self._engine = engine  # Who keeps a handle keeps what it needs.
         self._counters = parts.counters
         self._passes = parts.passes
+        self._executor = parts.executor
         self._faces = faces
         self._holds = holds
         self._changes = changes
@@ -127,6 +128,8 @@ class HandleOperations:
             return self._read_gradient(handle) if handle.is_gradient else slots[id(handle)].compute
 
         first = torch.autograd._get_sequence_nr()
+        if self._initialising is not None:
+            self._make_room(self._initialising, units)
         with self._holds.holding(units):
             answer = function(*replace_handles(args, real), **replace_handles(dict(kwargs), real))
             if self._initialising is not None:
@@ -187,7 +190,8 @@ class HandleOperations:
     @contextmanager
     def initialising(self) -> Iterator[None]:
         """Within, operations on handles may change them in place, and views of them stay valid
-        until the next but one unit is touched. What was touched is written to its tiers."""
+        until the next unit is touched, or where there is room the next but one. What was touched is
+        written to its tiers."""
         assert self._initialising is None
         self._initialising = []
         try:
@@ -197,13 +201,21 @@ class HandleOperations:
             for unit in kept:
                 self._let_go(unit)
 
+    def _make_room(self, kept: list[int], units: list[int]) -> None:
+        """Lets go before the next units come: the budget is that of training, which holds no unit
+        for later."""
+        coming = [unit for unit in units if unit not in kept]
+        while coming and kept:
+            is_many = len(kept) + len(coming) > _INITIALISING_UNITS
+            if not is_many and self._executor.has_room_beside_held(coming):
+                return
+            self._let_go(kept.pop(0))
+
     def _keep(self, kept: list[int], units: list[int]) -> None:
         for unit in units:
             if unit not in kept:
-                self._holds.enter([unit])
+                self._holds.enter([unit], is_of_pass=False)
                 kept.append(unit)
-            while len(kept) > max(_INITIALISING_UNITS, len(units)):
-                self._let_go(kept.pop(0))
 
     def _let_go(self, unit: int) -> None:
         self._changes.expect([unit])
