@@ -23,7 +23,7 @@ from infinity.engine.parameter_grads import ParameterGrads
 from infinity.engine.slot import Slot
 from infinity.engine.state_values import StateValue
 from infinity.engine.whole import Whole
-from infinity.errors import InfinityError, ParameterNotResident, UnsupportedError
+from infinity.errors import CapacityError, InfinityError, ParameterNotResident, UnsupportedError
 
 if TYPE_CHECKING:
     from infinity.engine.engine import Engine
@@ -50,7 +50,8 @@ class HandleOperations:
         self._engine = engine  # Who keeps a handle keeps what it needs.
         self._counters = parts.counters
         self._passes = parts.passes
-        self._executor = parts.executor
+        self._pool = parts.pool
+        self._units = parts.store.units
         self._faces = faces
         self._holds = holds
         self._changes = changes
@@ -129,11 +130,10 @@ class HandleOperations:
 
         first = torch.autograd._get_sequence_nr()
         if self._initialising is not None:
-            self._make_room(self._initialising, units)
+            self._keep(self._initialising, units)
         with self._holds.holding(units):
             answer = function(*replace_handles(args, real), **replace_handles(dict(kwargs), real))
             if self._initialising is not None:
-                self._keep(self._initialising, units)
                 by_compute = {id(slot.compute): slot.handle for slot in slots.values()}
                 return by_compute.get(id(answer), answer)
             if changes is not None:
@@ -201,21 +201,33 @@ class HandleOperations:
             for unit in kept:
                 self._let_go(unit)
 
-    def _make_room(self, kept: list[int], units: list[int]) -> None:
-        """Lets go before the next units come: the budget is that of training, which holds no unit
-        for later."""
-        coming = [unit for unit in units if unit not in kept]
-        while coming and kept:
-            is_many = len(kept) + len(coming) > _INITIALISING_UNITS
-            if not is_many and self._executor.has_room_beside_held(coming):
-                return
-            self._let_go(kept.pop(0))
-
     def _keep(self, kept: list[int], units: list[int]) -> None:
-        for unit in units:
-            if unit not in kept:
-                self._holds.enter([unit], is_of_pass=False)
-                kept.append(unit)
+        """Holds units, and lets go of others before: the budget is that of training, which holds no
+        unit for later."""
+        coming = [unit for unit in units if unit not in kept]
+        while coming and kept and not self._may_stay([*kept, *coming]):
+            # Without a master first: to take one over needs room.
+            self._let_go(kept.pop(kept.index(min(kept, key=self._has_master))))
+        coming = [unit for unit in units if unit not in kept]
+        try:
+            self._holds.enter(coming, is_of_pass=False)
+        except CapacityError:
+            if not kept:
+                raise
+            while kept:
+                self._let_go(kept.pop(kept.index(min(kept, key=self._has_master))))
+            coming = units
+            self._holds.enter(coming, is_of_pass=False)
+        kept.extend(coming)
+
+    def _may_stay(self, units: list[int]) -> bool:
+        """Whether to try to hold all of these. Where memory is scarce one of two units with a
+        master could not be taken over beside the other."""
+        is_safe = not self._pool.is_tight or sum(map(self._has_master, units)) < 2
+        return len(units) <= _INITIALISING_UNITS and is_safe
+
+    def _has_master(self, unit: int) -> bool:
+        return self._units[unit].master_dtype is not None
 
     def _let_go(self, unit: int) -> None:
         self._changes.expect([unit])

@@ -205,16 +205,6 @@ class Executor:
         self._device.end_use(weights.region)
         return weights.holds == 0
 
-    def has_room_beside_held(self, units: Iterable[int]) -> bool:
-        """Whether the units can be held as well as those that are, without being part of what
-        nested modules need at once."""
-        if self._pool.is_tight:
-            return False
-        held_nbytes = sum(w.unit.weight_nbytes for w in self.weights if w.holds)
-        more_nbytes = sum(self._nbytes[unit] for unit in units)
-        window_nbytes = self._device_window_nbytes
-        return window_nbytes is None or held_nbytes + more_nbytes <= window_nbytes
-
     def expected(self) -> Iterator[int]:
         """Units in the order in which they will probably be used next, each once."""
         return self._trace.upcoming()
