@@ -6,54 +6,105 @@ Sources: proc_meminfo(5); the kernel's cgroup-v2 and cgroup-v1 memory controller
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
+from infinity.sizes import format_nbytes
 
-def available_memory_nbytes(root: Path = Path("/")) -> int:
-    """Bytes that can be allocated without swapping: MemAvailable, or less inside a memory cgroup.
+# Of what is available, the most that one arena may take. The rest is for activations, the
+# interpreter, and whoever else uses the machine.
+_MOST_OF_AVAILABLE = 0.95
+
+
+@dataclass(frozen=True, slots=True)
+class HostMemory:
+    """Memory that a process may still take. `limit` names the cgroup that sets it; None: the
+    machine itself does."""
+
+    nbytes: int
+    limit: str | None = None
+
+    @property
+    def most_nbytes(self) -> int:
+        """What an arena may take of it: to populate all would end in the OOM killer."""
+        return int(_MOST_OF_AVAILABLE * self.nbytes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Controller:
+    """Files of a cgroup's memory controller, and the names of its page cache in memory.stat."""
+
+    base: Path
+    limit: str
+    usage: str
+    cache: tuple[str, str]
+
+
+def host_memory(root: Path = Path("/")) -> HostMemory:
+    """What can be allocated without swapping: MemAvailable, or less inside a memory cgroup.
 
     A cgroup's room is its limit less what its processes hold; page cache that the kernel can drop
-    (inactive_file) does not count as held. Every cgroup above the process limits it too.
+    does not count as held. Every cgroup above the process limits it too.
     """
     meminfo = dict(
         line.split(":", 1)
         for line in (root / "proc/meminfo").read_text().splitlines()
         if ":" in line
     )
-    available = int(meminfo["MemAvailable"].split()[0]) * 1024
-    return max(0, min([available, *_cgroup_rooms(root)]))
+    available_nbytes = int(meminfo["MemAvailable"].split()[0]) * 1024
+    rooms = [HostMemory(available_nbytes), *_cgroup_rooms(root)]
+    return min(rooms, key=lambda room: room.nbytes)
 
 
-def _cgroup_rooms(root: Path) -> Iterator[int]:
+def available_memory_nbytes(root: Path = Path("/")) -> int:
+    """The bytes of `host_memory`."""
+    return host_memory(root).nbytes
+
+
+def _cgroup_rooms(root: Path) -> Iterator[HostMemory]:
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
         return
+    mounted = root / "sys/fs/cgroup"
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if controllers == "":
-            base, files = root / "sys/fs/cgroup", ("memory.max", "memory.current", "inactive_file")
+            cache = "inactive_file", "active_file"
+            found = _Controller(mounted, "memory.max", "memory.current", cache)
         elif "memory" in controllers.split(","):
-            base = root / "sys/fs/cgroup/memory"
-            files = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            cache = "total_inactive_file", "total_active_file"
+            base = mounted / "memory"
+            found = _Controller(base, "memory.limit_in_bytes", "memory.usage_in_bytes", cache)
         else:
             continue
         group = PurePosixPath(path)
         for level in (group, *group.parents):
-            room = _room(base / str(level).lstrip("/"), *files)
+            room = _room(found, found.base / str(level).lstrip("/"))
             if room is not None:
                 yield room
 
 
-def _room(directory: Path, limit_file: str, usage_file: str, cache_key: str) -> int | None:
-    """Bytes left in one cgroup; None where there is no limit or the files are not readable."""
+def _room(controller: _Controller, directory: Path) -> HostMemory | None:
+    """What is left in one cgroup; None where there is no limit or the files are not readable."""
     try:
-        limit = (directory / limit_file).read_text().strip()
-        if not limit.isdigit():  # "max"
+        text = (directory / controller.limit).read_text().strip()
+        if not text.isdigit():  # "max"
             return None
-        usage = int((directory / usage_file).read_text())
-        stat = (directory / "memory.stat").read_text()
+        limit_nbytes = int(text)
+        usage_nbytes = int((directory / controller.usage).read_text())
     except (OSError, ValueError):
         return None
-    cache = dict(line.split() for line in stat.splitlines() if len(line.split()) == 2)
-    return int(limit) - usage + int(cache.get(cache_key, 0))
+    left_nbytes = max(0, limit_nbytes - usage_nbytes + _cache_nbytes(controller, directory))
+    name = f"the cgroup limit of {format_nbytes(limit_nbytes)} in {directory / controller.limit}"
+    return HostMemory(min(limit_nbytes, left_nbytes), name)
+
+
+def _cache_nbytes(controller: _Controller, directory: Path) -> int:
+    """Page cache that is charged to a cgroup: it makes room when memory is asked for."""
+    try:
+        stat = (directory / "memory.stat").read_text()
+    except OSError:
+        return 0
+    fields = dict(line.split() for line in stat.splitlines() if len(line.split()) == 2)
+    return sum(int(fields.get(name, 0)) for name in controller.cache)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from infinity import uring
 from infinity.config import SwapConfig
-from infinity.config.machine import available_memory_nbytes
+from infinity.config.machine import HostMemory, host_memory
 from infinity.doctor.files import read_text
 from infinity.doctor.finding import Finding, degraded, missing, ok
 from infinity.errors import CapacityError
@@ -22,9 +22,9 @@ _MAX_TRIAL_NBYTES = 256 * MIB
 
 
 def examine(config: SwapConfig, root: Path) -> Iterator[Finding]:
-    available_nbytes = available_memory_nbytes(root)
-    arena_nbytes = config.tiers.host.budget_nbytes(available_nbytes)
-    yield check_room(available_nbytes, arena_nbytes)
+    memory = host_memory(root)
+    arena_nbytes = config.tiers.host.budget_nbytes(memory.nbytes)
+    yield check_room(memory, arena_nbytes)
     yield check_huge_pages(
         read_text(root / "sys/kernel/mm/transparent_hugepage/enabled"),
         is_wanted=config.tiers.host.huge_pages,
@@ -39,14 +39,17 @@ def examine(config: SwapConfig, root: Path) -> Iterator[Finding]:
     )
 
 
-def check_room(available_nbytes: int, arena_nbytes: int) -> Finding:
-    """`available_nbytes` can be had without swapping; the arena takes `arena_nbytes` at start."""
+def check_room(memory: HostMemory, arena_nbytes: int) -> Finding:
+    """`memory` can be had without swapping; the arena takes `arena_nbytes` of it at start."""
     subject = "host memory"
-    available = f"{format_nbytes(available_nbytes)} available"
-    if arena_nbytes > available_nbytes:
+    available = f"{format_nbytes(memory.nbytes)} available"
+    if memory.limit is not None:
+        available += f" below {memory.limit}"
+    if arena_nbytes > memory.most_nbytes:
         return missing(
             subject,
-            f"{available}, tiers.host.capacity asks for {format_nbytes(arena_nbytes)}",
+            f"{available}, {format_nbytes(memory.most_nbytes)} of it for an arena; "
+            f"tiers.host.capacity asks for {format_nbytes(arena_nbytes)}",
             cost="the arena cannot be allocated: no run starts",
             remedy="Lower tiers.host.capacity, end other programs, or raise the container's limit.",
         )

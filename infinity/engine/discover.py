@@ -4,6 +4,8 @@ A *site* is a module whose forward and backward need weights: a child of an oute
 any other module that owns parameters itself. A *unit* is a set of parameters that are needed by the
 same sites, so that what moves together is used together: a block's own weights are one unit, a
 weight tied between embedding and head is another, and so is a block that several layers share.
+Frozen and trainable parameters are units of their own: an adapter is read, updated and saved
+without the base that it adapts.
 A tile of an operator too large for one unit (`engine/tiling.py`) is a site of its own, also inside
 a block.
 """
@@ -111,10 +113,16 @@ def dissect(model: nn.Module, rule: UnitRule = "auto") -> Anatomy:
     sites: list[FoundSite] = []
     found: dict[int, Found] = {}
     _visit(model, "", None, is_block, sites, found, set())
-    groups: dict[tuple[int, ...], list[Found]] = {}
+    groups: dict[tuple[tuple[int, ...], bool], list[Found]] = {}
     for each in found.values():
-        groups.setdefault(tuple(each.sites), []).append(each)
-    units = [(_unit_name(members, sites), members) for members in groups.values()]
+        key = tuple(each.sites), each.parameter.requires_grad
+        groups.setdefault(key, []).append(each)
+    units = []
+    for (used_by, is_trained), members in groups.items():
+        name = _unit_name(members, sites)
+        # Each unit has a name of its own: what a commit keeps is found by it.
+        is_second = not is_trained and (used_by, True) in groups
+        units.append((f"{name} (frozen)" if is_second else name, members))
     return Anatomy(model, sites, units)
 
 

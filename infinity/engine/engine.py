@@ -44,6 +44,7 @@ from infinity.engine.rank_group import Together
 from infinity.engine.shared_activations import SharedActivations
 from infinity.engine.slot import Slot
 from infinity.engine.state_access import StateAccess
+from infinity.engine.state_values import is_value_of, plain_value
 from infinity.engine.tiling import tiles_of
 from infinity.engine.update import StepRecord
 from infinity.engine.whole import Whole
@@ -289,6 +290,7 @@ class Engine:
 
     def write_parameter(self, name: str, tensor: torch.Tensor) -> None:
         """Replaces a parameter's value, master copy included. Any dtype; the parameter's shape."""
+        tensor = plain_value(tensor)
         whole = self.wholes.get(name)
         shape = tuple(self.spec(name).facts.shape if whole is None else whole.face.shape)
         if tuple(tensor.shape) != shape:
@@ -317,8 +319,9 @@ class Engine:
             value = state_dict.get(prefix + attribute)
             if not isinstance(face, Handle) or not isinstance(value, torch.Tensor):
                 continue
-            if value is not face and value.shape == face.shape:
-                self.write_parameter(face.name_in_model, value)
+            if value.shape == face.shape:
+                if not is_value_of(value, face):
+                    self.write_parameter(face.name_in_model, value)
                 state_dict[prefix + attribute] = face
 
     def fill(self, unit: Unit) -> None:

@@ -21,8 +21,9 @@ from infinity.engine.hooks import Backwards, Stay, detach_from_parameters, nodes
 from infinity.engine.machinery import Machinery
 from infinity.engine.parameter_grads import ParameterGrads
 from infinity.engine.slot import Slot
+from infinity.engine.state_values import StateValue
 from infinity.engine.whole import Whole
-from infinity.errors import InfinityError, ParameterNotResident, UnsupportedError
+from infinity.errors import CapacityError, InfinityError, ParameterNotResident, UnsupportedError
 
 if TYPE_CHECKING:
     from infinity.engine.engine import Engine
@@ -49,6 +50,8 @@ class HandleOperations:
         self._engine = engine  # Who keeps a handle keeps what it needs.
         self._counters = parts.counters
         self._passes = parts.passes
+        self._pool = parts.pool
+        self._units = parts.store.units
         self._faces = faces
         self._holds = holds
         self._changes = changes
@@ -77,6 +80,9 @@ class HandleOperations:
         slot.compute.requires_grad_(is_trainable)
         with torch._C.DisableTorchFunctionSubclass():
             handle.requires_grad_(is_trainable)
+
+    def state_value(self, handle: Handle) -> torch.Tensor:
+        return StateValue.make(handle)
 
     # -- Gradients -------------------------------------------------------------------------------
 
@@ -123,10 +129,11 @@ class HandleOperations:
             return self._read_gradient(handle) if handle.is_gradient else slots[id(handle)].compute
 
         first = torch.autograd._get_sequence_nr()
+        if self._initialising is not None:
+            self._keep(self._initialising, units)
         with self._holds.holding(units):
             answer = function(*replace_handles(args, real), **replace_handles(dict(kwargs), real))
             if self._initialising is not None:
-                self._keep(self._initialising, units)
                 by_compute = {id(slot.compute): slot.handle for slot in slots.values()}
                 return by_compute.get(id(answer), answer)
             if changes is not None:
@@ -183,7 +190,8 @@ class HandleOperations:
     @contextmanager
     def initialising(self) -> Iterator[None]:
         """Within, operations on handles may change them in place, and views of them stay valid
-        until the next but one unit is touched. What was touched is written to its tiers."""
+        until the next unit is touched, or where there is room the next but one. What was touched is
+        written to its tiers."""
         assert self._initialising is None
         self._initialising = []
         try:
@@ -194,12 +202,32 @@ class HandleOperations:
                 self._let_go(unit)
 
     def _keep(self, kept: list[int], units: list[int]) -> None:
-        for unit in units:
-            if unit not in kept:
-                self._holds.enter([unit])
-                kept.append(unit)
-            while len(kept) > max(_INITIALISING_UNITS, len(units)):
-                self._let_go(kept.pop(0))
+        """Holds units, and lets go of others before: the budget is that of training, which holds no
+        unit for later."""
+        coming = [unit for unit in units if unit not in kept]
+        while coming and kept and not self._may_stay([*kept, *coming]):
+            # Without a master first: to take one over needs room.
+            self._let_go(kept.pop(kept.index(min(kept, key=self._has_master))))
+        coming = [unit for unit in units if unit not in kept]
+        try:
+            self._holds.enter(coming, is_of_pass=False)
+        except CapacityError:
+            if not kept:
+                raise
+            while kept:
+                self._let_go(kept.pop(kept.index(min(kept, key=self._has_master))))
+            coming = units
+            self._holds.enter(coming, is_of_pass=False)
+        kept.extend(coming)
+
+    def _may_stay(self, units: list[int]) -> bool:
+        """Whether to try to hold all of these. Where memory is scarce one of two units with a
+        master could not be taken over beside the other."""
+        is_safe = not self._pool.is_tight or sum(map(self._has_master, units)) < 2
+        return len(units) <= _INITIALISING_UNITS and is_safe
+
+    def _has_master(self, unit: int) -> bool:
+        return self._units[unit].master_dtype is not None
 
     def _let_go(self, unit: int) -> None:
         self._changes.expect([unit])

@@ -41,6 +41,8 @@ class Owner(Protocol):
     def forget_gradient(self, handle: Handle) -> None: ...
     def zero_gradient(self, handle: Handle) -> None: ...
     def set_trainable(self, handle: Handle, is_trainable: bool) -> None: ...
+    def state_value(self, handle: Handle) -> torch.Tensor:
+        """What a `state_dict()` holds of the parameter."""
 
 
 class Handle(torch.Tensor):
@@ -332,8 +334,11 @@ def _to(handle: Any, *args: Any, **kwargs: Any) -> Any:
 def _detach(handle: Handle) -> Any:
     # nn.Parameter(handle) detaches what it is given and would refuse the plain tensor that comes of
     # it with words about subclasses. Its frame is that of whoever called __torch_function__.
-    if sys._getframe(2).f_code is torch.nn.Parameter.__new__.__code__:
+    caller = sys._getframe(2).f_code
+    if caller is torch.nn.Parameter.__new__.__code__:
         _refuse_parametrization(handle)
+    if caller is torch.nn.Module._save_to_state_dict.__code__:
+        return handle.owner.state_value(handle)
     return NotImplemented
 
 

@@ -57,8 +57,9 @@ class Holds:
         if self.turns is not None:
             self.turns(units, is_over)
 
-    def enter(self, units: list[int]) -> None:
-        """Makes units usable. All or none: a failure lets go of those already held."""
+    def enter(self, units: list[int], *, is_of_pass: bool = True) -> None:
+        """Makes units usable. All or none: a failure lets go of those already held. `is_of_pass`:
+        a site is come to, so that others will be; else nothing is fetched ahead."""
         done: list[int] = []
         priority = Priority.FORWARD if current_backward() == OUTSIDE_BACKWARD else Priority.BACKWARD
         try:
@@ -67,7 +68,7 @@ class Holds:
                 if priority is Priority.BACKWARD and not self._passes.is_layer_major:
                     self._write_out_left(but=units)
                 for unit in units:
-                    self._hold(unit, priority)
+                    self._hold(unit, priority, is_of_pass)
                     done.append(unit)
                 self._updater.read_ahead()
         except BaseException:
@@ -89,18 +90,22 @@ class Holds:
 
     @contextmanager
     def holding(self, units: list[int]) -> Iterator[None]:
-        self.enter(units)
+        """For whoever is no site: reads from outside, and operations on handles."""
+        is_in_backward = current_backward() != OUTSIDE_BACKWARD
+        passes = self._passes
+        is_in_pass = passes.is_in_forward or passes.is_layer_major or is_in_backward
+        self.enter(units, is_of_pass=is_in_pass)
         try:
             yield
         finally:
             self.leave(units)
 
-    def _hold(self, unit: int, priority: Priority) -> None:
+    def _hold(self, unit: int, priority: Priority, is_of_pass: bool) -> None:
         if self.is_closed:
             raise InfinityError("the engine of this model is closed; its parameters are gone")
         if not self._executor.is_held(unit):
             self._updater.bring_up_to_date(unit, is_needed=True)
-        if self._executor.hold(unit, priority):
+        if self._executor.hold(unit, priority, is_of_pass=is_of_pass):
             self._faces.show_parameters(unit)
 
     def _let_go(self, unit: int) -> None:

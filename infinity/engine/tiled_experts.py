@@ -23,7 +23,10 @@ Note [Experts without tokens]
 from __future__ import annotations
 
 import inspect
-from functools import cache
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache, partial
 from itertools import pairwise
 from typing import Any
 
@@ -31,6 +34,17 @@ import torch
 from torch import nn
 
 from infinity.engine.tiled import Tiled, face_of
+from infinity.engine.tiled_adapters import Fold, folds_of
+
+
+class _Folding(threading.local):
+    """Of the tile that this thread runs: a parameter as adapters make it, by attribute."""
+
+    def __init__(self) -> None:
+        self.of_tile: dict[str, Callable[..., torch.Tensor]] = {}
+
+
+_folding = _Folding()
 
 
 class TiledExperts(Tiled):
@@ -45,15 +59,17 @@ class TiledExperts(Tiled):
         starts = torch.tensor(self.starts, dtype=experts.dtype, device=experts.device)
         ends = torch.searchsorted(experts, starts).tolist()
         out = torch.zeros_like(hidden_states)
+        folds = folds_of(self)
         for tile, start, (first, end) in zip(self.tiles, self.starts, pairwise(ends), strict=False):
             if first == end and not (torch.is_grad_enabled() and _is_trained(tile)):
                 continue
             own = tokens[first:end]
-            part = tile(
-                hidden_states[own],
-                (experts[first:end] - start).unsqueeze(-1),
-                weights[first:end].unsqueeze(-1),
-            )
+            with tile.folding(folds, start):  # type: ignore[operator]
+                part = tile(
+                    hidden_states[own],
+                    (experts[first:end] - start).unsqueeze(-1),
+                    weights[first:end].unsqueeze(-1),
+                )
             out.index_add_(0, own, part.to(out.dtype))
         return out
 
@@ -61,11 +77,35 @@ class TiledExperts(Tiled):
 class ExpertsTile(nn.Module):
     """Some of the experts. Before the user's class in the order of resolution."""
 
+    num_experts: int
+
+    @contextmanager
+    def folding(self, folds: Mapping[str, Fold], start: int) -> Iterator[None]:
+        """Within, the forward runs with adapters (`tiled_adapters`); `start`: its first expert."""
+        rows = slice(start, start + self.num_experts)
+        _folding.of_tile = {name: partial(fold, rows=rows) for name, fold in folds.items()}
+        try:
+            yield
+        finally:
+            _folding.of_tile = {}
+
+    @contextmanager
+    def _adapted(self) -> Iterator[None]:
+        """Within, what adapters make of a parameter stands before the parameter itself."""
+        folds = _folding.of_tile
+        self.__dict__.update({name: fold(self._parameters[name]) for name, fold in folds.items()})
+        try:
+            yield
+        finally:
+            for name in folds:
+                del self.__dict__[name]
+
     def forward(
         self, hidden_states: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
         if len(hidden_states):
-            return super().forward(hidden_states, indices, weights)  # type: ignore[misc,no-any-return]
+            with self._adapted():
+                return super().forward(hidden_states, indices, weights)  # type: ignore[misc,no-any-return]
         own = [parameter for parameter in self._parameters.values() if parameter is not None]
         return _NoTokens.apply(hidden_states, *own)  # type: ignore[no-any-return,no-untyped-call]
 

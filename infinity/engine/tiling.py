@@ -21,7 +21,9 @@ from torch import nn
 
 from infinity.engine import tiled_experts
 from infinity.engine.handles import Handle
+from infinity.engine.state_values import StateValue, is_value_of, plain_value
 from infinity.engine.tiled import Tiled, TiledEmbedding, TiledLinear
+from infinity.engine.tiled_adapters import adapt_tiles, leave_tiles
 from infinity.engine.whole import Whole
 from infinity.state.tiles import ROW_ALIGNMENT, cut_rows, is_cut_by_name
 
@@ -128,6 +130,7 @@ class Tiling:
         self._itemsize_of = itemsize_of  # Bytes of an element as the engine keeps it.
         self._candidates, self._reasons = _survey(model)
         self._cuts: list[_Cut] = []
+        self._adapted: list[nn.Module] = []  # Wrappers of adapters around what is cut.
         self.wholes: list[Whole] = []
 
     @property
@@ -158,6 +161,7 @@ class Tiling:
             starts = cut_rows(candidate.num_rows, row_nbytes, limit_nbytes, candidate.alignment)
             if candidate.nbytes(self._itemsize_of) > limit_nbytes and len(starts) > 2:
                 self._cut(candidate, starts)
+        self._adapted = adapt_tiles(self._model)
 
     def _cut(self, candidate: _Candidate, starts: tuple[int, ...]) -> None:
         shared = {
@@ -184,6 +188,7 @@ class Tiling:
 
     def undo(self) -> None:
         """The model is as it was."""
+        leave_tiles(self._adapted)
         for cut in reversed(self._cuts):
             cut.undo()
         self._cuts.clear()
@@ -342,8 +347,12 @@ def _put_together(module: Any, state_dict: dict[str, Any], prefix: str, metadata
     """After `state_dict()` came by: one tensor in the place of its tiles."""
     for attribute, whole in module.wholes.items():
         values = [state_dict.pop(name) for name in _tile_names(module, prefix, attribute)]
-        keeps_handles = any(isinstance(value, Handle) for value in values)
-        state_dict[prefix + attribute] = whole.face if keeps_handles else torch.cat(values)
+        if any(isinstance(value, StateValue) for value in values):
+            state_dict[prefix + attribute] = StateValue.make(whole.face)  # type: ignore[arg-type]
+        elif any(isinstance(value, Handle) for value in values):
+            state_dict[prefix + attribute] = whole.face
+        else:
+            state_dict[prefix + attribute] = torch.cat(values)
 
 
 def _take_apart(
@@ -368,7 +377,8 @@ def _take_apart(
                 f"size mismatch for {prefix + attribute}: the model has {tuple(whole.face.shape)}, "
                 f"the state_dict {tuple(value.shape)}"
             )
-        parts: Iterable[Any] = (value[start:stop] for start, stop in pairwise(whole.starts))
-        if value is whole.face or value.shape != whole.face.shape:
-            parts = whole.handles  # Its own values: nothing is to be done.
+        parts: Iterable[Any] = whole.handles  # Of its own values: nothing is to be done.
+        if not is_value_of(value, whole.face) and value.shape == whole.face.shape:
+            value = plain_value(value)
+            parts = [value[start:stop] for start, stop in pairwise(whole.starts)]
         state_dict.update(zip(names, parts, strict=True))

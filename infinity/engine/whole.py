@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from infinity.engine.handles import Handle, replace_handles
+from infinity.engine.state_values import StateValue
 from infinity.errors import ParameterNotResident
 
 
@@ -73,6 +74,9 @@ class Whole:
         for tile in self.handles:
             if tile.grad is not None:
                 tile.grad.zero_()
+
+    def state_value(self, handle: Handle) -> torch.Tensor:
+        return StateValue.make(handle)
 
     def set_trainable(self, handle: Handle, is_trainable: bool) -> None:
         for tile in self.handles:

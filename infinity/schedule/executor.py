@@ -176,24 +176,26 @@ class Executor:
         for weights in self.weights:
             self._settle(weights)
 
-    def hold(self, unit: int, priority: Priority) -> bool:
+    def hold(self, unit: int, priority: Priority, *, is_of_pass: bool = True) -> bool:
         """Makes the unit's weights usable on the device until `release`.
 
-        Returns whether this is the first hold. Raises CapacityError when the held units of this
-        moment do not fit, StorageError when a read failed.
+        A use that is not `is_of_pass` says nothing of those to come: it is not recorded, and
+        nothing is fetched ahead. Returns whether this is the first hold. Raises CapacityError when
+        the held units of this moment do not fit, StorageError when a read failed.
         """
         weights = self.weights[unit]
         assert not weights.is_checked_out, f"{weights.unit.name} is being updated"
         if weights.holds == 0:
-            if not self._trace.visit(unit):
+            if not is_of_pass or not self._trace.visit(unit):
                 self._counters.add("fetches_unplanned", 1)
             self._bring_in(weights, priority)
         weights.copying.order()  # Each use may be of another stream.
         weights.holds += 1
-        if weights.holds == 1:
+        if weights.holds > 1:
+            return False
+        if is_of_pass:
             self._prefetch(priority)
-            return True
-        return False
+        return True
 
     def release(self, unit: int) -> bool:
         """Ends one use. Returns whether it was the last. The bytes stay until room is needed."""

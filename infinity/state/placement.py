@@ -2,7 +2,8 @@
 
 `[placement]` gives, per state kind, an ordered list of tiers. Pieces are placed unit by unit in
 model order, and a piece goes to the first tier of its list that still has room; so a kind that does
-not fit the host is split: the first units on the host, the rest on NVMe. Kinds that may not go to
+not fit the host is split: the first units on the host, the rest on NVMe. Trained units come before
+frozen ones: they are written as well as read, and adapters are small. Kinds that may not go to
 NVMe are placed first, so that a kind that may never takes their room; among the others those that
 travel more often come first, because a resident byte of theirs saves more traffic.
 """
@@ -65,8 +66,9 @@ def place(
     }
     tiers: dict[tuple[int, Piece], str] = {}
     placed_nbytes = dict.fromkeys(free_nbytes, 0)
+    trained_first = sorted(units, key=lambda unit: not unit.state_numel)
     for piece in sorted(_PLACING_ORDER, key=lambda piece: "nvme" in preferences[piece.kind]):
-        for unit in units:
+        for unit in trained_first:
             needed_nbytes = resting_nbytes(unit, piece)
             if needed_nbytes == 0:
                 continue

@@ -16,6 +16,7 @@ from errno import ENOMEM
 from pathlib import Path
 
 from infinity import _core
+from infinity.config.machine import host_memory
 from infinity.errors import CapacityError, ConfigError
 from infinity.sizes import HUGE_PAGE_NBYTES, PAGE_NBYTES, align_up
 
@@ -42,7 +43,8 @@ class Arena:
         except OSError as error:
             if error.errno != ENOMEM:
                 raise
-            raise _too_large(capacity_nbytes, available_host_nbytes()) from error
+            memory = host_memory()
+            raise _too_large(capacity_nbytes, memory.nbytes, memory.limit) from error
         self.address: int = self._core.address
         self.capacity_nbytes = capacity_nbytes
 
@@ -133,47 +135,25 @@ def can_remap() -> bool:
 
 
 def available_host_nbytes() -> int:
-    """Memory that can be populated without swapping: MemAvailable, or what the cgroup leaves."""
-    available_nbytes = 0
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            available_nbytes = int(line.split()[1]) * 1024
-    limit_nbytes = _read_int("/sys/fs/cgroup/memory.max")
-    used_nbytes = _read_int("/sys/fs/cgroup/memory.current")
-    if limit_nbytes is not None and used_nbytes is not None:
-        left_nbytes = limit_nbytes - used_nbytes + _cgroup_cache_nbytes()
-        available_nbytes = min(available_nbytes, max(0, left_nbytes))
-    return available_nbytes
-
-
-def _cgroup_cache_nbytes() -> int:
-    """Page cache charged to the cgroup: it makes room when memory is asked for."""
-    try:
-        lines = Path("/sys/fs/cgroup/memory.stat").read_text().splitlines()
-    except OSError:
-        return 0
-    fields = dict(line.split() for line in lines)
-    return int(fields.get("inactive_file", 0)) + int(fields.get("active_file", 0))
-
-
-# The rest is for activations, the interpreter, and whoever else uses the machine.
-_MOST_OF_AVAILABLE = 0.95
+    """Memory that can be populated without swapping, inside the limits of every cgroup."""
+    return host_memory().nbytes
 
 
 def _check_available(capacity_nbytes: int) -> None:
     """Populating all there is would end in the OOM killer, not in an error."""
-    available_nbytes = int(_MOST_OF_AVAILABLE * available_host_nbytes())
-    if capacity_nbytes > available_nbytes:
-        raise _too_large(capacity_nbytes, available_nbytes)
+    memory = host_memory()
+    if capacity_nbytes > memory.most_nbytes:
+        raise _too_large(capacity_nbytes, memory.most_nbytes, memory.limit)
 
 
-def _too_large(capacity_nbytes: int, available_nbytes: int) -> CapacityError:
+def _too_large(capacity_nbytes: int, available_nbytes: int, limit: str | None) -> CapacityError:
+    why = "" if limit is None else f" below {limit}"
     return CapacityError(
         "host",
         needed_nbytes=capacity_nbytes,
         available_nbytes=available_nbytes,
         key="tiers.host.capacity",
-        detail="the host arena does not fit the memory that is free now",
+        detail=f"the host arena does not fit the memory that is free now{why}",
     )
 
 
@@ -197,10 +177,3 @@ def _huge_page_nbytes(address: int, capacity_nbytes: int) -> int:
         elif is_inside and line.startswith("AnonHugePages:"):
             total_nbytes += int(line.split()[1]) * 1024
     return total_nbytes
-
-
-def _read_int(path: str) -> int | None:
-    try:
-        return int(Path(path).read_text())
-    except (OSError, ValueError):  # ValueError: "max", no limit.
-        return None

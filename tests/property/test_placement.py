@@ -44,7 +44,8 @@ def followed(
     units: list[Unit], preferences: dict[str, tuple[str, ...]], budget: dict[str, float]
 ) -> dict[tuple[int, Piece], str]:
     """The rule by hand: kinds that may not go to NVMe first, then by traffic; a piece goes to the
-    first tier of its list that has room."""
+    first tier of its list that has room. Units with state come before those without."""
+    units = [u for u in units if u.state_numel] + [u for u in units if not u.state_numel]
     fixed = [kind for kind in KINDS if "nvme" not in preferences[kind]]
     others = [kind for kind in KINDS if "nvme" in preferences[kind]]
     found: dict[tuple[int, Piece], str] = {}

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 from infinity import uring
 from infinity.cli import app
 from infinity.config import SwapConfig
+from infinity.config.machine import HostMemory
 from infinity.doctor import (
     accelerator,
     drives,
@@ -113,8 +114,11 @@ def test_binding() -> None:
 
 
 def test_host_memory() -> None:
-    expect(memory.check_room(8 * GIB, 4 * GIB), "ok", "8.0 GiB", "4.0 GiB")
-    expect(memory.check_room(8 * GIB, 9 * GIB), "missing", "9.0 GiB", "tiers.host.capacity")
+    there = HostMemory(8 * GIB, "the cgroup limit of 10 GiB")
+    expect(memory.check_room(there, 4 * GIB), "ok", "8.0 GiB", "4.0 GiB", "cgroup limit")
+    expect(memory.check_room(there, 9 * GIB), "missing", "9.0 GiB", "tiers.host.capacity")
+    # What the engine refuses, too: nothing would be left for the program itself.
+    expect(memory.check_room(there, 8 * GIB), "missing", "7.6 GiB of it for an arena")
 
 
 @pytest.mark.parametrize(
