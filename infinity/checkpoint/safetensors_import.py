@@ -49,6 +49,8 @@ from infinity.checkpoint.safetensors_format import (
     TensorInfo,
     tensor_bytes,
 )
+from infinity.engine.adapters import follows
+from infinity.engine.dtypes import names_kept_wide
 from infinity.errors import ConfigError, CorruptionError
 
 _SINGLE_NAME = "model.safetensors"
@@ -219,6 +221,7 @@ class ImportPlan:
         that the file has as it is, is then read and written tile by tile.
         """
         written: set[str] = set()
+        wide = names_kept_wide(self.view.model)
         try:
             for group in self.groups:
                 if tile_rows is not None and self._load_by_tiles(group, write, tile_rows, written):
@@ -235,7 +238,10 @@ class ImportPlan:
                     for parameter_name in target.parameter_names[:1]:
                         write(parameter_name, tensor)
                     for module, buffer_name in target.buffers:
-                        _set_buffer(module, buffer_name, tensor)
+                        if wide is not None and wide.search(name):
+                            module._buffers[buffer_name] = tensor.float()
+                        else:
+                            _set_buffer(module, buffer_name, tensor)
                     del tensor  # Not held while the next is read.
         finally:
             self.source.close()
@@ -293,7 +299,8 @@ class _ModelView:
                 if buffer is not None and is_saved and name is not None:
                     buffers.setdefault(name, []).append((module, leaf))
         first_name: dict[int, str] = {}
-        for name, same in parameters.items():
+        for name, each in parameters.items():
+            same = [each[0], *(copy for copy in each[1:] if follows(copy, each[0]))]
             self.targets[name] = _Target(
                 canonical=first_name.setdefault(id(same[0]), name),
                 shape=tuple(same[0].shape),
