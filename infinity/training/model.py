@@ -12,6 +12,7 @@ import torch
 
 import infinity
 from infinity.checkpoint import WeightSource, weight_source
+from infinity.checkpoint.import_checks import refuse_quantised
 from infinity.config import Model, SwapConfig
 from infinity.errors import ConfigError
 
@@ -75,7 +76,7 @@ def build_model(plan: ModelPlan, config: SwapConfig) -> Any:
     if getattr(model, "loss_type", "") is None:
         model.loss_type = "ForCausalLM"  # What it falls back to anyway, with a warning.
     if plan.weights is not None:
-        plan.weights.plan(model)
+        plan.weights.plan(model, ignore=config.model.ignore)
         _take_generation_config(model, plan)
     if config.train.activation_checkpointing:
         checkpoint_activations(model)
@@ -90,7 +91,10 @@ def stream_weights(
     `resume` is the checkpoint of the run that will be loaded next.
     """
     assert config.model is not None
-    infinity.offload(model, config, weights=plan.path, seed=config.model.seed, resume=resume)
+    infinity.offload(
+        model, config, weights=plan.path, seed=config.model.seed, ignore=config.model.ignore,
+        resume=resume,
+    )  # fmt: skip
 
 
 def _config_of_table(table: dict[str, Any]) -> Any:
@@ -129,15 +133,11 @@ def _config_of_directory(path: Path) -> Any:
     if not file.is_file():
         raise ConfigError(f"model.path: {path} has no config.json; expected a Hugging Face model")
     try:
-        table = json.loads(file.read_text(encoding="utf-8"))
+        json.loads(file.read_text(encoding="utf-8"))
         hf_config = AutoConfig.from_pretrained(path, local_files_only=True)
     except Exception as error:  # Whatever a broken file makes transformers raise.
         raise ConfigError(f"model.path: {file} cannot be used: {error}") from error
-    if table.get("quantization_config") is not None:
-        raise ConfigError(
-            f"model.path: {path} holds quantized weights, which cannot be trained; "
-            "use the original checkpoint"
-        )
+    refuse_quantised(path)
     return hf_config
 
 
