@@ -223,7 +223,7 @@ def model_of_config(config: Any) -> Model:
     from infinity.tiers.ranges import rounded_nbytes
     from infinity.training.model import build_model, plan_model
 
-    plan = plan_model(config.model)
+    plan = plan_model(config.model, reads_weights=False)
     module = build_model(plan, config)
     anatomy = dissect(module)
     dtypes = Dtypes(module, config)
