@@ -87,6 +87,8 @@ class Awaited(torch.Tensor):
 class Provisional(nn.Parameter):
     """A parameter small enough to keep what its constructor drew, until a value is given to it."""
 
+    built_version: int = 0  # Its version when its model was built; later ones are somebody's value.
+
     def copy_(self, *args: Any, **kwargs: Any) -> torch.Tensor:  # type: ignore[override]
         copied = super().copy_(*args, **kwargs)
         if not _building:
@@ -96,16 +98,21 @@ class Provisional(nn.Parameter):
 
 def is_to_come(parameter: torch.Tensor) -> bool:
     """Whether the parameter's value is still to be loaded, or drawn from the seed."""
-    return parameter.is_meta or isinstance(parameter, Provisional)
+    if isinstance(parameter, Provisional):
+        return parameter._version == parameter.built_version
+    return parameter.is_meta
 
 
 def _shapes_only(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    if func in _DECOMPOSITIONS:
-        _refuse_to_make_up(args[0])
+    first = args[0] if args else next(iter(kwargs.values()))
+    if func in _DECOMPOSITIONS or kwargs.get("out") is not None:
+        _refuse_to_make_up(first)
     name = getattr(func, "__name__", "")
-    writes = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
-    if writes and args and not isinstance(args[0], Awaited):
-        _refuse_to_make_up(args[0])
+    is_method = name.endswith("_") and not name.endswith("__")
+    if (is_method and name not in _SAY_NOTHING_OF_VALUES) or name in _WRITING_OPERATORS:
+        if not isinstance(first, Awaited):
+            _refuse_to_make_up(first)
+        _refuse_to_lose(first, name)
     args, kwargs = tree_map(_on_meta, (args, dict(kwargs)))
     return tree_map(_awaited, func(*args, **kwargs))
 
@@ -126,6 +133,20 @@ def _refuse_to_make_up(target: Any) -> None:
         "load its weights first, or save the initialised adapter of such a model and load that"
     )
 
+
+def _refuse_to_lose(tensor: torch.Tensor, name: str) -> None:
+    raise ConfigError(
+        f"{name} would write to a parameter of shape {tuple(tensor.shape)} that infinity.init left "
+        "without memory, and be lost. Write the whole parameter (copy_, load_state_dict), or "
+        "change it after infinity.offload, inside `with infinity.gather(module, modify=True):`"
+    )
+
+
+_SAY_NOTHING_OF_VALUES = ("requires_grad_", "detach_", "share_memory_")
+_WRITING_OPERATORS = (
+    "__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__",
+    "__ipow__",
+)  # fmt: skip
 
 # What initialisations from the base weights begin with (PiSSA, OLoRA, MiCA, ...).
 _DECOMPOSITIONS = {
@@ -168,10 +189,7 @@ def _copy_(tensor: torch.Tensor, source: torch.Tensor, *args: Any, **kwargs: Any
     if source.is_meta:
         return tensor
     if not getattr(tensor, "_is_param", False):
-        raise ConfigError(
-            f"a value would be written to a part or a copy of a parameter of shape "
-            f"{tuple(tensor.shape)} that has no memory yet, and be lost; write the whole parameter"
-        )
+        _refuse_to_lose(tensor, "copy_")
     return _take(tensor, source.expand(tensor.shape).to("cpu", tensor.dtype))
 
 

@@ -29,6 +29,7 @@ def init(config: Any = None) -> Iterator[None]:
     `infinity.offload(model, config, weights=...)`, which streams weights in or initialises them.
     """
     SwapConfig.load(config)
+    kept: list[Provisional] = []
     register = nn.Module.register_parameter
 
     def register_on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
@@ -37,6 +38,7 @@ def init(config: Any = None) -> Iterator[None]:
             return
         if param.numel() * param.element_size() <= _KEPT_NBYTES:
             param.__class__ = Provisional  # type: ignore[assignment]
+            kept.append(param)  # type: ignore[arg-type]
         else:
             module._parameters[name] = Awaited.make(param)  # type: ignore[assignment]
 
@@ -46,6 +48,9 @@ def init(config: Any = None) -> Iterator[None]:
             yield
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
+        for parameter in kept:
+            if isinstance(parameter, Provisional):
+                parameter.built_version = parameter._version
 
 
 def initialise(engine: Engine, missing: set[str], without: set[str], seed: int) -> None:

@@ -213,3 +213,29 @@ def test_a_state_dict_loaded_into_a_base_on_meta_is_kept(checkpoint: Path, tmp_p
     assert not any(parameter.is_meta for parameter in model.parameters())
     with offloaded(model, tmp_path, None) as model:
         assert_same(plain, model)
+
+
+def test_a_write_that_would_be_lost_is_refused() -> None:
+    model = on_meta()
+    weight = model.lm_head.weight
+    writes: list[Callable[[], Any]] = [
+        lambda: torch.nn.init.normal_(weight),
+        lambda: weight.data.zero_(),
+        lambda: weight.detach()[0].fill_(1.0),
+        lambda: weight.detach().copy_(torch.ones(128, 256)),
+        lambda: weight.__setitem__(0, 1.0),
+        lambda: weight.__imul__(2.0),
+        lambda: torch.zeros(128, 256).copy_(weight),
+    ]
+    for write in writes:
+        with torch.no_grad(), pytest.raises(ConfigError, match="without"):
+            write()
+
+
+def test_a_small_parameter_that_was_set_after_init_keeps_its_value(tmp_path: Path) -> None:
+    model = on_meta()
+    torch.nn.init.constant_(model.model.norm.weight, 0.5)
+    other = model.model.layers[0].input_layernorm.weight
+    with offloaded(model, tmp_path, None) as model:
+        assert torch.equal(model.model.norm.weight.detach(), torch.full((256,), 0.5))
+        assert torch.equal(other, torch.ones(256))
