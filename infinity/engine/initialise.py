@@ -27,6 +27,7 @@ def init(config: Any = None) -> Iterator[None]:
 
     `config` is checked, so that a bad file is refused before a model is built. Follow with
     `infinity.offload(model, config, weights=...)`, which streams weights in or initialises them.
+    Attach and load adapters between the two: they are real, with the values PEFT gives them.
     """
     SwapConfig.load(config)
     kept: list[Provisional] = []
