@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -30,6 +30,7 @@ def offload(
     *,
     weights: str | os.PathLike[str] | Callable[[str], torch.Tensor] | None = None,
     seed: int = 0,
+    ignore: Sequence[str] = (),
     units: UnitRule = "auto",
     device: OwnDevice | None = None,
     resume: str | os.PathLike[str] | None = None,
@@ -45,7 +46,11 @@ def offload(
     config: a swap-tier file's path, a dict, a SwapConfig, or None for the defaults
     weights: a directory of safetensors in Hugging Face layout, streamed in tensor by tensor; or a
         function from a parameter's name to its value, asked once for every parameter
-    seed: initialises parameters that are on meta and not in `weights`
+    seed: initialises parameters that are on meta, where there is no `weights`, and a head that the
+        model has and the class that `weights` was saved of has not (a classifier over a language
+        model); the names are logged. Anything else that `weights` lacks is refused
+    ignore: name patterns (fnmatch) of tensors in `weights` that the model has no place for and that
+        are to be left out; others are refused, for they may be scales of quantised weights
     units: "auto", or class names or name patterns of the modules that move as one
     device: a device adapter of your own (infinity.testing.SimulatedDevice)
     resume: the checkpoint, or directory of them, that `infinity.checkpoint.load` is called with
@@ -64,11 +69,11 @@ def offload(
     resolved = SwapConfig.load(config)
     plan: LoadPlan | None = None
     if callable(weights):
-        plan = _Asked(weights, [name for name, _ in model.named_parameters()])
+        plan = _Asked(weights, {name: p.dtype for name, p in model.named_parameters()})
     elif weights is not None:
         from infinity.checkpoint import weight_source
 
-        plan = weight_source(weights).plan(model)
+        plan = weight_source(weights).plan(model, ignore=ignore)
     adopted = None
     if resume is not None:
         from infinity.checkpoint.state_adopt import plan_adoption
@@ -86,18 +91,21 @@ class _Asked:
     """A LoadPlan over a function of the caller's."""
 
     value_of: Callable[[str], torch.Tensor]
-    names: list[str]
+    dtypes: dict[str, torch.dtype]
 
     def load(
         self, write: Callable[[str, torch.Tensor], None], tile_rows: TileRows | None = None
     ) -> None:
-        for name in self.names:
+        from infinity.checkpoint.import_checks import refuse_codes
+
+        for name, dtype in self.dtypes.items():
             value = self.value_of(name)
             if not isinstance(value, torch.Tensor):
                 raise ConfigError(
                     f"expected weights({name!r}) to give a tensor, got {type(value).__name__}; it "
                     "is asked for every parameter of the model"
                 )
+            refuse_codes("weights", name, dtype, [("the value", value.dtype)])
             write(name, value)
 
 

@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from infinity.checkpoint.import_checks import refuse_codes
 from infinity.checkpoint.state_files import kept_tensors
 from infinity.checkpoint.state_layout import is_row_major
 from infinity.engine.engine import Engine
@@ -184,10 +185,13 @@ class _Directory:
             self._refuse_names(wanted)
         self.model_prefix = prefix
         shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+        dtypes = {name: p.dtype for name, p in model.named_parameters()}
         found = {}
         for first, key in keys.items():
             assert key is not None
             self._check_shape(key, shapes[first], first)
+            dtype = self._items[key].properties.dtype  # type: ignore[union-attr]
+            refuse_codes(self.path, first, dtypes[first], [(key, dtype)])
             master = f"master.{first}"
             found[first] = master if self._is_tensor(master) else key
             self._check_shape(found[first], shapes[first], first)

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from infinity.config.extras import require_transformers
 from infinity.errors import ConfigError
 
 
@@ -78,6 +79,7 @@ def import_groups(
                 unused.append(name)
         return groups, unused
 
+    require_transformers("reading weights of a transformers model")
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import (
         WeightConverter,

@@ -63,6 +63,9 @@ _TORCH_DTYPES: dict[str, torch.dtype] = {
     "C64": torch.complex64,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
 }
 _FORMAT_DTYPES = {dtype: name for name, dtype in _TORCH_DTYPES.items()}
 
@@ -84,10 +87,18 @@ class TensorInfo:
     dtype: torch.dtype
     shape: tuple[int, ...]
     offset_nbytes: int = 0
+    unreadable: tuple[str, int] | None = None  # (its dtype, bytes) where torch has no such dtype.
 
     @property
     def nbytes(self) -> int:
+        if self.unreadable is not None:
+            return self.unreadable[1]
         return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def stored_dtype(self) -> torch.dtype | str:
+        """As the file has it, also where torch has no such dtype."""
+        return self.dtype if self.unreadable is None else self.unreadable[0]
 
 
 class SafetensorsReader:
@@ -130,7 +141,7 @@ class SafetensorsReader:
 
     def read(self, name: str) -> torch.Tensor:
         """A fresh CPU tensor with the bytes of `name`; the caller owns it."""
-        info = self.tensors[name]
+        info = self._readable(name)
         tensor = torch.empty(info.shape, dtype=info.dtype)
         self.read_into(name, 0, tensor)
         return tensor
@@ -139,7 +150,7 @@ class SafetensorsReader:
         """Fills `target` (CPU, contiguous, of the dtype of `name`) with elements from `start` on,
         in row-major order."""
         assert self._fd is not None, f"{self.path} is closed"
-        info = self.tensors[name]
+        info = self._readable(name)
         assert target.dtype is info.dtype, (name, target.dtype, info.dtype)
         begin_nbytes = info.offset_nbytes + start * info.dtype.itemsize
         view = tensor_bytes(target)
@@ -152,6 +163,15 @@ class SafetensorsReader:
                 begin_nbytes + done,
                 len(view) - done,
             )
+
+    def _readable(self, name: str) -> TensorInfo:
+        info = self.tensors[name]
+        if info.unreadable is not None:
+            raise UnsupportedError(
+                f"{self.path}: tensor {name!r} has dtype {info.unreadable[0]}; readable are "
+                + ", ".join(_TORCH_DTYPES)
+            )
+        return info
 
 
 class SafetensorsWriter:
@@ -381,6 +401,7 @@ def _read_header(fd: int, path: str) -> tuple[dict[str, TensorInfo], dict[str, s
             dtype=info.dtype,
             shape=info.shape,
             offset_nbytes=data_start + info.offset_nbytes,
+            unreadable=info.unreadable,
         )
         for name, info in tensors.items()
     }
@@ -396,10 +417,12 @@ def _parse_entry(path: str, name: str, entry: Any) -> TensorInfo:
             path, f"the header's entry of tensor {name!r} is malformed: {error}"
         ) from None
     if dtype_name not in _TORCH_DTYPES:
-        raise UnsupportedError(
-            f"{path}: tensor {name!r} has dtype {dtype_name}; readable are "
-            + ", ".join(_TORCH_DTYPES)
-        )
+        if end < begin:
+            raise corrupt(path, f"tensor {name!r} has shape {shape}, offsets {[begin, end]}")
+        return TensorInfo(  # The tensors beside it may still be what is wanted.
+            name=name, dtype=torch.uint8, shape=shape, offset_nbytes=begin,
+            unreadable=(str(dtype_name), end - begin),
+        )  # fmt: skip
     info = TensorInfo(name=name, dtype=_TORCH_DTYPES[dtype_name], shape=shape, offset_nbytes=begin)
     if end - begin != info.nbytes:
         raise corrupt(

@@ -18,14 +18,16 @@ The model may be on meta, hold handles or plain parameters: only names, shapes a
 A PEFT model is taken by the names of the model it wraps; adapters are not looked for in the file.
 
 Everything a header can show is refused before the first write: a truncated or over-long file, a
-tensor missing from the file the index names, missing tensors, wrong shapes, a conversion that does
-not fit, tied weights that differ. Errors: CorruptionError where the bytes contradict themselves,
-ConfigError where checkpoint and model do not belong together, StorageError where reading fails.
+tensor missing from the file the index names, missing tensors, tensors that nobody asked for, codes
+of quantised weights, wrong shapes, a conversion that does not fit, tied weights that differ.
+Errors: CorruptionError where the bytes contradict themselves, ConfigError where checkpoint and
+model do not belong together, StorageError where reading fails.
 """
 
 from __future__ import annotations
 
 import errno
+import logging
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -44,16 +46,28 @@ from infinity.checkpoint.hf_names import (
     is_expected_missing,
     planned_targets,
 )
+from infinity.checkpoint.import_checks import (
+    is_ignored,
+    is_new_head,
+    is_other_head,
+    listed,
+    refuse_codes,
+    refuse_quantised,
+    refuse_unexpected,
+)
 from infinity.checkpoint.safetensors_format import (
     SafetensorsReader,
     TensorInfo,
     tensor_bytes,
 )
+from infinity.engine.adapters import follows
+from infinity.engine.dtypes import names_kept_wide
 from infinity.errors import ConfigError, CorruptionError, StorageError
 
 _SINGLE_NAME = "model.safetensors"
 _INDEX_NAME = "model.safetensors.index.json"
-_MAX_NAMES_IN_MESSAGE = 5
+
+_log = logging.getLogger("infinity")
 
 Write = Callable[[str, torch.Tensor], None]
 TileRows = Callable[[str], list[tuple[str, int, int]]]
@@ -125,12 +139,18 @@ class WeightSource:
             self._reader.close()
             self._reader = None
 
-    def plan(self, model: nn.Module, *, strict: bool = True) -> ImportPlan:
+    def plan(
+        self, model: nn.Module, *, strict: bool = True, ignore: Sequence[str] = ()
+    ) -> ImportPlan:
         """What to write where. Reads no tensor, except to compare tied weights stored twice.
 
-        With `strict`, a parameter of the model that the checkpoint lacks is a ConfigError; without
-        it, its name is in `ImportPlan.missing` and it is left alone.
+        With `strict`, a parameter of the model that the checkpoint lacks is a ConfigError, unless
+        it is a head that the checkpoint's own class does not have; so is a tensor of the checkpoint
+        that the model has no place for, unless transformers passes over it, it is of another
+        class's head, or a pattern in `ignore` names it. Without `strict` both are in the plan's
+        `missing` and `unexpected`, and left alone. Codes of quantised weights are always refused.
         """
+        refuse_quantised(self.path if self.path.is_dir() else self.path.parent)
         view = _ModelView(model)
         groups, unexpected = import_groups(view.model, self._infos, view.targets)
         sources = {name: (info.shape, info.dtype) for name, info in self._infos.items()}
@@ -145,6 +165,8 @@ class WeightSource:
                     unexpected.append(name)
                     continue
                 self._check_shape(group, name, shape, target)
+                used = ((each, self._infos[each].stored_dtype) for each in group.source_names)
+                refuse_codes(self.path, name, target.dtype, used)
                 if target.canonical in provider:
                     duplicates.append((provider[target.canonical], group))
                 else:
@@ -160,20 +182,32 @@ class WeightSource:
             if name not in provider
         ]
         missing = [name for name in missing if not view.may_be_missing(name)]
-        if missing and strict:
+        is_head = bool(missing) and is_new_head(view.model, missing, self.path)
+        if missing and strict and not is_head:
             raise ConfigError(
-                f"{self.path} lacks {_listed(missing)} of {type(view.model).__name__}; "
-                f"it has {len(self._infos)} tensors, e.g. {_listed(list(self._infos)[:3])}. "
+                f"{self.path} lacks {listed(missing)} of {type(view.model).__name__}; "
+                f"it has {len(self._infos)} tensors, e.g. {listed(list(self._infos)[:3])}. "
                 "Is it a checkpoint of this architecture and these sizes?"
             )
-        unexpected = [name for name in unexpected if not is_expected_extra(view.model, name)]
+        unexpected = [
+            name
+            for name in unexpected
+            if not is_expected_extra(view.model, name)
+            and not view.computes(name)
+            and not is_ignored(name, ignore)
+        ]
+        heads = [name for name in unexpected if is_other_head(view.model, name, self._infos)]
+        if strict:
+            refuse_unexpected(self.path, view.model, [n for n in unexpected if n not in heads])
         return ImportPlan(
             source=self, view=view, groups=kept, missing=missing, unexpected=unexpected
         )
 
-    def load_into(self, model: nn.Module, write: Write, *, strict: bool = True) -> ImportPlan:
+    def load_into(
+        self, model: nn.Module, write: Write, *, strict: bool = True, ignore: Sequence[str] = ()
+    ) -> ImportPlan:
         """`plan`, then `load`; returns the plan for its `missing` and `unexpected`."""
-        plan = self.plan(model, strict=strict)
+        plan = self.plan(model, strict=strict, ignore=ignore)
         plan.load(write)
         return plan
 
@@ -182,7 +216,7 @@ class WeightSource:
             return
         files = dict.fromkeys(str(self._files[source]) for source in group.source_names)
         raise ConfigError(
-            f"{', '.join(files)}: tensor {_listed(group.source_names)} gives {name!r} the shape "
+            f"{', '.join(files)}: tensor {listed(group.source_names)} gives {name!r} the shape "
             f"{tuple(shape)}, the model expects {target.shape}; the checkpoint is of another size "
             "or architecture"
         )
@@ -218,7 +252,9 @@ class ImportPlan:
         `tile_rows(name)` gives (name, first row, end) of the tiles that a parameter stands as. One
         that the file has as it is, is then read and written tile by tile.
         """
+        self._say_what_differs()
         written: set[str] = set()
+        wide = names_kept_wide(self.view.model)
         try:
             for group in self.groups:
                 if tile_rows is not None and self._load_by_tiles(group, write, tile_rows, written):
@@ -235,10 +271,25 @@ class ImportPlan:
                     for parameter_name in target.parameter_names[:1]:
                         write(parameter_name, tensor)
                     for module, buffer_name in target.buffers:
-                        _set_buffer(module, buffer_name, tensor)
+                        if wide is not None and wide.search(name):
+                            module._buffers[buffer_name] = tensor.float()
+                        else:
+                            _set_buffer(module, buffer_name, tensor)
                     del tensor  # Not held while the next is read.
         finally:
             self.source.close()
+
+    def _say_what_differs(self) -> None:
+        kind = type(self.view.model).__name__
+        if self.missing:
+            _log.warning(
+                "%s of %s are not in %s and are newly initialised",
+                listed(self.missing), kind, self.source.path,
+            )  # fmt: skip
+        if self.unexpected:
+            _log.warning(
+                "%s in %s are not used by %s", listed(self.unexpected), self.source.path, kind
+            )
 
     def _load_by_tiles(
         self, group: Group, write: Write, tile_rows: TileRows, written: set[str]
@@ -268,6 +319,7 @@ class _Target:
 
     canonical: str
     shape: tuple[int, ...]
+    dtype: torch.dtype
     parameter_names: tuple[str, ...] = ()
     buffers: tuple[tuple[nn.Module, str], ...] = ()
 
@@ -281,6 +333,7 @@ class _ModelView:
         name_of = {id(parameter): name for name, parameter in model.named_parameters()}
         parameters: dict[str, list[nn.Parameter]] = {}
         buffers: dict[str, list[tuple[nn.Module, str]]] = {}
+        self._computed: dict[str, list[str]] = {}
         for path, module in self.model.named_modules(remove_duplicate=False):
             prefix = f"{path}." if path else ""
             for leaf, parameter in module._parameters.items():
@@ -290,13 +343,17 @@ class _ModelView:
             for leaf, buffer in module._buffers.items():
                 name = _without_peft(self.model, prefix + leaf)
                 is_saved = leaf not in module._non_persistent_buffers_set
+                if not is_saved and name is not None:
+                    self._computed.setdefault(leaf, []).append(name)
                 if buffer is not None and is_saved and name is not None:
                     buffers.setdefault(name, []).append((module, leaf))
         first_name: dict[int, str] = {}
-        for name, same in parameters.items():
+        for name, each in parameters.items():
+            same = [each[0], *(copy for copy in each[1:] if follows(copy, each[0]))]
             self.targets[name] = _Target(
                 canonical=first_name.setdefault(id(same[0]), name),
                 shape=tuple(same[0].shape),
+                dtype=same[0].dtype,
                 parameter_names=tuple(dict.fromkeys(name_of[id(one)] for one in same)),
             )
         for name, places in buffers.items():
@@ -306,6 +363,7 @@ class _ModelView:
             self.targets[name] = _Target(
                 canonical=first_name.setdefault(id(buffer), name),
                 shape=tuple(buffer.shape),
+                dtype=buffer.dtype,
                 buffers=tuple(places),
             )
 
@@ -313,6 +371,14 @@ class _ModelView:
         """Whether a checkpoint is whole without `name`: buffers are computed by the model itself,
         and transformers knows some weights by pattern."""
         return bool(self.targets[name].buffers) or is_expected_missing(self.model, name)
+
+    def computes(self, name: str) -> bool:
+        """Whether `name` is a buffer that the model makes itself: older versions saved some."""
+        leaf = name.rpartition(".")[2]
+        return any(
+            own == name or own.endswith(f".{name}") or name.endswith(f".{own}")
+            for own in self._computed.get(leaf, ())
+        )
 
     def proxy(self) -> Any:
         """What the conversions ask a model: its configuration and the shape of a parameter."""
@@ -383,7 +449,7 @@ def _find_files(path: Path) -> dict[Path, list[str]]:
     if not index.is_file():
         have = sorted(entry.name for entry in path.iterdir())
         raise ConfigError(
-            f"{path} has neither {_SINGLE_NAME} nor {_INDEX_NAME}; it has {_listed(have)}. "
+            f"{path} has neither {_SINGLE_NAME} nor {_INDEX_NAME}; it has {listed(have)}. "
             "Weights in other formats must be saved as safetensors first "
             "(model.save_pretrained)"
         )
@@ -396,7 +462,7 @@ def _find_files(path: Path) -> dict[Path, list[str]]:
                 errno.ENOENT,
                 operation="open",
                 path=str(file),
-                detail=f"{_INDEX_NAME} places {len(names)} tensors in it ({_listed(names)}), "
+                detail=f"{_INDEX_NAME} places {len(names)} tensors in it ({listed(names)}), "
                 "but there is no such file; the checkpoint is incomplete",
             )
     return files
@@ -417,9 +483,3 @@ def _read_weight_map(index: Path) -> dict[str, str]:
 
 def _bad_index(index: Path, detail: str) -> CorruptionError:
     return CorruptionError(errno.EILSEQ, operation="read", path=str(index), detail=detail)
-
-
-def _listed(names: Sequence[str]) -> str:
-    shown = ", ".join(repr(name) for name in names[:_MAX_NAMES_IN_MESSAGE])
-    more = len(names) - _MAX_NAMES_IN_MESSAGE
-    return f"{shown} and {more} more" if more > 0 else shown

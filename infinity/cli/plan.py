@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from infinity.config import SwapConfig
+from infinity.config.extras import require_transformers
 from infinity.errors import ConfigError
 
 _UNITS = {"k": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
@@ -144,6 +145,7 @@ def _model(config: SwapConfig, name: str | None, params: str | None) -> Any:
     if params is not None:
         return model_of_shape(scaled_gpt(parse_count(params)), dtype, config.precision.moments)
     config.require("model", "data", "train")
+    require_transformers("infinity plan of a file's [model]")
     return model_of_config(config)
 
 

@@ -10,6 +10,7 @@ import typer
 
 from infinity.bounded import MalformedError, parse_toml
 from infinity.config import SwapConfig
+from infinity.config.extras import require_transformers
 from infinity.errors import ConfigError
 from infinity.training.tracing import TracePlan
 
@@ -74,6 +75,7 @@ def train(
         plan = TracePlan(trace, first, last)
         plan.check(num_steps=loaded.train.steps)
 
+    require_transformers("infinity train")
     from infinity.training import program
 
     console = Console(stderr=as_json)

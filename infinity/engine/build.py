@@ -17,6 +17,15 @@ from torch.nn.parameter import is_lazy
 from infinity.config import SwapConfig
 from infinity.config.schema import NvmeTier
 from infinity.engine.activations import Activations
+from infinity.engine.adapters import (
+    copied_parameters,
+    derive,
+    derived_buffers,
+    derived_parameters,
+    refuse_without_values,
+    values_of_adapters,
+)
+from infinity.engine.awaited import Awaited, is_to_come
 from infinity.engine.discover import Anatomy, Found, UnitRule, dissect, storage_strides
 from infinity.engine.divide import (
     Division,
@@ -26,6 +35,7 @@ from infinity.engine.divide import (
     refuse_different_weights,
     remove_directories,
 )
+from infinity.engine.dtypes import Dtypes
 from infinity.engine.durability import count_spares
 from infinity.engine.engine import Engine
 from infinity.engine.gradients import Gradients
@@ -110,10 +120,13 @@ def build(
     ranks = find_group(group)
     if ranks is not None:
         config = config_of_rank(config, ranks)
-    tiling = Tiling(model, lambda parameter: _dtype_of(parameter, config).itemsize)
+    dtypes = Dtypes(model, config)
+    tiling = Tiling(model, lambda parameter: dtypes.of(parameter).itemsize)
     resources = ExitStack()
     try:
-        anatomy, laid_out, division, budgets = _lay_out(model, config, units, device, ranks, tiling)
+        anatomy, laid_out, division, budgets = _lay_out(
+            model, config, units, device, ranks, tiling, dtypes
+        )
         parts = _assemble(
             config, laid_out, budgets, device, wrap_storage, adopted, resources, division
         )
@@ -146,6 +159,7 @@ def build(
         _log.info(
             "%d parameters run as tiles, the first of them %r", len(wholes), next(iter(wholes))
         )
+    dtypes.narrow_buffers()
     _move_buffers(model, parts.device)
     return engine
 
@@ -160,6 +174,7 @@ def _lay_out(
     device: OwnDevice | None,
     ranks: Group | None,
     tiling: Tiling,
+    dtypes: Dtypes,
 ) -> _LaidOut:
     """Units that the budgets can hold; cuts the model's modules into tiles where it has to be."""
     on_devices = ranks is not None and is_collective(
@@ -176,7 +191,7 @@ def _lay_out(
             raise ConfigError(f"{type(model).__name__} has no parameters; nothing to offload")
         moments = config.precision.moments
         laid_out = [
-            layout_unit(index, name, [facts_of(each, config) for each in members], moments)
+            layout_unit(index, name, [facts_of(each, dtypes) for each in members], moments)
             for index, (name, members) in enumerate(anatomy.units)
         ]
         division = None
@@ -212,7 +227,7 @@ def _refuse(model: nn.Module, *, has_weights: bool) -> None:
                 f"{name!r} has no shape yet: its module is lazy and was never run. Run a forward, "
                 "or give the module its sizes, before infinity.offload"
             )
-        if type(parameter.data) is not torch.Tensor:
+        if type(parameter.data) not in (torch.Tensor, Awaited):
             raise UnsupportedError(
                 f"{name!r} is a {type(parameter.data).__name__}; expected a plain tensor. "
                 "Offload the model before it is sharded or quantized by other means"
@@ -227,6 +242,8 @@ def _refuse(model: nn.Module, *, has_weights: bool) -> None:
                 f"{name!r} has a hook after the accumulation of its gradient, which has left for "
                 "its tier by then; remove the hook, or use register_hook"
             )
+    refuse_without_values(model)
+    derived = derived_buffers(model)
     for module_name, module in model.named_modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and (
             module.sparse and module.weight.requires_grad
@@ -236,7 +253,7 @@ def _refuse(model: nn.Module, *, has_weights: bool) -> None:
                 "expected a dense one. Build the embedding with sparse=False"
             )
         for name, buffer in module._buffers.items():
-            if buffer is None or not buffer.is_meta:
+            if buffer is None or not buffer.is_meta or id(buffer) in derived:
                 continue
             if not has_weights or name in module._non_persistent_buffers_set:
                 raise ConfigError(
@@ -245,21 +262,15 @@ def _refuse(model: nn.Module, *, has_weights: bool) -> None:
                 )
 
 
-def facts_of(found: Found, config: SwapConfig) -> TensorFacts:
-    """A parameter as the engine keeps it: in the compute dtype if it is float32."""
+def facts_of(found: Found, dtypes: Dtypes) -> TensorFacts:
+    """A parameter as the engine keeps it."""
     parameter = found.parameter
     return TensorFacts(
         name=found.name,
         shape=tuple(parameter.shape),
         stride=storage_strides(parameter),
-        dtype=_dtype_of(parameter, config),
+        dtype=dtypes.of(parameter, found.name),
         is_trainable=parameter.requires_grad,
-    )
-
-
-def _dtype_of(parameter: torch.Tensor, config: SwapConfig) -> torch.dtype:
-    return (
-        _DTYPES[config.precision.compute] if parameter.dtype is torch.float32 else parameter.dtype
     )
 
 
@@ -523,9 +534,17 @@ def _sites(anatomy: Anatomy) -> list[Site]:
 
 def _fill(engine: Engine, weights: LoadPlan | None, seed: int) -> None:
     """Real values first, from memory that is there; then what has to be read or made."""
-    missing = {
-        slot.name for slot in engine.slots if slot.original is not None and slot.original.is_meta
-    }
+    without, to_come = set(), set()
+    kept, derived_of = values_of_adapters(engine.model), derived_parameters(engine.model)
+    names = {id(slot.original): slot.name for slot in engine.slots}
+    for slot in engine.slots:
+        original = slot.original
+        if original is not None and is_to_come(original) and id(original) not in kept:
+            to_come.add(slot.name)
+            if original.is_meta:
+                without.add(slot.name)
+    wanted = {names[each]: place for each, place in derived_of.items()}
+    copies = [(names[id(copy)], names[id(own)]) for copy, own in copied_parameters(engine.model)]
     for unit in engine.parts.store.units:
         engine.fill(unit)
     engine.install()
@@ -533,11 +552,17 @@ def _fill(engine: Engine, weights: LoadPlan | None, seed: int) -> None:
 
         def write(name: str, tensor: torch.Tensor) -> None:
             engine.write_parameter(name, tensor)
-            missing.difference_update(tile for tile, _, _ in engine.tile_rows(name))
+            written = {tile for tile, _, _ in engine.tile_rows(name)}
+            to_come.difference_update(written)
+            without.difference_update(written)
 
         weights.load(write, engine.tile_rows)
-    if missing:
-        initialise(engine, missing, seed, renew_all=weights is None)
+    if (without if weights is None else to_come) - wanted.keys():
+        initialise(engine, to_come - wanted.keys(), without, seed)
+    for copy, own in copies:
+        if copy in to_come:
+            engine.write_parameter(copy, engine.read_parameter(own))
+    derive(engine, {name: place for name, place in wanted.items() if name in without})
     engine.flush()
 
 

@@ -11,6 +11,8 @@ import torch
 from torch import nn
 
 from infinity.config import SwapConfig
+from infinity.engine.adapters import adapter_modules
+from infinity.engine.awaited import Awaited, Provisional, building
 from infinity.engine.engine import Engine
 from infinity.errors import ConfigError
 
@@ -25,65 +27,82 @@ def init(config: Any = None) -> Iterator[None]:
 
     `config` is checked, so that a bad file is refused before a model is built. Follow with
     `infinity.offload(model, config, weights=...)`, which streams weights in or initialises them.
+    Attach and load adapters between the two: they are real, with the values PEFT gives them.
     """
     SwapConfig.load(config)
+    kept: list[Provisional] = []
     register = nn.Module.register_parameter
 
     def register_on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
         register(module, name, param)
-        if param is None or param.is_meta or param.numel() * param.element_size() <= _KEPT_NBYTES:
+        if type(param) is not nn.Parameter or param.is_meta:
             return
-        on_meta = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
-        on_meta.__dict__.update(param.__dict__)
-        module._parameters[name] = on_meta
+        if param.numel() * param.element_size() <= _KEPT_NBYTES:
+            param.__class__ = Provisional  # type: ignore[assignment]
+            kept.append(param)  # type: ignore[arg-type]
+        else:
+            module._parameters[name] = Awaited.make(param)  # type: ignore[assignment]
 
     nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign]
     try:
-        yield
+        with building():
+            yield
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
+        for parameter in kept:
+            if isinstance(parameter, Provisional):
+                parameter.built_version = parameter._version
 
 
-def initialise(engine: Engine, missing: set[str], seed: int, *, renew_all: bool) -> None:
-    """Gives values to the `missing` parameters, which were built on meta, by their modules' own
-    rules.
+def initialise(engine: Engine, missing: set[str], without: set[str], seed: int) -> None:
+    """Gives values to the `missing` parameters by their modules' own rules, which those `without`
+    any value must have.
 
-    With `renew_all` every parameter whose module has a rule is initialised again: the small ones
-    that `init` kept got their values from a generator nobody seeded. The same seed gives the same
-    values on every placement: operations and order are the model's, only the memory they run in
-    differs.
+    A rule is followed by the modules that `init` built, and not by what was attached to them
+    since: that has its values. The same seed gives the same values on every placement: operations
+    and order are the model's, only the memory they run in differs.
     """
-    fresh = {slot.name for slot in engine.slots} if renew_all else missing
     names = {id(face): slot.name for slot in engine.slots for face in (slot.handle, slot.compute)}
+    adapters = {id(module) for module in adapter_modules(engine.model)}
     with (
         torch.random.fork_rng(devices=[]),
         torch.no_grad(),
         engine.handle_operations.initialising(),
-        _marked(engine, fresh),
+        _marked(engine, missing),
     ):
         torch.manual_seed(seed)
         covered: set[int] = set()
         for model in _transformers_models(engine.model):
             for module in model.modules():
-                module._is_hf_initialized = False  # A model built without memory says it is done.
+                # A model built without memory says it is done. Adapters are.
+                module._is_hf_initialized = id(module) in adapters
             model.initialize_weights()
             covered.update(id(child) for child in model.modules())
         for name, module in engine.model.named_modules():
             own = {names[id(p)] for p in module._parameters.values() if p is not None}
-            if id(module) not in covered and own & fresh:
-                _reset(name, module, must=bool(own & missing))
+            if id(module) not in covered and own & missing:
+                _reset(name, module, kept=own - missing, needs=own & without)
 
 
-def _reset(name: str, module: nn.Module, *, must: bool) -> None:
+def _reset(name: str, module: nn.Module, *, kept: set[str], needs: set[str]) -> None:
     reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
-    if reset is not None:
+    if reset is not None and not kept:
         reset()
-    elif must:
+    elif needs and kept:
+        raise ConfigError(
+            f"{_listed(needs)} have no value, and reset_parameters() of {type(module).__name__} "
+            f"would also change {_listed(kept)}; give offload(weights=...) all of them or none"
+        )
+    elif needs:
         raise ConfigError(
             f"{name or type(module).__name__} was built without memory and has no "
             "reset_parameters() to initialise it; give offload(weights=...), add the method, or "
             "build it outside infinity.init()"
         )
+
+
+def _listed(names: set[str]) -> str:
+    return ", ".join(repr(name) for name in sorted(names))
 
 
 def _transformers_models(root: nn.Module) -> list[Any]:

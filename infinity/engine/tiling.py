@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from infinity.engine import tiled_experts
+from infinity.engine.awaited import Provisional
 from infinity.engine.handles import Handle
 from infinity.engine.state_values import StateValue, is_value_of, plain_value
 from infinity.engine.tiled import Tiled, TiledEmbedding, TiledLinear
@@ -180,6 +181,8 @@ class Tiling:
         for start, stop in pairwise(starts):
             rows = parameter.detach()[start:stop]
             tile = nn.Parameter(rows, requires_grad=parameter.requires_grad)
+            if isinstance(parameter, Provisional):
+                tile.__class__ = Provisional
             tile.__dict__.update(vars(parameter))
             tiles.append(tile)
         whole = Whole(name, starts, parameter, tiles)

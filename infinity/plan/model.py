@@ -219,17 +219,19 @@ def model_of_config(config: Any) -> Model:
     """The model of a swap-tier file, built on meta by transformers; needs no weights."""
     from infinity.engine.build import facts_of
     from infinity.engine.discover import dissect
+    from infinity.engine.dtypes import Dtypes
     from infinity.tiers.ranges import rounded_nbytes
     from infinity.training.model import build_model, plan_model
 
-    plan = plan_model(config.model)
+    plan = plan_model(config.model, reads_weights=False)
     module = build_model(plan, config)
     anatomy = dissect(module)
+    dtypes = Dtypes(module, config)
     units = tuple(
         layout_unit(
             index,
             name,
-            [facts_of(each, config) for each in members],
+            [facts_of(each, dtypes) for each in members],
             config.precision.moments,
         )
         for index, (name, members) in enumerate(anatomy.units)

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import inspect
+import logging
+import re
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,9 +16,13 @@ import torch
 import infinity
 from infinity.bounded import MAX_TEXT_NBYTES, MalformedError, read_json, table_of
 from infinity.checkpoint import WeightSource, weight_source
+from infinity.checkpoint.import_checks import refuse_quantised
 from infinity.config import Model, SwapConfig
+from infinity.config.extras import require_transformers
 from infinity.errors import ConfigError
 from infinity.training.model_numbers import check_numbers
+
+_log = logging.getLogger("infinity")
 
 # What transformers takes although no configuration class declares it.
 _EXTRA_KEYS = frozenset({
@@ -41,17 +49,19 @@ class ModelPlan:
         return getattr(self.hf_config.get_text_config(), "max_position_embeddings", None)
 
 
-def plan_model(model: Model) -> ModelPlan:
-    """Reads the configuration and the headers of the weights.
+def plan_model(model: Model, *, reads_weights: bool = True) -> ModelPlan:
+    """Reads the configuration, and with `reads_weights` the headers of the weights.
 
     Raises ConfigError for a directory or table that transformers cannot use, and CorruptionError
     for weight files that contradict themselves.
     """
+    require_transformers("[model]")
     if model.path is None:
         assert model.config is not None
         return ModelPlan(hf_config=_config_of_table(model.config), weights=None, path=None)
     hf_config = _config_of_directory(model.path)
-    return ModelPlan(hf_config=hf_config, weights=weight_source(model.path), path=model.path)
+    weights = weight_source(model.path) if reads_weights else None
+    return ModelPlan(hf_config=hf_config, weights=weights, path=model.path)
 
 
 def build_model(plan: ModelPlan, config: SwapConfig) -> Any:
@@ -76,7 +86,7 @@ def build_model(plan: ModelPlan, config: SwapConfig) -> Any:
     if getattr(model, "loss_type", "") is None:
         model.loss_type = "ForCausalLM"  # What it falls back to anyway, with a warning.
     if plan.weights is not None:
-        plan.weights.plan(model)
+        plan.weights.plan(model, ignore=config.model.ignore)
         _take_generation_config(model, plan)
     if config.train.activation_checkpointing:
         checkpoint_activations(model)
@@ -91,7 +101,10 @@ def stream_weights(
     `resume` is the checkpoint of the run that will be loaded next.
     """
     assert config.model is not None
-    infinity.offload(model, config, weights=plan.path, seed=config.model.seed, resume=resume)
+    infinity.offload(
+        model, config, weights=plan.path, seed=config.model.seed, ignore=config.model.ignore,
+        resume=resume,
+    )  # fmt: skip
 
 
 def _config_of_table(table: dict[str, Any]) -> Any:
@@ -109,13 +122,18 @@ def _config_of_table(table: dict[str, Any]) -> Any:
             + (f"; did you mean {near!r}?" if near else "")
         ) from None
     known = {key for key in dir(default) if not key.startswith("_")} | _EXTRA_KEYS
-    for key in options:
-        if key not in known and key not in default.attribute_map:
-            near = _nearest(key, sorted({*default.to_dict(), *default.attribute_map}))
+    unknown = [key for key in options if key not in known and key not in default.attribute_map]
+    source = _source_of(default) if unknown else ""
+    for key in unknown:
+        if re.search(rf"\bconfig\.{re.escape(key)}\b|[\"']{re.escape(key)}[\"']", source):
+            continue  # Read by getattr, with a default of the model's own.
+        near = _nearest(key, sorted({*default.to_dict(), *default.attribute_map}))
+        if near:
             raise ConfigError(
-                f"model.config.{key}: a {model_type} configuration has no such key"
-                + (f"; did you mean {near!r}?" if near else "")
+                f"model.config.{key}: a {model_type} configuration has no such key; "
+                f"did you mean {near!r}?"
             )
+        _log.warning("model.config.%s: nothing of %s is known to read it", key, model_type)
     try:
         return AutoConfig.for_model(model_type, **options)
     except Exception as error:  # transformers' validation has exceptions of its own.
@@ -136,11 +154,7 @@ def _config_of_directory(path: Path) -> Any:
         hf_config = AutoConfig.from_pretrained(path, local_files_only=True)
     except Exception as error:  # Whatever a broken file makes transformers raise.
         raise ConfigError(f"model.path: {file} cannot be used: {error}") from error
-    if table.get("quantization_config") is not None:
-        raise ConfigError(
-            f"model.path: {path} holds quantized weights, which cannot be trained; "
-            "use the original checkpoint"
-        )
+    refuse_quantised(path)
     return hf_config
 
 
@@ -181,6 +195,19 @@ def checkpoint_activations(model: Any) -> None:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
     except ValueError as error:
         raise ConfigError(f"train.activation_checkpointing: {error}") from None
+
+
+def _source_of(config: Any) -> str:
+    """The code of a configuration and of the causal LM that it is for."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    kinds = [type(config)]
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        kinds.append(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])
+    try:
+        return "".join(inspect.getsource(sys.modules[kind.__module__]) for kind in kinds)
+    except OSError:
+        return ""
 
 
 def _model_types() -> list[str]:

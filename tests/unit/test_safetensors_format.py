@@ -135,13 +135,22 @@ def test_header_that_contradicts_itself_is_refused(tmp_path, change, message):
         SafetensorsReader(path)
 
 
-def test_unknown_dtype_is_named(tmp_path):
+def test_a_dtype_that_torch_lacks_stops_only_its_own_tensor(tmp_path):
     path = tmp_path / "a.safetensors"
     safetensors.torch.save_file(TENSORS, path)
     rewrite_header(path, lambda entries: entries["weight"].update(dtype="F4"))
 
-    with pytest.raises(UnsupportedError, match="'weight' has dtype F4"):
-        SafetensorsReader(path)
+    with SafetensorsReader(path) as reader:
+        assert torch.equal(reader.read("half"), TENSORS["half"])
+        with pytest.raises(UnsupportedError, match="'weight' has dtype F4"):
+            reader.read("weight")
+
+
+def test_scales_of_eight_bit_exponents_are_read(tmp_path):
+    scales = {"scale": torch.tensor([1.0, 2.0, 0.5]).to(torch.float8_e8m0fnu)}
+    safetensors.torch.save_file(scales, tmp_path / "a.safetensors")
+    with SafetensorsReader(tmp_path / "a.safetensors") as reader:
+        assert reader.read("scale").float().tolist() == [1.0, 2.0, 0.5]
 
 
 def test_missing_file_is_a_storage_error_with_its_path(tmp_path):

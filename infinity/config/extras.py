@@ -1,0 +1,27 @@
+"""What the extra `hf` of the distribution asks for, checked before it is needed."""
+
+from __future__ import annotations
+
+import re
+from importlib.metadata import PackageNotFoundError, version
+
+from infinity.errors import ConfigError
+
+# As in pyproject.toml. What is private in transformers changes from one release to the next.
+TRANSFORMERS = ((5, 23), (6,))
+
+
+def require_transformers(what: str) -> None:
+    """Raises ConfigError, which names the extra, where transformers is missing or too old or new
+    for `what`."""
+    lowest, beyond = (".".join(map(str, bound)) for bound in TRANSFORMERS)
+    wanted = f"transformers>={lowest},<{beyond}"
+    try:
+        found = version("transformers")
+    except PackageNotFoundError:
+        raise ConfigError(
+            f"{what} needs {wanted}, which is not installed: pip install 'infinity-offload[hf]'"
+        ) from None
+    numbers = tuple(int(each) for each in re.findall(r"\d+", found)[:2])
+    if not TRANSFORMERS[0] <= numbers < TRANSFORMERS[1]:
+        raise ConfigError(f"{what} needs {wanted}, got {found}: pip install 'infinity-offload[hf]'")

@@ -1,0 +1,121 @@
+"""The dtypes that the engine keeps a model's parameters and buffers in.
+
+With `precision.compute = "bfloat16"` a model of float32 is narrowed: as its class does it for
+`from_pretrained(dtype=torch.bfloat16)` where it is one of transformers, as `model.to(bfloat16)`
+otherwise. A model that has narrow parameters already is somebody's own mixture (adapters of float32
+over a bfloat16 base, a router kept in float32) and stays as it is.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from infinity.config import SwapConfig
+from infinity.engine.adapters import adapter_modules
+from infinity.engine.awaited import is_to_come
+
+_log = logging.getLogger("infinity")
+
+_NARROW = (torch.bfloat16, torch.float16)
+
+# What PEFT puts into the name of a module that it wraps.
+_WRAPPING = re.compile(r"\.(base_layer|original_module|modules_to_save\.[^.]+)(?=\.)")
+
+
+class Dtypes:
+    """Decided once, from the model as it was given."""
+
+    def __init__(self, model: nn.Module, config: SwapConfig) -> None:
+        compute = getattr(torch, config.precision.compute)
+        has_narrow = any(parameter.dtype in _NARROW for parameter in model.parameters())
+        self._model = model
+        self._narrowed = None if compute is torch.float32 or has_narrow else compute
+        self._pattern = names_kept_wide(model)
+        self._twins: dict[str, torch.dtype] = {}
+        self._unknown: set[int] = set()  # Modules whose buffers stay as they are.
+        if self._narrowed is not None:
+            self._unknown = {id(module) for module in adapter_modules(model)}
+            self._ask_twins(self._narrowed)
+        self._wide_ids = {id(p) for name, p in model.named_parameters() if self._is_wide(name)}
+
+    def of(self, parameter: torch.Tensor, name: str = "") -> torch.dtype:
+        """`name` is asked where the parameter is a tile of one of the model's."""
+        if id(parameter) in self._wide_ids or self._is_wide(name):
+            if parameter.dtype is torch.float32 or is_to_come(parameter):
+                return torch.float32
+        elif self._narrowed is not None and parameter.dtype is torch.float32:
+            return self._narrowed
+        return parameter.dtype
+
+    def narrow_buffers(self) -> None:
+        """Buffers of float32 get the dtype that they have in the same model of the narrow dtype."""
+        if self._narrowed is None:
+            return
+        for name, module in self._model.named_modules():
+            if id(module) in self._unknown:
+                continue
+            for leaf, buffer in module._buffers.items():
+                full_name = f"{name}.{leaf}".lstrip(".")
+                if buffer is None or buffer.dtype is not torch.float32 or self._is_wide(full_name):
+                    continue
+                module._buffers[leaf] = buffer.to(self._narrowed)
+
+    def _is_wide(self, name: str) -> bool:
+        if self._pattern is not None and self._pattern.search(name):
+            return True
+        return self._twins.get(_WRAPPING.sub("", f".{name}")[1:]) is torch.float32
+
+    def _ask_twins(self, dtype: torch.dtype) -> None:
+        names = {id(module): name for name, module in self._model.named_modules()}
+        for root in _models_in(self._model):
+            twin = _twin(root, dtype)
+            if twin is None:
+                self._unknown.update(id(module) for module in root.modules())
+                continue
+            prefix = _WRAPPING.sub("", f".{names[id(root)]}.")[1:].lstrip(".")
+            for name, tensor in [*twin.named_parameters(), *twin.named_buffers()]:
+                self._twins[prefix + name] = tensor.dtype
+
+
+def names_kept_wide(model: nn.Module) -> re.Pattern[str] | None:
+    """Names of parameters that transformers keeps in float32 in a model of bfloat16."""
+    patterns = {
+        pattern.replace("*", r".*")
+        for root in _models_in(model)
+        for pattern in getattr(root, "_keep_in_fp32_modules_strict", None) or ()
+    }
+    return re.compile("|".join(sorted(patterns))) if patterns else None
+
+
+def _models_in(module: nn.Module) -> Iterator[Any]:
+    """The outermost transformers models."""
+    if hasattr(type(module), "get_init_context") and hasattr(module, "config"):
+        yield module
+        return
+    for child in module.children():
+        yield from _models_in(child)
+
+
+def _twin(model: Any, dtype: torch.dtype) -> nn.Module | None:
+    """A model of the same class, built on meta as `from_pretrained` builds it."""
+    from transformers.utils.generic import ContextManagers
+
+    try:
+        with ContextManagers(type(model).get_init_context(dtype, False, False, None)):
+            return type(model)(copy.deepcopy(model.config))
+    except Exception as error:  # A constructor that does not run on meta; it is the model's own.
+        _log.warning(
+            "buffers of %s stay float32: it cannot be built in %s to see what it makes of them "
+            "(%s); where its forward needs them narrow, convert the model before infinity.offload",
+            type(model).__name__,
+            dtype,
+            error,
+        )
+        return None
