@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 from infinity.config import SwapConfig
-from infinity.engine import registry
+from infinity.engine import functions, registry
 from infinity.engine.activations import Activations
 from infinity.engine.changes import Changes
 from infinity.engine.faces import Faces
@@ -117,6 +117,7 @@ class Engine:
 
     def install(self) -> None:
         """Puts handles in the place of parameters and hooks on sites."""
+        functions.install()
         self._faces.install()
         self._grads.install(self.slots)
         for hooks in self._site_hooks:
