@@ -342,13 +342,15 @@ def _get_data(handle: Handle) -> Handle:
 
 
 def _set_data(handle: Handle, value: torch.Tensor) -> None:
-    if value is not handle:
-        _converted(handle, value.device, value.dtype)  # Says more where these are what changes.
-        raise ParameterNotResident(
-            handle.name_in_model,
-            "its data cannot be replaced; change it inside "
-            "`with infinity.gather(module, modify=True):`",
-        )
+    if value is handle:
+        return
+    _converted(handle, value.device, value.dtype)  # Says more where these are what changes.
+    if isinstance(value, Handle):
+        value = value.clone()  # Not the memory of another parameter.
+    assign = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+    handle.owner.compute_with(assign, (handle, value.detach()), {}, changes=handle)
+    # A graph that has saved the old value, which is overwritten, must find out.
+    torch.autograd.graph.increment_version(handle.owner.leaves_of(handle))
 
 
 def _set_requires_grad(handle: Handle, value: bool) -> None:
