@@ -248,6 +248,13 @@ class Engine:
         names = [handle.name_in_model for handle in whole.handles]
         return list(zip(names, whole.starts, whole.starts[1:], strict=False))
 
+    def handle(self, name: str) -> Handle:
+        """What stands for a parameter under the name that it has in the user's model."""
+        whole = self.wholes.get(name)
+        face = self._faces.named(name).handle if whole is None else whole.face
+        assert isinstance(face, Handle)
+        return face
+
     def spec(self, name: str) -> TensorSpec:
         """Shape, stride, dtype and place of a parameter that stands whole, or of a tile."""
         return self._faces.named(name).spec

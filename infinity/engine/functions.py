@@ -19,6 +19,7 @@ from typing import Any
 from torch.autograd.function import _SingleLevelFunction
 
 from infinity.engine.handles import Handle
+from infinity.engine.originals import Follower
 
 
 def install() -> None:
@@ -28,13 +29,17 @@ def install() -> None:
 
 
 def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-    for each in args:
-        if isinstance(each, Handle):
-            return _apply_to_parameters(cls, each.owner, args, kwargs)
-    for each in kwargs.values():
+    for each in (*args, *kwargs.values()):
+        if isinstance(each, Follower):
+            args = tuple(map(_followed, args))
+            return _apply(cls, *args, **{key: _followed(each) for key, each in kwargs.items()})
         if isinstance(each, Handle):
             return _apply_to_parameters(cls, each.owner, args, kwargs)
     return super(_SingleLevelFunction, cls).apply(*args, **kwargs)
+
+
+def _followed(given: Any) -> Any:
+    return given.handle if isinstance(given, Follower) else given
 
 
 def _apply_to_parameters(
