@@ -77,6 +77,9 @@ class Residency(Protocol):
         """Where `takes_turns`: before `enter`, and when a backward is about to go on behind the
         units, their gradients given (`is_over`), other micro-batches come there first."""
 
+    def begin_use(self, site: Site) -> None:
+        """A forward of the site begins; nothing is held for it yet."""
+
     def enter(self, units: list[int]) -> None: ...
     def leave(self, units: list[int]) -> None: ...
     def is_parameter_memory(self, tensor: torch.Tensor) -> bool: ...
@@ -198,6 +201,10 @@ class SiteHooks:
             module.register_forward_hook(self._after, always_call=True),
         ]
 
+    @property
+    def is_running(self) -> bool:
+        return bool(self._running)
+
     def reset(self) -> None:
         """Forgets forwards that were left by an exception that hooks do not see."""
         with uninterrupted():
@@ -212,6 +219,7 @@ class SiteHooks:
             return
         if self._residency.takes_turns:
             self._residency.await_turn(self._site.units)
+        self._residency.begin_use(self._site)
         with uninterrupted():
             self._residency.enter(self._site.units)
             numbers = self._running.setdefault(threading.get_ident(), [])
