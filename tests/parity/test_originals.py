@@ -119,6 +119,12 @@ def test_an_original_stands_for_its_parameter(swap_directory: Path) -> None:
         assert not torch.equal(kept[0] + 0, values[0]) and torch.equal(kept[2] + 0, values[2])
         kept[0].grad = None
         assert model[0].weight.grad is None
+        model.zero_grad()
+        fired: list[int] = []
+        torch.autograd.graph.register_multi_grad_hook(kept, lambda grads: fired.append(len(grads)))
+        model(torch.ones(4)).sum().backward()
+        assert fired == [4]
+        model.zero_grad()
         kept[0].requires_grad_(False)
         assert not model[0].weight.requires_grad
         assert not OffloadedSide(model).weights()["0.weight"].equal(values[0])
