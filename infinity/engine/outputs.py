@@ -45,29 +45,34 @@ def detach_from_parameters(output: Any, is_parameter_memory: Callable[[torch.Ten
     A parameter's memory goes away when its module is left; class tokens and latents are returned as
     views of it. What was one tensor in two places is one copy in both.
     """
-    done: dict[int, Any] = {}
-    kept = []  # So that no id is given anew.
+    return _detached(output, is_parameter_memory, {}, [], 0)
 
-    def detached(tree: Any, depth: int) -> Any:
-        if tree is None or depth > _MOST_DEPTH:
-            return tree
-        if id(tree) in done:
-            return done[id(tree)]
-        kept.append(tree)
-        if isinstance(tree, torch.Tensor):
-            done[id(tree)] = tree.clone() if is_parameter_memory(tree) else tree
-            return done[id(tree)]
-        done[id(tree)] = tree  # It may lead to itself.
-        changed = {}
-        for key, value in _parts_of(tree):
-            copy = detached(value, depth + 1)
-            if copy is not value:
-                changed[key] = copy
-        if changed:
-            done[id(tree)] = _with(tree, changed)
+
+def _detached(
+    tree: Any,
+    is_parameter_memory: Callable[[torch.Tensor], bool],
+    done: dict[int, Any],
+    kept: list[Any],
+    depth: int,
+) -> Any:
+    """`done`: what came of everything by its id. `kept`: all of it, so that no id is given anew."""
+    if tree is None or depth > _MOST_DEPTH:
+        return tree
+    if id(tree) in done:
         return done[id(tree)]
-
-    return detached(output, 0)
+    kept.append(tree)
+    if isinstance(tree, torch.Tensor):
+        done[id(tree)] = tree.clone() if is_parameter_memory(tree) else tree
+        return done[id(tree)]
+    done[id(tree)] = tree  # It may lead to itself.
+    changed = {}
+    for key, value in _parts_of(tree):
+        copy = _detached(value, is_parameter_memory, done, kept, depth + 1)
+        if copy is not value:
+            changed[key] = copy
+    if changed:
+        done[id(tree)] = _with(tree, changed)
+    return done[id(tree)]
 
 
 def _parts_of(tree: Any) -> list[tuple[Any, Any]]:

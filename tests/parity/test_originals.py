@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -175,3 +176,16 @@ def test_views_of_parameters_that_modules_keep_are_refused_by_name(
     with pytest.raises(UnsupportedError, match=r"1\.kept.*0\.weight"):
         infinity.offload(model, swap_config(swap_directory))
     assert type(model[0].weight) is nn.Parameter
+
+
+def test_a_graph_of_before_keeps_no_model_alive(swap_directory: Path) -> None:
+    """One that is dropped without `close()` gives its memory and its swap files back."""
+    model = nn.Sequential(nn.Linear(4, 3))
+    model[0].kept = model[0].weight.sum()  # As the old weight_norm keeps one.
+    engine = weakref.ref(infinity.engine_of(infinity.offload(model, swap_config(swap_directory))))
+    original = model[0].kept.grad_fn.next_functions[0][0].variable
+    del model
+    gc.collect()
+    assert engine() is None
+    with pytest.raises(InfinityError, match=r"0\.weight.*gone"):
+        original.sum()
