@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 from infinity.config import SwapConfig
-from infinity.engine import registry
+from infinity.engine import functions, registry
 from infinity.engine.activations import Activations
 from infinity.engine.changes import Changes
 from infinity.engine.faces import Faces
@@ -118,7 +118,9 @@ class Engine:
 
     def install(self) -> None:
         """Puts handles in the place of parameters and hooks on sites."""
+        functions.install()
         self._faces.install()
+        self._holds.begin_use = self._site_begins
         self._grads.install(self.slots)
         for hooks in self._site_hooks:
             self._removable.extend(hooks.install())
@@ -157,8 +159,21 @@ class Engine:
     def _begin_pass(self, kind: str) -> None:
         with uninterrupted(), self._lock:
             self.reset()
-            self._executor.begin_pass(kind)
+            self._executor.begin_pass(kind, is_new=self._passes.beginnings.ask_model(kind))
             self._passes.begin_forward(kind)
+
+    def _site_begins(self, site: Site) -> None:
+        """A site is entered: in a loop that calls parts of the model, a pass may begin with it."""
+        passes = self._passes
+        is_inside = passes.is_in_forward or passes.is_layer_major
+        if is_inside or self.is_closed or current_backward() != OUTSIDE_BACKWARD:
+            return
+        kind = "train" if torch.is_grad_enabled() else "eval"
+        with uninterrupted(), self._lock:
+            is_new = passes.beginnings.ask_site(kind, site.name)
+            if is_new and not any(hooks.is_running for hooks in self._site_hooks):
+                self.reset()
+            self._executor.begin_pass(kind, is_new=is_new)
 
     @torch._dynamo.disable  # type: ignore[untyped-decorator]
     def _pass_ends(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -247,6 +262,13 @@ class Engine:
             return [(name, 0, shape[0] if shape else 1)]
         names = [handle.name_in_model for handle in whole.handles]
         return list(zip(names, whole.starts, whole.starts[1:], strict=False))
+
+    def handle(self, name: str) -> Handle:
+        """What stands for a parameter under the name that it has in the user's model."""
+        whole = self.wholes.get(name)
+        face = self._faces.named(name).handle if whole is None else whole.face
+        assert isinstance(face, Handle)
+        return face
 
     def spec(self, name: str) -> TensorSpec:
         """Shape, stride, dtype and place of a parameter that stands whole, or of a tile."""
@@ -442,6 +464,7 @@ class Engine:
             for unit in dict.fromkeys(slot.unit for slot in changed):
                 self._gradients.apply_scales(unit)
             self._gradients.settle()
+            self._passes.beginnings.end_backward()
             if self.config.schedule.updates == "at_step":
                 self._updater.apply(record)
             else:

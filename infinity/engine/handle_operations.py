@@ -17,8 +17,9 @@ from infinity.engine.changes import Changes
 from infinity.engine.faces import Faces
 from infinity.engine.handles import Handle, find_handles, replace_handles
 from infinity.engine.holds import Holds
-from infinity.engine.hooks import Backwards, Stay, detach_from_parameters, nodes_since
+from infinity.engine.hooks import Backwards, Stay, nodes_since
 from infinity.engine.machinery import Machinery
+from infinity.engine.outputs import detach_from_parameters
 from infinity.engine.parameter_grads import ParameterGrads
 from infinity.engine.slot import Slot
 from infinity.engine.state_values import StateValue
@@ -94,6 +95,12 @@ class HandleOperations:
 
     def forget_gradient(self, handle: Handle) -> None:
         self._grads.forget(self._known(handle))
+
+    def leaves_of(self, handle: Handle) -> list[torch.Tensor]:
+        return [self._known(handle).compute]
+
+    def take_gradient(self, handle: Handle, gradient: torch.Tensor) -> None:
+        self._grads.take(self._known(handle), gradient)
 
     def zero_gradient(self, handle: Handle) -> None:
         """Of the gradient that `handle` stands for."""
