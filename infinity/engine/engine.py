@@ -333,7 +333,10 @@ class Engine:
         with self._setting(units) if modify else nullcontext(), self._holds.holding(units):
             if modify:
                 self._changes.lend(units)
-            with self._grads.shown(shown):
+            with (
+                nullcontext() if modify else self._changes.watching(slots),
+                self._grads.shown(shown),
+            ):
                 yield
         if self.parts.ranks is not None:
             self.parts.ranks.agree()
@@ -367,14 +370,18 @@ class Engine:
             self.flush()
             if parts.ranks is not None:
                 parts.ranks.forget_outdated()
-            yield StateAccess(
-                parts.store,
-                parts.pool,
-                parts.executor,
-                parts.gradients,
-                parts.updater.chunk_nbytes,
-                None if parts.ranks is None else parts.ranks.partition,
-            )
+            try:
+                yield StateAccess(
+                    parts.store,
+                    parts.pool,
+                    parts.executor,
+                    parts.gradients,
+                    parts.updater.chunk_nbytes,
+                    None if parts.ranks is None else parts.ranks.partition,
+                )
+            finally:
+                for slot in self.slots:
+                    slot.changes += 1  # A checkpoint may have been loaded.
 
     def placed_nbytes(self) -> dict[str, dict[str, int]]:
         """Bytes by kind and tier, as they rest."""
@@ -424,11 +431,20 @@ class Engine:
 
     def begin_step(self) -> None:
         """All ranks enter the optimizer's step; from here on gradients are those of all of them."""
+        self.refuse_closed("optimizer.step()")
         if self.parts.ranks is not None:
             with self._lock, self._tracer.during(Lane.PHASES, "all ranks enter the step"):
                 self.reset()
                 self._holds.refuse_held("optimizer.step()")
                 self.parts.ranks.begin_step()
+
+    def refuse_closed(self, what: str) -> None:
+        """Raises InfinityError, which names the caller, when the engine is closed."""
+        if self.is_closed:
+            raise InfinityError(
+                f"{what}: the engine of this model is closed and its parameters are gone; offload "
+                "a model anew"
+            )
 
     def step(self, record: StepRecord) -> None:
         """Decides an optimizer step; each unit is updated before anybody sees it again."""

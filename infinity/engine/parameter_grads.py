@@ -14,6 +14,7 @@ from infinity.engine.hooks import Backwards
 from infinity.engine.interrupts import uninterrupted
 from infinity.engine.machinery import Machinery
 from infinity.engine.slot import Slot
+from infinity.errors import UnsupportedError
 from infinity.observe import Lane
 
 
@@ -31,7 +32,8 @@ class ParameterGrads:
         self._faces = faces
         self._backwards = backwards
         self._lock = lock
-        self._shown: set[Slot] = set()  # Those whose `.grad` is the sum so far.
+        # Those whose `.grad` is the sum so far, and its version while it is.
+        self._shown: dict[Slot, tuple[torch.Tensor, int]] = {}
 
     def install(self, slots: Iterable[Slot]) -> None:
         """From now on the gradients of these parameters are taken as they are complete."""
@@ -63,6 +65,8 @@ class ParameterGrads:
             if is_shown:
                 self._gradients.forget(slot.spec)
             self._gradients.add(slot.unit, slot.spec, gradient)
+            if is_shown:
+                self._shown[slot] = gradient, gradient._version
 
     def drop(self, slots: Iterable[Slot]) -> None:
         """A backward was broken off while gradients were on their way to the engine."""
@@ -83,28 +87,51 @@ class ParameterGrads:
             self._bring_up_to_date(slot)
             return self._gradients.read(slot.unit, slot.spec)
 
+    def stamp(self, slot: Slot) -> tuple[int, int] | None:
+        return self._gradients.stamp(slot.spec)
+
     @contextmanager
     def shown(self, slots: Iterable[Slot]) -> Iterator[None]:
-        """Within, compute parameters that have a gradient show a copy of it."""
-        mine: list[Slot] = []
+        """Within, compute parameters that have a gradient show a copy of it; what is done to it is
+        taken over at the end."""
+        mine = [slot for slot in slots if slot.compute.grad is None]
         try:
-            for slot in slots:
-                gradient = self.read(slot) if slot.compute.grad is None else None
+            for slot in mine:
+                gradient = self.read(slot)
                 if gradient is not None:
-                    slot.compute.grad = gradient.to(slot.compute.device, slot.compute.dtype)
-                    mine.append(slot)
-                    self._shown.add(slot)
+                    shown = gradient.to(slot.compute.device, slot.compute.dtype)
+                    slot.compute.grad = shown
+                    self._shown[slot] = shown, shown._version
             yield
         finally:
-            self._shown.difference_update(mine)
             for slot in mine:
-                slot.compute.grad = None
+                self._hide(slot)
+
+    def _hide(self, slot: Slot) -> None:
+        before = self._shown.pop(slot, None)
+        now, slot.compute.grad = slot.compute.grad, None
+        if now is None:
+            if before is not None:
+                self.forget(slot)
+        elif before is None or now is not before[0] or now._version != before[1]:
+            self.put(slot, now, is_other=before is not None and now is not before[0])
 
     # -- Changing --------------------------------------------------------------------------------
 
     def forget(self, slot: Slot) -> None:
         with self._lock:
             self._gradients.forget(slot.spec)
+
+    def put(self, slot: Slot, value: torch.Tensor, *, is_other: bool = False) -> None:
+        """`value`, of the parameter's shape, is the sum from now on; see `Gradients.put`."""
+        if slot.spec.state_offset < 0:
+            raise UnsupportedError(
+                f"{slot.name!r} was frozen when the model was offloaded, and there is no place for "
+                "a gradient of it; set requires_grad before infinity.offload"
+            )
+        with uninterrupted(), self._lock:
+            self._bring_up_to_date(slot)
+            self._gradients.put(slot.unit, slot.spec, value, is_other=is_other)
 
     def zero(self, slot: Slot) -> None:
         """The gradient, if there is one, becomes zeros."""
