@@ -17,6 +17,7 @@ from infinity.engine.faces import Faces
 from infinity.engine.hooks import OUTSIDE_BACKWARD, current_backward
 from infinity.engine.interrupts import uninterrupted
 from infinity.engine.machinery import Machinery
+from infinity.engine.process import OwnProcess
 from infinity.errors import InfinityError
 from infinity.observe import Lane
 from infinity.storage.engine import Priority
@@ -42,6 +43,7 @@ class Holds:
         self._faces = faces
         self._changes = changes
         self._lock = lock
+        self._process = OwnProcess()
         self._left: set[int] = set()  # By the backward that is running.
         self.is_closed = False
         self.turns: Turns | None = None  # Of `accumulate`, while it runs.
@@ -59,6 +61,7 @@ class Holds:
 
     def enter(self, units: list[int]) -> None:
         """Makes units usable. All or none: a failure lets go of those already held."""
+        self._process.refuse_others()
         done: list[int] = []
         priority = Priority.FORWARD if current_backward() == OUTSIDE_BACKWARD else Priority.BACKWARD
         try:

@@ -13,6 +13,7 @@ from infinity.engine.faces import Faces
 from infinity.engine.hooks import Backwards
 from infinity.engine.interrupts import uninterrupted
 from infinity.engine.machinery import Machinery
+from infinity.engine.process import OwnProcess
 from infinity.engine.slot import Slot
 from infinity.errors import UnsupportedError
 from infinity.observe import Lane
@@ -32,6 +33,7 @@ class ParameterGrads:
         self._faces = faces
         self._backwards = backwards
         self._lock = lock
+        self._process = OwnProcess()
         # Those whose `.grad` is the sum so far, and its version while it is.
         self._shown: dict[Slot, tuple[torch.Tensor, int]] = {}
 
@@ -81,6 +83,7 @@ class ParameterGrads:
 
     def read(self, slot: Slot) -> torch.Tensor | None:
         """A copy of the gradient summed so far: fp32, on the host; None if there is none."""
+        self._process.refuse_others()
         with self._lock:
             if not self._gradients.has(slot.spec):
                 return None
@@ -129,6 +132,7 @@ class ParameterGrads:
                 f"{slot.name!r} was frozen when the model was offloaded, and there is no place for "
                 "a gradient of it; set requires_grad before infinity.offload"
             )
+        self._process.refuse_others()
         with uninterrupted(), self._lock:
             self._bring_up_to_date(slot)
             self._gradients.put(slot.unit, slot.spec, value, is_other=is_other)
