@@ -53,6 +53,7 @@ from infinity.engine.rank_group import Together
 from infinity.engine.shared_activations import SharedActivations
 from infinity.engine.slot import Slot
 from infinity.engine.state_access import StateAccess
+from infinity.engine.strangers import Strangers
 from infinity.engine.tiling import tiles_of
 from infinity.engine.update import StepRecord
 from infinity.engine.whole import Whole
@@ -105,6 +106,7 @@ class Engine:
         self._updater = parts.updater
         self._passes = parts.passes
         self._process = OwnProcess()
+        self._strangers = Strangers(self.model)
         self._lock = threading.RLock()
         self._faces = Faces(self.model, self.slots)
         self._changes = Changes(parts, self._faces)
@@ -444,6 +446,7 @@ class Engine:
     def begin_step(self) -> None:
         """All ranks enter the optimizer's step; from here on gradients are those of all of them."""
         self.refuse_closed("optimizer.step()")
+        self._strangers.refuse_untrained()
         if self.parts.ranks is not None:
             with self._lock, self._tracer.during(Lane.PHASES, "all ranks enter the step"):
                 self.reset()

@@ -92,12 +92,9 @@ class HandleOperations:
         return slot
 
     def set_trainable(self, handle: Handle, is_trainable: bool) -> None:
+        """One that was frozen when the model was offloaded may say that it is trainable, as an
+        adapter does that is made active to be evaluated; a gradient of it is refused."""
         slot = self._known(handle)
-        if is_trainable and slot.spec.state_offset < 0:
-            raise UnsupportedError(
-                f"{slot.name!r} was frozen when the model was offloaded and has no optimizer "
-                "state; set requires_grad before infinity.offload"
-            )
         slot.compute.requires_grad_(is_trainable)
         with torch._C.DisableTorchFunctionSubclass():
             handle.requires_grad_(is_trainable)

@@ -90,7 +90,8 @@ class AdamW(torch.optim.Optimizer):
         if engine is None:
             raise ConfigError(
                 f"expected parameters of an offloaded model, got {type(parameter).__name__}; "
-                "build the optimizer after infinity.offload(model, config)"
+                "build the optimizer after infinity.offload(model, config), and add adapters and "
+                "heads before it"
             )
         if self._engine is not None and engine is not self._engine:
             raise ConfigError(

@@ -46,9 +46,19 @@ class ParameterGrads:
             if here is not None:
                 here._take(parameter)
 
+        def refuse(parameter: torch.Tensor) -> None:
+            parameter.grad = None
+            here = grads()
+            slot = here and here._faces.find(parameter)
+            raise _frozen(slot.name if slot else "a parameter")
+
         for slot in slots:
             if slot.spec.state_offset >= 0:
                 slot.compute.register_post_accumulate_grad_hook(take)
+            elif slot.compute.is_floating_point():
+                slot.compute.requires_grad_(True)  # Or it takes no hook.
+                slot.compute.register_post_accumulate_grad_hook(refuse)
+                slot.compute.requires_grad_(False)
 
     def _take(self, parameter: torch.Tensor) -> None:
         slot = self._faces.find(parameter)
@@ -128,10 +138,7 @@ class ParameterGrads:
     def put(self, slot: Slot, value: torch.Tensor, *, is_other: bool = False) -> None:
         """`value`, of the parameter's shape, is the sum from now on; see `Gradients.put`."""
         if slot.spec.state_offset < 0:
-            raise UnsupportedError(
-                f"{slot.name!r} was frozen when the model was offloaded, and there is no place for "
-                "a gradient of it; set requires_grad before infinity.offload"
-            )
+            raise _frozen(slot.name)
         self._process.refuse_others()
         with uninterrupted(), self._lock:
             self._bring_up_to_date(slot)
@@ -148,3 +155,11 @@ class ParameterGrads:
         if self._updater.is_pending(slot.unit.index):
             assert not self._executor.is_held(slot.unit.index)
             self._updater.bring_up_to_date(slot.unit.index)
+
+
+def _frozen(name: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"{name!r} was frozen when the model was offloaded, so there is no place for its gradient "
+        "and no optimizer state; set requires_grad before infinity.offload, of all adapters that "
+        "are to be trained"
+    )
