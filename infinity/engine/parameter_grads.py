@@ -36,6 +36,7 @@ class ParameterGrads:
         self._process = OwnProcess()
         # Those whose `.grad` is the sum so far, and its version while it is.
         self._shown: dict[Slot, tuple[torch.Tensor, int]] = {}
+        self._frozen: list[Slot] = []  # When the model was offloaded.
 
     def install(self, slots: Iterable[Slot]) -> None:
         """From now on the gradients of these parameters are taken as they are complete."""
@@ -49,13 +50,14 @@ class ParameterGrads:
         def refuse(parameter: torch.Tensor) -> None:
             parameter.grad = None
             here = grads()
-            slot = here and here._faces.find(parameter)
-            raise _frozen(slot.name if slot else "a parameter")
+            frozen = [] if here is None else here._frozen
+            raise _frozen(*(slot.name for slot in frozen if slot.compute.requires_grad))
 
         for slot in slots:
             if slot.spec.state_offset >= 0:
                 slot.compute.register_post_accumulate_grad_hook(take)
             elif slot.compute.is_floating_point():
+                self._frozen.append(slot)
                 slot.compute.requires_grad_(True)  # Or it takes no hook.
                 slot.compute.register_post_accumulate_grad_hook(refuse)
                 slot.compute.requires_grad_(False)
@@ -157,9 +159,10 @@ class ParameterGrads:
             self._updater.bring_up_to_date(slot.unit.index)
 
 
-def _frozen(name: str) -> UnsupportedError:
+def _frozen(*names: str) -> UnsupportedError:
+    more = f" and {len(names) - 4} others" if len(names) > 4 else ""
     return UnsupportedError(
-        f"{name!r} was frozen when the model was offloaded, so there is no place for its gradient "
-        "and no optimizer state; set requires_grad before infinity.offload, of all adapters that "
-        "are to be trained"
+        f"{', '.join(map(repr, names[:4]))}{more} had no requires_grad when the model was "
+        "offloaded, so there is no place for a gradient and no optimizer state; set requires_grad "
+        "before infinity.offload, of all adapters that are to be trained"
     )
