@@ -156,9 +156,10 @@ def gather(
 ) -> Iterator[None]:
     """Within, the parameters of a module (or given parameters) are real and may be read.
 
-    `.grad` of each is its gradient so far, or None. With `modify` true, changes are kept: the
-    fp32 master follows. May be nested. Parameters must fit the host and device budgets together.
-    Tensors taken from parameters inside are not valid after; clone what is to be kept.
+    `.grad` of each is its gradient so far, or None; a change of it is kept. With `modify` true,
+    changes of parameters are kept: the fp32 master follows. Without, they are kept with a warning,
+    and a master is rounded to them. May be nested. Parameters must fit the host and device budgets
+    together. Tensors taken from parameters inside are not valid after; clone what is to be kept.
     """
     tensors = [what] if isinstance(what, torch.Tensor) else what
     if isinstance(tensors, nn.Module):

@@ -12,6 +12,7 @@ from infinity.engine.faces import Faces
 from infinity.engine.gradients import in_memory_order
 from infinity.engine.machinery import Machinery
 from infinity.engine.slot import Slot
+from infinity.errors import InfinityError
 from infinity.sizes import PAGE_NBYTES, align_down
 from infinity.state.units import TensorSpec, Unit, weight_of
 from infinity.storage.checksums import digest as digest_of_pages
@@ -28,6 +29,7 @@ class Changes:
         self._executor = parts.executor
         self._updater = parts.updater
         self._masters = parts.masters
+        self._is_divided = parts.ranks is not None
         self._faces = faces
         self._expected: set[int] = set()
         self._before: dict[Slot, torch.Tensor] = {}  # Weights as they were lent.
@@ -62,6 +64,11 @@ class Changes:
                 undeclared.append(slot.name)
             slot.changes += 1
             torch.autograd.graph.increment_version([slot.compute])  # Also what `.data` changed.
+        if undeclared and self._is_divided:
+            raise InfinityError(
+                f"{', '.join(undeclared[:4])} changed inside infinity.gather() without "
+                "modify=True, and other ranks do not see it; give modify=True, on all ranks"
+            )
         if undeclared:
             warnings.warn(
                 f"{', '.join(undeclared[:4])} changed inside infinity.gather() without modify=True;"
