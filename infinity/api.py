@@ -66,6 +66,11 @@ def offload(
     Attach adapters, freeze parameters and tie weights before. Raises ConfigError, CapacityError,
     StorageError or UnsupportedError before anything was touched.
     """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"expected a torch.nn.Module to offload, got {type(model).__name__}; put several "
+            "models in an nn.ModuleList, or offload each with a swap directory of its own"
+        )
     resolved = SwapConfig.load(config)
     plan: LoadPlan | None = None
     if callable(weights):
@@ -137,7 +142,20 @@ def accumulate(
     a program of your own wants MALLOC_ARENA_MAX=1 in its environment; `infinity train` sees to it.
     """
     engine = engine_of(model)
-    return engine.accumulate([partial(loss_of, batch) for batch in micro_batches])
+    return engine.accumulate([partial(_loss, loss_of, batch) for batch in micro_batches])
+
+
+def _loss(loss_of: Callable[[Any], torch.Tensor], batch: Any) -> torch.Tensor:
+    loss = loss_of(batch)
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        got = (
+            f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+        )
+        raise ConfigError(
+            f"expected loss_of(batch) to return a scalar tensor, the loss, got {got}; "
+            "return outputs.loss, or a mean"
+        )
+    return loss
 
 
 @contextmanager
@@ -146,9 +164,10 @@ def gather(
 ) -> Iterator[None]:
     """Within, the parameters of a module (or given parameters) are real and may be read.
 
-    `.grad` of each is its gradient so far, or None. With `modify` true, changes are kept: the
-    fp32 master follows. May be nested. Parameters must fit the host and device budgets together.
-    Tensors taken from parameters inside are not valid after; clone what is to be kept.
+    `.grad` of each is its gradient so far, or None; a change of it is kept. With `modify` true,
+    changes of parameters are kept: the fp32 master follows. Without, they are kept with a warning,
+    and a master is rounded to them. May be nested. Parameters must fit the host and device budgets
+    together. Tensors taken from parameters inside are not valid after; clone what is to be kept.
     """
     tensors = [what] if isinstance(what, torch.Tensor) else what
     if isinstance(tensors, nn.Module):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch.autograd.graph import Node
@@ -11,8 +13,12 @@ from infinity.engine.faces import Faces
 from infinity.engine.gradients import in_memory_order
 from infinity.engine.machinery import Machinery
 from infinity.engine.slot import Slot
-from infinity.errors import UnsupportedError
+from infinity.errors import InfinityError, UnsupportedError
+from infinity.sizes import PAGE_NBYTES, align_down
 from infinity.state.units import TensorSpec, Unit, weight_of
+from infinity.storage.checksums import digest as digest_of_pages
+
+_DIGESTED_NBYTES = 16 << 20  # At a time, where memory is not the host's.
 
 
 class Changes:
@@ -24,6 +30,7 @@ class Changes:
         self._executor = parts.executor
         self._updater = parts.updater
         self._masters = parts.masters
+        self._is_divided = parts.ranks is not None
         self._faces = faces
         self._expected: set[int] = set()
         self._before: dict[Slot, torch.Tensor] = {}  # Weights as they were lent.
@@ -34,12 +41,41 @@ class Changes:
 
     def lend(self, units: Iterable[int]) -> None:
         """As `expect`; elements that are not changed keep the value behind them to the bit."""
-        for unit in units:
-            self._expected.add(unit)
-            for slot in self._faces.of_unit(unit):
-                if self._masters.has(slot.unit, slot.spec) and slot not in self._before:
-                    copy = slot.compute.detach().to("cpu", copy=True)
-                    self._before[slot] = in_memory_order(copy, slot.spec)
+        self.lend_slots(slot for unit in units for slot in self._faces.of_unit(unit))
+
+    def lend_slots(self, slots: Iterable[Slot]) -> None:
+        """As `lend`, of single parameters."""
+        for slot in slots:
+            self._expected.add(slot.unit.index)
+            if self._masters.has(slot.unit, slot.spec) and slot not in self._before:
+                copy = slot.compute.detach().to("cpu", copy=True)
+                self._before[slot] = in_memory_order(copy, slot.spec)
+
+    @contextmanager
+    def watching(self, slots: Sequence[Slot]) -> Iterator[None]:
+        """Within, these parameters, which are held, are there to be read. What changes all the
+        same is taken over, and a warning says so."""
+        before = {slot: _digest(slot.compute) for slot in slots}
+        yield
+        undeclared = []
+        for slot, digest in before.items():
+            if slot in self._before or _digest(slot.compute) == digest:
+                continue
+            if slot.unit.index not in self._expected:
+                undeclared.append(slot.name)
+            slot.changes += 1
+            torch.autograd.graph.increment_version([slot.compute])  # Also what `.data` changed.
+        if undeclared and self._is_divided:
+            raise InfinityError(
+                f"{', '.join(undeclared[:4])} changed inside infinity.gather() without "
+                "modify=True, and other ranks do not see it; give modify=True, on all ranks"
+            )
+        if undeclared:
+            warnings.warn(
+                f"{', '.join(undeclared[:4])} changed inside infinity.gather() without modify=True;"
+                " the change is kept, and a master in fp32 is rounded to it. Give modify=True",
+                stacklevel=6,
+            )
 
     def put_back(self, unit: int) -> UnsupportedError | None:
         """The unit is held for the last moment: values that `.data =` put in the place of
@@ -116,6 +152,9 @@ class Changes:
             else:
                 weight_of(weights, spec).copy_(flat)
         self._executor.check_in(unit.index, dirty_nbytes=unit.weight_nbytes, write_now=False)
+        written = [slot for slot in self._faces.of_unit(unit.index) if slot.spec in values]
+        # Who saved the old weights for a backward must find out, as in plain PyTorch.
+        torch.autograd.graph.increment_version([slot.compute for slot in written])
 
     def fill(self, unit: Unit) -> None:
         """Writes a unit's original parameters, those that have memory, to its tiers."""
@@ -143,3 +182,14 @@ def _saved_by(node: Node) -> Iterator[torch.Tensor]:
             for each in found if isinstance(found, (tuple, list)) else (found,):
                 if isinstance(each, torch.Tensor) and each.layout is torch.strided:
                     yield each
+
+
+def _digest(tensor: torch.Tensor) -> bytes:
+    """Of a parameter's bytes."""
+    flat = tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+    parts = []
+    for part in flat.split(_DIGESTED_NBYTES) if flat.numel() else ():
+        here = part.cpu()
+        whole = align_down(here.numel(), PAGE_NBYTES)
+        parts += [digest_of_pages(here.data_ptr(), whole), here[whole:].numpy().tobytes()]
+    return b"".join(parts)

@@ -35,16 +35,26 @@ from infinity.engine.gradients import in_memory_order
 from infinity.engine.handle_operations import HandleOperations
 from infinity.engine.handles import Handle
 from infinity.engine.holds import Holds
-from infinity.engine.hooks import OUTSIDE_BACKWARD, Backwards, Site, SiteHooks, current_backward
+from infinity.engine.hooks import (
+    OUTSIDE_BACKWARD,
+    Backwards,
+    Site,
+    SiteHooks,
+    Unscriptable,
+    current_backward,
+    outside_graphs,
+)
 from infinity.engine.interrupts import uninterrupted
 from infinity.engine.layer_major import Conductor
 from infinity.engine.machinery import Machinery
 from infinity.engine.parameter_grads import ParameterGrads
+from infinity.engine.process import OwnProcess
 from infinity.engine.rank_group import Together
 from infinity.engine.shared_activations import SharedActivations
 from infinity.engine.slot import Slot
 from infinity.engine.state_access import StateAccess
 from infinity.engine.state_values import is_value_of, plain_value
+from infinity.engine.strangers import Strangers
 from infinity.engine.tiling import tiles_of
 from infinity.engine.update import StepRecord
 from infinity.engine.whole import Whole
@@ -96,6 +106,8 @@ class Engine:
         self._gradients = parts.gradients
         self._updater = parts.updater
         self._passes = parts.passes
+        self._process = OwnProcess()
+        self._strangers = Strangers(self.model)
         self._lock = threading.RLock()
         self._faces = Faces(self.model, self.slots)
         self._changes = Changes(parts, self._faces)
@@ -128,6 +140,8 @@ class Engine:
             self.model.register_forward_pre_hook(self._pass_begins, prepend=True),
             self.model.register_forward_hook(self._pass_ends, always_call=True),
         ]
+        for module in {self.model, *(site.module for site in self.sites)}:
+            self._removable.append(Unscriptable(module))
         owners = {alias.module for slot in self.slots for alias in slot.aliases}
         self._removable += [m.register_load_state_dict_pre_hook(self._take_loaded) for m in owners]
         registry.register(self)
@@ -150,7 +164,7 @@ class Engine:
 
     # -- Passes ------------------------------------------------------------------------------------
 
-    @torch._dynamo.disable  # type: ignore[untyped-decorator]
+    @outside_graphs
     def _pass_begins(self, module: nn.Module, args: Any) -> None:
         is_own = current_backward() == OUTSIDE_BACKWARD and not self._passes.is_layer_major
         if is_own and not self.is_closed:
@@ -175,7 +189,7 @@ class Engine:
                 self.reset()
             self._executor.begin_pass(kind, is_new=is_new)
 
-    @torch._dynamo.disable  # type: ignore[untyped-decorator]
+    @outside_graphs
     def _pass_ends(self, module: nn.Module, args: Any, output: Any) -> None:
         if not self._passes.is_layer_major:
             self._passes.end_forward()
@@ -358,7 +372,10 @@ class Engine:
         with self._setting(units) if modify else nullcontext(), self._holds.holding(units):
             if modify:
                 self._changes.lend(units)
-            with self._grads.shown(shown):
+            with (
+                nullcontext() if modify else self._changes.watching(slots),
+                self._grads.shown(shown),
+            ):
                 yield
         if self.parts.ranks is not None:
             self.parts.ranks.agree()
@@ -392,14 +409,18 @@ class Engine:
             self.flush()
             if parts.ranks is not None:
                 parts.ranks.forget_outdated()
-            yield StateAccess(
-                parts.store,
-                parts.pool,
-                parts.executor,
-                parts.gradients,
-                parts.updater.chunk_nbytes,
-                None if parts.ranks is None else parts.ranks.partition,
-            )
+            try:
+                yield StateAccess(
+                    parts.store,
+                    parts.pool,
+                    parts.executor,
+                    parts.gradients,
+                    parts.updater.chunk_nbytes,
+                    None if parts.ranks is None else parts.ranks.partition,
+                )
+            finally:
+                for slot in self.slots:
+                    slot.changes += 1  # A checkpoint may have been loaded.
 
     def placed_nbytes(self) -> dict[str, dict[str, int]]:
         """Bytes by kind and tier, as they rest."""
@@ -449,11 +470,23 @@ class Engine:
 
     def begin_step(self) -> None:
         """All ranks enter the optimizer's step; from here on gradients are those of all of them."""
+        self.refuse_closed("optimizer.step()")
+        self._strangers.refuse_untrained()
         if self.parts.ranks is not None:
             with self._lock, self._tracer.during(Lane.PHASES, "all ranks enter the step"):
                 self.reset()
                 self._holds.refuse_held("optimizer.step()")
                 self.parts.ranks.begin_step()
+
+    def refuse_closed(self, what: str) -> None:
+        """Raises InfinityError, which names the caller, when the engine is closed, or another
+        process'."""
+        self._process.refuse_others()
+        if self.is_closed:
+            raise InfinityError(
+                f"{what}: the engine of this model is closed and its parameters are gone; offload "
+                "a model anew"
+            )
 
     def step(self, record: StepRecord) -> None:
         """Decides an optimizer step; each unit is updated before anybody sees it again."""
@@ -475,6 +508,7 @@ class Engine:
 
     def gradient_norms(self, slots: Iterable[Slot]) -> dict[str, torch.Tensor]:
         """2-norm of each gradient that is there, fp32 scalars on the host, in the given order."""
+        self.refuse_closed("gradient norms")
         with uninterrupted(), self._lock, self._tracer.during(Lane.PHASES, "gradient norms"):
             self.reset()
             self._updater.settle()  # What no forward has touched since the last step.
@@ -504,8 +538,11 @@ class Engine:
     def close(self) -> None:
         """Waits for what is in flight and releases tiers and swap directory. Idempotent.
 
-        The model's parameters are gone afterwards: export first what is to be kept.
+        The model's parameters are gone afterwards: export first what is to be kept. In a forked
+        child it does nothing.
         """
+        if not self._process.is_here:
+            return
         try:
             if self.background is not None:
                 self.background.close()

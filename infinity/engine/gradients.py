@@ -86,6 +86,8 @@ class Gradients:
         self._sums: dict[Unit, dict[TensorSpec, torch.Tensor]] = {}  # On the device: flat.
         # Clip factors of a step whose gradients are still kept, not applied to them yet.
         self._scales: dict[TensorSpec, torch.Tensor] = {}
+        # (Which gradient of the parameter, counted from the first; how often it was changed.)
+        self._stamps: dict[TensorSpec, tuple[int, int]] = {}
 
     # -- In ----------------------------------------------------------------------------------------
 
@@ -100,6 +102,7 @@ class Gradients:
                 "one. Build the embedding with sparse=False"
             )
         first = spec not in self._present
+        self._note_change(spec)
         if spec.numel == 0:
             self._present[spec] = None
             return
@@ -120,6 +123,28 @@ class Gradients:
                 self._take_off_device(unit, spec, flat, first=first)
         if spec not in self._sums.get(unit, ()):
             self._present[spec] = None
+
+    def put(
+        self, unit: Unit, spec: TensorSpec, value: torch.Tensor, *, is_other: bool = False
+    ) -> None:
+        """Changes the sum so far, or makes it: any float dtype, the parameter's shape. `is_other`:
+        to those who look at it this is another gradient from now on."""
+        self.finish_copies()
+        before = self._stamps.get(spec)
+        self.forget(spec)
+        if before is not None and not is_other:
+            self._stamps[spec] = before
+        self.add(unit, spec, value.cpu(), is_on_host=True)
+        self.write_out(unit)
+
+    def stamp(self, spec: TensorSpec) -> tuple[int, int] | None:
+        """Says which gradient of a parameter this is, and changes when it does; None without
+        one."""
+        return self._stamps.get(spec, (0, 0)) if spec in self._present else None
+
+    def _note_change(self, spec: TensorSpec) -> None:
+        number, changes = self._stamps.get(spec, (0, 0))
+        self._stamps[spec] = number, changes + 1
 
     def _take_off_device(
         self, unit: Unit, spec: TensorSpec, flat: torch.Tensor, *, first: bool
@@ -386,6 +411,7 @@ class Gradients:
         """The update used these gradients times `scale`; who looks at them shall see that."""
         for spec in specs:
             self._norms.pop(spec, None)
+            self._note_change(spec)
             if spec in self._present:
                 self._scales[spec] = scale
 
@@ -402,6 +428,8 @@ class Gradients:
         """The parameter has no gradient any more."""
         for table in (self._present, self._norms, self._scales):
             table.pop(spec, None)  # type: ignore[attr-defined]
+        number, changes = self._stamps.get(spec, (0, 0))
+        self._stamps[spec] = number + 1, changes
 
     def zero(self, unit: Unit, spec: TensorSpec) -> None:
         """The gradient, if there is one, becomes zeros: `zero_grad(set_to_none=False)`."""
@@ -410,6 +438,7 @@ class Gradients:
         self.finish_copies()
         self._norms.pop(spec, None)
         self._scales.pop(spec, None)
+        self._note_change(spec)
         home = self._store.home(unit, Piece.GRADIENTS)
         on_device = isinstance(home, DeviceHome)
         array = home.memory.view(torch.float32) if on_device else self._array(unit)

@@ -1,14 +1,21 @@
 """What an operation on a handle does: it fetches the bytes, computes, and lets go of them.
 
 That is how a weight is read outside of the module that owns it (a tied head, a penalty on weights,
-a print), and how the rules of modules initialise a model that is never whole in memory.
+a print), how it is changed in place there (an average of weights, a merged adapter, a clipped
+gradient), and how the rules of modules initialise a model that is never whole in memory.
+
+Note [Who writes]
+  A function is run on the parameter itself, and what it changed shows in the version that PyTorch
+  counts. Only what the function's name says is known before: of such a parameter a copy is kept, so
+  that the fp32 values behind elements that do not change are kept to the bit.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +26,7 @@ from infinity.engine.handles import Handle, find_handles, replace_handles
 from infinity.engine.holds import Holds
 from infinity.engine.hooks import Backwards, Stay, nodes_since
 from infinity.engine.machinery import Machinery
+from infinity.engine.mirrors import mirrored
 from infinity.engine.outputs import detach_from_parameters
 from infinity.engine.parameter_grads import ParameterGrads
 from infinity.engine.slot import Slot
@@ -33,6 +41,21 @@ _log = logging.getLogger("infinity")
 
 # Units that initialisation keeps attached at once, so that views it takes stay valid a while.
 _INITIALISING_UNITS = 2
+
+
+@dataclass(slots=True)
+class _Lent:
+    """What stands in the place of a handle while a function runs."""
+
+    handle: Handle
+    slot: Slot
+    tensor: torch.Tensor
+    version: int
+    is_target: bool  # Some functions over lists change no version.
+
+    @property
+    def was_changed(self) -> bool:
+        return self.is_target or self.tensor._version != self.version
 
 
 class HandleOperations:
@@ -53,6 +76,7 @@ class HandleOperations:
         self._passes = parts.passes
         self._pool = parts.pool
         self._units = parts.store.units
+        self._ranks = parts.ranks
         self._faces = faces
         self._holds = holds
         self._changes = changes
@@ -72,12 +96,9 @@ class HandleOperations:
         return slot
 
     def set_trainable(self, handle: Handle, is_trainable: bool) -> None:
+        """One that was frozen when the model was offloaded may say that it is trainable, as an
+        adapter does that is made active to be evaluated; a gradient of it is refused."""
         slot = self._known(handle)
-        if is_trainable and slot.spec.state_offset < 0:
-            raise UnsupportedError(
-                f"{slot.name!r} was frozen when the model was offloaded and has no optimizer "
-                "state; set requires_grad before infinity.offload"
-            )
         slot.compute.requires_grad_(is_trainable)
         with torch._C.DisableTorchFunctionSubclass():
             handle.requires_grad_(is_trainable)
@@ -91,7 +112,16 @@ class HandleOperations:
         slot = self._known(handle)
         if not self._grads.has(slot):
             return None
-        return Handle.make(self, slot.name, handle, is_gradient=True)
+        gradient = Handle.make(self, slot.name, handle, is_gradient=True)
+        slot.handle.note_alias(gradient)
+        stamp = self._grads.stamp(slot)
+        gradient.number = 0 if stamp is None else stamp[0]
+        return gradient
+
+    def put_gradient(self, handle: Handle, value: torch.Tensor, *, is_other: bool) -> None:
+        """`value` is the sum of gradients from now on."""
+        self._refuse_closed(handle.name_in_model)
+        self._grads.put(self._known(handle), value, is_other=is_other)
 
     def forget_gradient(self, handle: Handle) -> None:
         self._grads.forget(self._known(handle))
@@ -111,6 +141,13 @@ class HandleOperations:
         assert slot is not None, handle
         return slot
 
+    def whole_handle(self, name: str) -> Handle:
+        return self._faces.named(name).handle
+
+    def _refuse_closed(self, name: str) -> None:
+        if self._holds.is_closed:
+            raise ParameterNotResident(name, "its engine is closed")
+
     # -- Computing -------------------------------------------------------------------------------
 
     def compute_with(
@@ -119,37 +156,101 @@ class HandleOperations:
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
         *,
-        changes: Handle | None,
+        changes: Sequence[Handle],
     ) -> Any:
-        """An operation on handles outside their module: fetch, compute, let go."""
+        """An operation on handles outside their module: fetch, compute, let go.
+
+        Handles of other models fetch themselves when the function comes to them.
+        """
         handles = find_handles((args, kwargs))
         for handle in handles:
-            if isinstance(handle.owner, Whole):
+            if isinstance(handle.owner, Whole) and handle.kept is None:
                 return handle.owner.compute_with(function, args, kwargs, changes=changes)
-        slots = {id(h): self.slot_of(h) for h in handles if not h.is_gradient}
-        if changes is not None:
-            self._may_change(changes, function)
-        units = list(dict.fromkeys(slot.unit.index for slot in slots.values()))
-        self._note_fault([slot.name for slot in slots.values()], function)
-
-        def real(handle: Handle) -> torch.Tensor:
-            return self._read_gradient(handle) if handle.is_gradient else slots[id(handle)].compute
-
+        mine = {id(h): h for h in handles if h.owner is self and h.kept is None}
+        slots = {key: self._slot_behind(handle) for key, handle in mine.items()}
+        changed = [h for h in changes if id(h) in mine and not h.is_gradient]
+        read = [slots[key] for key, handle in mine.items() if not handle.is_gradient]
+        units = list(dict.fromkeys(slot.unit.index for slot in read))
+        self._note_fault([slot.name for slot in read], function)
         first = torch.autograd._get_sequence_nr()
         if self._initialising is not None:
             self._keep(self._initialising, units)
-        with self._holds.holding(units):
-            answer = function(*replace_handles(args, real), **replace_handles(dict(kwargs), real))
+        setting = self._setting([slots[id(h)].unit.index for h in changed])
+        with setting, self._holds.holding(units):
+            if self._initialising is None:
+                self._changes.lend_slots(slots[id(h)] for h in changed)
+            lent = {key: self._lend(h, slots[key], changes) for key, h in mine.items()}
+
+            def real(handle: Handle) -> torch.Tensor:
+                if handle.kept is not None:
+                    return handle.kept
+                return lent[id(handle)].tensor if id(handle) in lent else handle
+
+            try:
+                answer = function(
+                    *replace_handles(args, real), **replace_handles(dict(kwargs), real)
+                )
+            finally:
+                if self._initialising is None:
+                    self._take_changes(lent.values())
             if self._initialising is not None:
-                by_compute = {id(slot.compute): slot.handle for slot in slots.values()}
+                by_compute = {id(each.tensor): each.slot.handle for each in lent.values()}
                 return by_compute.get(id(answer), answer)
-            if changes is not None:
-                self._changes.expect(units)
-                return changes
-            return self._watch_fault(units, answer, first)
+            return self._shown(units, answer, first, lent.values())
+
+    def _slot_behind(self, handle: Handle) -> Slot:
+        if handle.is_gradient or handle.is_data:
+            self._refuse_closed(handle.name_in_model)
+            return self._faces.named(handle.name_in_model)
+        return self.slot_of(handle)
+
+    def _setting(self, units: list[int]) -> AbstractContextManager[None]:
+        """Around a change of weights, which all ranks make alike; a forward's own is each rank's
+        business."""
+        if self._ranks is None or not units or self._initialising is not None:
+            return nullcontext()
+        return nullcontext() if self._passes.is_in_forward else self._ranks.setting(units)
+
+    def _lend(self, handle: Handle, slot: Slot, changes: Sequence[Handle]) -> _Lent:
+        if handle.is_gradient:
+            tensor = self._read_gradient(handle)
+        else:
+            tensor = slot.compute.data if handle.is_data else slot.compute
+        is_target = any(handle is each for each in changes)
+        return _Lent(handle, slot, tensor, tensor._version, is_target)
+
+    def _take_changes(self, lent: Iterable[_Lent]) -> None:
+        """What a function has changed becomes the state of its parameter."""
+        for each in lent:
+            if not each.was_changed:
+                continue
+            if each.handle.is_gradient:
+                self._grads.put(each.slot, each.tensor)
+                continue
+            each.slot.changes += 1
+            self._changes.expect([each.slot.unit.index])
+            if each.slot.compute.grad_fn is not None:
+                each.slot.compute.detach_()
+                raise UnsupportedError(
+                    f"{each.slot.name!r} would become the result of an operation that needs a "
+                    "gradient, and a parameter is none; change it under torch.no_grad()"
+                )
+
+    def _shown(self, units: list[int], answer: Any, first: int, lent: Iterable[_Lent]) -> Any:
+        """The answer as whoever asked may keep it."""
+        for each in lent:
+            if answer is each.tensor and each.was_changed:
+                return each.handle
+            answer = mirrored(
+                answer, each.tensor, each.slot.handle.note_alias, self, each.slot.name,
+                is_gradient=each.handle.is_gradient, is_copy=each.handle.is_gradient,
+            )  # fmt: skip
+        return self._watch_fault(units, answer, first)
 
     def _read_gradient(self, handle: Handle) -> torch.Tensor:
-        gradient = self._grads.read(self._faces.named(handle.name_in_model))
+        slot = self._faces.named(handle.name_in_model)
+        stamp = self._grads.stamp(slot)
+        gradient = self._grads.read(slot) if stamp and stamp[0] == handle.number else None
         if gradient is None:
             raise InfinityError(
                 f"the gradient of {handle.name_in_model!r} is not there any more: it was "
@@ -157,21 +258,6 @@ class HandleOperations:
                 "be kept"
             )
         return gradient.to(handle.device)
-
-    def _may_change(self, handle: Handle, function: Callable[..., Any]) -> None:
-        name = getattr(function, "__name__", str(function))
-        if handle.is_gradient:
-            raise UnsupportedError(
-                f"{name} would change a fetched copy of the gradient of {handle.name_in_model!r} "
-                "and be lost; to clip, give infinity.AdamW(..., max_grad_norm=...), or call its "
-                "clip_grad_norm_"
-            )
-        if self._initialising is None and not self._passes.is_in_forward:
-            raise ParameterNotResident(
-                handle.name_in_model,
-                f"{name} changes it in place; do that inside "
-                "`with infinity.gather(module, modify=True):`, and train with infinity.AdamW",
-            )
 
     def _note_fault(self, names: list[str], function: Callable[..., Any]) -> None:
         if self._initialising is not None:
@@ -191,6 +277,44 @@ class HandleOperations:
         answer = detach_from_parameters(answer, self._faces.is_parameter_memory)
         self._backwards.watch(Stay(units), *nodes_since(first, answer))
         return answer
+
+    # -- Mirrors ---------------------------------------------------------------------------------
+
+    def stamp(self, name: str, *, is_gradient: bool) -> tuple[int, ...] | None:
+        slot = self._faces.named(name)
+        if is_gradient:
+            return self._grads.stamp(slot)
+        return 0, slot.compute._version, slot.changes
+
+    def read_bytes(self, name: str, start: int, into: torch.Tensor, *, is_gradient: bool) -> None:
+        slot = self._faces.named(name)
+        stop = start + into.numel()
+        if is_gradient:
+            gradient = self._grads.read(slot)
+            assert gradient is not None
+            into.copy_(_bytes_of(gradient, slot)[start:stop])
+            return
+        self._refuse_closed(name)
+        with self._holds.holding([slot.unit.index]):
+            into.copy_(_bytes_of(slot.compute, slot)[start:stop])
+
+    def write_bytes(
+        self, name: str, start: int, values: torch.Tensor, *, is_gradient: bool
+    ) -> None:
+        slot = self._faces.named(name)
+        place = slice(start, start + values.numel())
+        self._refuse_closed(name)
+        if is_gradient:
+            gradient = self._grads.read(slot)
+            assert gradient is not None
+            _bytes_of(gradient, slot)[place] = values
+            self._grads.put(slot, gradient)
+            return
+        unit = slot.unit.index
+        with self._setting([unit]), self._holds.holding([unit]), torch.no_grad():
+            self._changes.lend_slots([slot])
+            _bytes_of(slot.compute, slot)[place] = values
+            torch.autograd.graph.increment_version([slot.compute])
 
     # -- Initialisation --------------------------------------------------------------------------
 
@@ -239,3 +363,8 @@ class HandleOperations:
     def _let_go(self, unit: int) -> None:
         self._changes.expect([unit])
         self._holds.leave([unit])
+
+
+def _bytes_of(tensor: torch.Tensor, slot: Slot) -> torch.Tensor:
+    """The dense memory behind a parameter, or its gradient: uint8, flat."""
+    return tensor.detach().as_strided((slot.spec.numel,), (1,)).view(torch.uint8)

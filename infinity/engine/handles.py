@@ -1,9 +1,12 @@
 """What stands in a module while a parameter is away: a tensor without bytes that fails loudly.
 
 A handle is an `nn.Parameter` to everyone who asks: true shape, dtype and device, in
-`named_parameters`, in an optimizer's groups. It has no storage. Reading it outside its module
-fetches the bytes for that one operation; changing it in place, copying, pickling or converting it
-raises an error that names the parameter and the way to do it.
+`named_parameters`, in an optimizer's groups. It has no storage. Reading it outside its module, or
+changing it in place under no_grad, fetches the bytes for that one operation; copying, pickling or
+converting it raises an error that names the parameter and the way to do it.
+
+`handle.data` is a handle as well: of the same bytes, without a gradient. Where a view of a
+parameter is asked for, a mirror is given (`mirrors.py`).
 
 Why a wrapper subclass and nothing simpler: a full-shape tensor over an empty storage crashes the
 interpreter when touched, a meta tensor silently computes rubbish in `F.linear`, and a one-element
@@ -13,13 +16,16 @@ placeholder broadcasts.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn, Protocol
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NoReturn, Protocol, cast
 
 import torch
 from torch.autograd.graph import _get_grad_fn_or_grad_acc
 
-from infinity.errors import ParameterNotResident, UnsupportedError
+from infinity.engine.mirrors import Origin, Original
+from infinity.engine.torch_names import PLAIN, members, says_it_writes
+from infinity.errors import ConfigError, ParameterNotResident, UnsupportedError
 
 
 class Owner(Protocol):
@@ -31,14 +37,18 @@ class Owner(Protocol):
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
         *,
-        changes: Handle | None,
+        changes: Sequence[Handle],
     ) -> Any:
-        """Runs `function` with real tensors in the place of handles.
+        """Runs `function` with real tensors in the place of this owner's handles.
 
-        `changes` is the handle the function writes to, or None.
+        `changes`: the handles the function says it writes to.
         """
 
+    def whole_handle(self, name: str) -> Handle:
+        """The handle that stands in modules, of one that `.data` or `.grad` gave."""
+
     def gradient_of(self, handle: Handle) -> torch.Tensor | None: ...
+    def put_gradient(self, handle: Handle, value: torch.Tensor, *, is_other: bool) -> None: ...
     def forget_gradient(self, handle: Handle) -> None: ...
     def zero_gradient(self, handle: Handle) -> None: ...
     def set_trainable(self, handle: Handle, is_trainable: bool) -> None: ...
@@ -52,12 +62,26 @@ class Owner(Protocol):
         """A gradient has arrived at the handle itself."""
 
 
+class Alias(Protocol):
+    """What looks at the memory of a parameter, or of its gradient."""
+
+    is_gradient: bool
+
+    def lose(self) -> None:
+        """The parameter is about to get other memory; keep what was in this one."""
+
+
 class Handle(torch.Tensor):
-    """A released parameter, or (with `is_gradient`) a gradient that rests on a tier."""
+    """A released parameter, or (with `is_gradient`) a gradient that rests on a tier, or (with
+    `is_data`) the `.data` of a parameter."""
 
     owner: Owner
     name_in_model: str
     is_gradient: bool
+    is_data: bool = False
+    kept: torch.Tensor | None = None  # The values, since the parameter or `.grad` got others.
+    number: int = 0  # Which gradient of the parameter: they come and go.
+    aliases: weakref.WeakValueDictionary[int, Alias] | None = None
 
     # nn.Parameter's metaclass answers isinstance() for tensor subclasses by this attribute.
     _is_param = True
@@ -91,25 +115,63 @@ class Handle(torch.Tensor):
                 handle.register_post_accumulate_grad_hook(_take_stray)
         return handle
 
+    def make_data(self) -> Handle:
+        """What `.data` is."""
+        with torch._C.DisableTorchFunctionSubclass():
+            handle = Handle.make(self.owner, self.name_in_model, self)
+            handle.requires_grad_(False)
+        handle.is_data, handle._is_param = True, False
+        self.owner.whole_handle(self.name_in_model).note_alias(handle)
+        return handle
+
+    def note_alias(self, alias: Alias) -> None:
+        """`alias` shows this parameter's memory, and is told when that is replaced."""
+        if self.aliases is None:
+            self.aliases = weakref.WeakValueDictionary()
+        self.aliases[id(alias)] = alias
+
+    def lose_aliases(self, kind: type | tuple[type, ...] = object, *, is_gradient: bool) -> None:
+        aliases = self.aliases or {}
+        for key, alias in list(aliases.items()):
+            if alias.is_gradient == is_gradient and isinstance(alias, kind):
+                alias.lose()
+                del aliases[key]
+
+    def lose(self) -> None:
+        stamp = cast(Original, self.owner).stamp(self.name_in_model, is_gradient=self.is_gradient)
+        if not self.is_gradient or (stamp is not None and stamp[0] == self.number):
+            self.kept = self.clone()
+
+    def is_same(self, other: Any) -> bool:
+        """Whether both stand for the same bytes."""
+        return isinstance(other, Handle) and (
+            (other.owner, other.name_in_model, other.is_gradient)
+            == (self.owner, self.name_in_model, self.is_gradient)
+            and self.kept is other.kept
+        )
+
     @property
     def grad(self) -> torch.Tensor | None:  # type: ignore[override]
         """The gradient summed so far, as a handle that fetches it when read; None if there is
         none."""
-        return None if self.is_gradient else self.owner.gradient_of(self)
+        return None if self.is_gradient or self.is_data else self.owner.gradient_of(self)
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
-        if value is not None:
-            raise UnsupportedError(
-                f"the gradient of {self.name_in_model!r} rests on its tier and cannot be replaced; "
-                "only None may be assigned. Change the loss instead, or scale it"
-            )
-        if not self.is_gradient:
+        if self.is_gradient or self.is_data:
+            if value is not None:
+                raise UnsupportedError(
+                    f"expected the gradient of {self.name_in_model!r} to be set on the parameter "
+                    "itself, got it for its .grad or .data; use `parameter.grad = value`"
+                )
+        elif value is None:
             self.owner.forget_gradient(self)
+        else:
+            _set_gradient(self, value, is_other=True)
 
     @grad.deleter
     def grad(self) -> None:
-        self.owner.forget_gradient(self)
+        self.grad = None
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
         what = "gradient" if self.is_gradient else "parameter"
@@ -117,6 +179,9 @@ class Handle(torch.Tensor):
             f"<released {what} {self.name_in_model!r}: shape={tuple(self.shape)}, "
             f"dtype={self.dtype}, device={self.device}>"
         )
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.unbind(0))
 
     def __format__(self, spec: str) -> str:
         return format(repr(self), spec)
@@ -140,7 +205,7 @@ class Handle(torch.Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if func in _PLAIN:
+        if func in PLAIN:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         special = _SPECIAL.get(func)
@@ -148,8 +213,12 @@ class Handle(torch.Tensor):
             answer = special(*args, **kwargs)
             if answer is not NotImplemented:
                 return answer
+        if "_foreach_" in getattr(func, "__name__", ""):
+            count = max(len(each) for each in args if isinstance(each, (tuple, list)))
+            if count > 1:
+                return _one_by_one(func, args, kwargs, count)
         owner = _first_handle((args, kwargs)).owner
-        return owner.compute_with(func, args, kwargs, changes=_target(func, args, kwargs))
+        return owner.compute_with(func, args, kwargs, changes=targets(func, args, kwargs))
 
     @classmethod
     def __torch_dispatch__(
@@ -170,28 +239,6 @@ class Handle(torch.Tensor):
             handle.name_in_model,
             f"{func} reached it below the engine; wrap the code in infinity.gather(model)",
         )
-
-
-def _known(names: str) -> set[Any]:
-    """Getters and methods of torch.Tensor among `names` that this PyTorch has."""
-    found: set[Any] = set()
-    for name in names.split():
-        member = getattr(torch.Tensor, name, None)
-        if member is not None:
-            found.add(member.__get__ if not callable(member) else member)
-    return found
-
-
-# What is known of a parameter without its bytes.
-_PLAIN = _known(
-    "shape dtype device layout is_leaf grad_fn ndim names is_cuda is_cpu is_meta is_sparse "
-    "is_sparse_csr is_quantized is_mkldnn is_nested is_mps is_xla is_xpu is_ipu is_vulkan is_mtia "
-    "is_maia is_hpu is_ort is_neg is_conj is_inference itemsize nbytes _version output_nr "
-    "retains_grad _backward_hooks _base name size dim numel nelement ndimension stride "
-    "storage_offset element_size is_floating_point is_complex is_signed is_contiguous is_pinned "
-    "is_same_size get_device __len__ __hash__ _is_view is_coalesced requires_grad dense_dim "
-    "sparse_dim dim_order has_names"
-) | {torch.is_floating_point, torch.is_complex, torch.numel, torch.is_same_size}
 
 
 def _first_handle(tree: Any) -> Handle:
@@ -225,41 +272,31 @@ def replace_handles(tree: Any, replace: Callable[[Handle], torch.Tensor]) -> Any
     return tree
 
 
-def _target(
+def _one_by_one(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], count: int
+) -> list[Any] | None:
+    """A function over lists, one element after the other: all of them need not be in memory."""
+
+    def part(value: Any, index: int) -> Any:
+        is_list = isinstance(value, (tuple, list)) and len(value) == count
+        return [value[index]] if is_list else value
+
+    answers: list[Any] = []
+    for index in range(count):
+        given = [part(each, index) for each in args]
+        named = {key: part(each, index) for key, each in kwargs.items()}
+        answers += func(*given, **named) or ()
+    return answers or None
+
+
+def targets(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> Handle | None:
-    """The handle that `func` writes to, judged by PyTorch's naming: `add_`, `__iadd__`, `out=`."""
+) -> list[Handle]:
+    """The handles `func` says it writes to."""
     out = find_handles(kwargs.get("out"))
-    if out:
-        return out[0]
-    name = getattr(func, "__name__", "")
-    dunder = name.startswith("__") and name.endswith("__")
-    writes = name in _WRITING_DUNDERS if dunder else name.endswith("_")
-    if not writes:
-        return None
-    first = args[0] if args else next(iter(kwargs.values()), None)
-    found = find_handles(first)
-    return found[0] if found else None
-
-
-_WRITING_DUNDERS = frozenset(
-    f"__{name}__"
-    for name in [
-        "iadd",
-        "isub",
-        "imul",
-        "itruediv",
-        "ifloordiv",
-        "imod",
-        "ipow",
-        "iand",
-        "ior",
-        "ixor",
-        "ilshift",
-        "irshift",
-        "setitem",
-    ]
-)
+    if out or not says_it_writes(func):
+        return out
+    return find_handles(args[0] if args else next(iter(kwargs.values()), None))
 
 
 # -- Gradients -------------------------------------------------------------------------------------
@@ -343,28 +380,76 @@ def _leaf_of(handle: Handle, what: str) -> torch.Tensor:
 
 
 def _get_data(handle: Handle) -> Handle:
-    return handle
+    return handle if handle.is_gradient or handle.is_data else handle.make_data()
 
 
-def _set_data(handle: Handle, value: torch.Tensor) -> None:
-    if value is handle:
+def _set_data(handle: Any, value: torch.Tensor) -> Any:
+    if not isinstance(handle, Handle):
+        raise ParameterNotResident(
+            value.name_in_model,  # type: ignore[attr-defined]
+            "no other tensor can share its memory; assign a clone: tensor.data = weight.clone()",
+        )
+    if handle.is_same(value):
         return
-    _converted(handle, value.device, value.dtype)  # Says more where these are what changes.
+    if isinstance(value, Handle) and value.kept is not None:
+        value = value.kept
+    if handle.is_gradient:
+        _set_gradient(handle, value, is_other=False)
+    elif handle.is_data:
+        handle.kept = value
+    else:
+        _set_values(handle, value)
+
+
+def _set_values(handle: Handle, value: torch.Tensor) -> None:
     if isinstance(value, Handle):
-        value = value.clone()  # Not the memory of another parameter.
-    assign = torch.Tensor.data.__set__  # type: ignore[attr-defined]
-    handle.owner.compute_with(assign, (handle, value.detach()), {}, changes=handle)
-    # A graph that has saved the old value, which is overwritten, must find out.
-    torch.autograd.graph.increment_version(handle.owner.leaves_of(handle))
+        raise ParameterNotResident(
+            handle.name_in_model,
+            f"it cannot share its memory with {value.name_in_model!r}; under torch.no_grad() use "
+            "copy_",
+        )
+    _converted(handle, value.device, value.dtype)
+    if value.shape != handle.shape:
+        raise ParameterNotResident(
+            handle.name_in_model,
+            f"expected data of shape {tuple(handle.shape)}, got {tuple(value.shape)}: it has its "
+            "place on the tiers. Change shapes (vocabularies, heads) before infinity.offload",
+        )
+    handle.lose_aliases(is_gradient=False)
+    handle.make_data().copy_(value)
+
+
+def _set_gradient(handle: Handle, value: torch.Tensor, *, is_other: bool) -> None:
+    """`parameter.grad = value` (`is_other`), or `parameter.grad.data = value`."""
+    whole = handle.owner.whole_handle(handle.name_in_model)
+    mine = whole.grad
+    if isinstance(mine, Handle) and mine.is_same(value):
+        return
+    if not isinstance(value, torch.Tensor) or value.shape != handle.shape:
+        got = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+        raise ConfigError(
+            f"expected a gradient of {handle.name_in_model!r} with shape {tuple(handle.shape)}, "
+            f"got {got}"
+        )
+    # nn.Module.to(dtype) sets a rounded copy of what is fp32 here.
+    is_narrow = mine is not None and value.dtype is whole.dtype is not torch.float32
+    if is_narrow and torch.equal(mine.to(value.dtype), value):  # type: ignore[union-attr]
+        return
+    if isinstance(value, Handle) and value.kept is not None:
+        value = value.kept
+    value = value.detach().clone() if isinstance(value, Handle) else value.detach()
+    whole.lose_aliases(object if is_other else Origin, is_gradient=True)
+    whole.owner.put_gradient(whole, value, is_other=is_other)
 
 
 def _set_requires_grad(handle: Handle, value: bool) -> None:
-    if not handle.is_gradient:
+    if not handle.is_gradient and not handle.is_data:
         handle.owner.set_trainable(handle, value)
     elif value:
+        what = "gradient" if handle.is_gradient else ".data"
         raise UnsupportedError(
-            f"the gradient of {handle.name_in_model!r} rests on its tier and cannot require a "
-            "gradient of its own; take it from torch.autograd.grad"
+            f"the {what} of {handle.name_in_model!r} rests on its tier and cannot require a "
+            "gradient of its own; take that of a detached clone"
         )
 
 
@@ -393,14 +478,14 @@ def _refuse_grad_hook(handle: Handle, *args: Any, **kwargs: Any) -> Any:
 
 def _converted(handle: Handle, device: torch.device | None, dtype: torch.dtype | None) -> Any:
     """`.to()` of what it already is; anything else is refused, for the engine owns both."""
-    if handle.is_gradient:
-        return NotImplemented
     same_device = device is None or (
         device.type == handle.device.type
         and (device.index is None or handle.device.index in (None, device.index))
     )
     if same_device and dtype in (None, handle.dtype):
         return handle
+    if handle.is_gradient:
+        return NotImplemented
     raise UnsupportedError(
         f"{handle.name_in_model!r} cannot be converted from {handle.dtype} on {handle.device} to "
         f"{dtype or handle.dtype} on {device or handle.device}: its tier owns it. Choose the dtype "
@@ -412,6 +497,8 @@ def _to(handle: Any, *args: Any, **kwargs: Any) -> Any:
     if not isinstance(handle, Handle):
         other = args[0]  # tensor.to(handle): only dtype and device are asked of it.
         return handle.to(device=other.device, dtype=other.dtype)
+    if kwargs.get("copy"):
+        return NotImplemented
     if args and isinstance(args[0], torch.Tensor):
         return _converted(handle, args[0].device, args[0].dtype)
     device, dtype, _, _ = torch._C._nn._parse_to(
@@ -445,8 +532,22 @@ def _refuse_parametrization(handle: Handle) -> NoReturn:
     )
 
 
+def _refuse_reshape(handle: Handle, *args: Any, **kwargs: Any) -> Any:
+    raise ParameterNotResident(
+        handle.name_in_model,
+        "its shape and its memory are those it was offloaded with; change them before "
+        "infinity.offload",
+    )
+
+
+def _array(handle: Handle, *args: Any, **kwargs: Any) -> Any:
+    if handle.requires_grad and not kwargs.get("force"):
+        torch.empty(0, requires_grad=True).numpy()  # Raises what torch says of this.
+    return handle.detach().__array__(*args) if args else handle.detach().numpy()
+
+
 def _rests_as_is(handle: Handle) -> bool:
-    return handle.device.type == "cpu" and not handle.is_gradient
+    return handle.device.type == "cpu"
 
 
 def _convert_to(dtype: torch.dtype) -> Callable[..., Any]:
@@ -463,6 +564,11 @@ def _refuse_storage(handle: Handle, *args: Any, **kwargs: Any) -> Any:
         "it has no storage while released; use `with infinity.gather(module):`",
     )
 
+
+_RESHAPING = members(
+    "set_ resize_ resize_as_ as_strided_ t_ transpose_ swapaxes_ swapdims_ squeeze_ unsqueeze_ "
+    "detach_ rename_"
+)
 
 _SPECIAL: dict[Any, Callable[..., Any]] = {
     torch.autograd.grad: _grad,
@@ -488,6 +594,10 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
     torch.Tensor.untyped_storage: _refuse_storage,
     torch.Tensor.storage: _refuse_storage,
     torch._has_compatible_shallow_copy_type: lambda *args: True,  # nn.Module._apply asks.
+    torch.Tensor.numpy: _array,
+    torch.Tensor.__array__: _array,
+    torch.Tensor.__dlpack__: _refuse_storage,
+    **dict.fromkeys(_RESHAPING, _refuse_reshape),
     torch.Tensor.share_memory_: _refuse_storage,
     torch.Tensor.pin_memory: _refuse_storage,
 }

@@ -19,6 +19,7 @@ from infinity.engine.faces import Faces
 from infinity.engine.hooks import OUTSIDE_BACKWARD, Site, current_backward
 from infinity.engine.interrupts import uninterrupted
 from infinity.engine.machinery import Machinery
+from infinity.engine.process import OwnProcess
 from infinity.errors import InfinityError
 from infinity.observe import Lane
 from infinity.storage.engine import Priority
@@ -49,6 +50,7 @@ class Holds:
         self._faces = faces
         self._changes = changes
         self._lock = lock
+        self._process = OwnProcess()
         self._left: set[int] = set()  # By the backward that is running.
         self.is_closed = False
         self.turns: Turns | None = None  # Of `accumulate`, while it runs.
@@ -68,6 +70,7 @@ class Holds:
     def enter(self, units: list[int], *, is_of_pass: bool = True) -> None:
         """Makes units usable. All or none: a failure lets go of those already held. `is_of_pass`:
         a site is come to, so that others will be; else nothing is fetched ahead."""
+        self._process.refuse_others()
         done: list[int] = []
         priority = Priority.FORWARD if current_backward() == OUTSIDE_BACKWARD else Priority.BACKWARD
         try:

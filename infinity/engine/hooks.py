@@ -31,8 +31,8 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Iterable
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import nn
@@ -41,6 +41,7 @@ from torch.autograd.graph import Node
 
 from infinity.engine.interrupts import uninterrupted
 from infinity.engine.outputs import detach_from_parameters, tensors_in
+from infinity.errors import UnsupportedError
 
 OUTSIDE_BACKWARD = -1
 
@@ -182,6 +183,36 @@ class Backwards:
         return True
 
 
+def outside_graphs(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """torch.compile breaks its graph here; `reason` is what it says where it must not."""
+    reason = (
+        "infinity fetches a module's weights between graphs: leave out fullgraph=True, or compile "
+        "functions that are called inside of modules and own no parameters"
+    )
+    disabled: Callable[..., Any] = torch._dynamo.disable(hook, reason=reason)
+    return disabled
+
+
+def refuse_jit() -> NoReturn:
+    """For torch.jit.script and torch.jit.trace, which look into modules."""
+    raise UnsupportedError(
+        "torch.jit cannot compile a module whose parameters are fetched while it runs; script or "
+        "trace the model before infinity.offload, or export its weights with "
+        "infinity.checkpoint.export_safetensors and trace a plain model that loads them"
+    )
+
+
+class Unscriptable:
+    """Says to torch.jit.script that a module cannot be compiled; until it is removed."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        module.__dict__["__prepare_scriptable__"] = refuse_jit
+
+    def remove(self) -> None:
+        self._module.__dict__.pop("__prepare_scriptable__", None)
+
+
 class SiteHooks:
     """The forward hooks of one site."""
 
@@ -214,8 +245,10 @@ class SiteHooks:
                 for _ in numbers:
                     self._residency.leave(self._site.units)
 
-    @torch._dynamo.disable  # type: ignore[untyped-decorator]
+    @outside_graphs
     def _before(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if torch._C._get_tracing_state() is not None:
+            refuse_jit()
         if self.is_suspended:
             return
         if self._residency.takes_turns:
@@ -226,7 +259,7 @@ class SiteHooks:
             numbers = self._running.setdefault(threading.get_ident(), [])
             numbers.append(torch.autograd._get_sequence_nr())
 
-    @torch._dynamo.disable  # type: ignore[untyped-decorator]
+    @outside_graphs
     def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         numbers = self._running.get(threading.get_ident())
         if not numbers:

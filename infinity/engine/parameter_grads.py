@@ -13,7 +13,9 @@ from infinity.engine.faces import Faces
 from infinity.engine.hooks import Backwards
 from infinity.engine.interrupts import uninterrupted
 from infinity.engine.machinery import Machinery
+from infinity.engine.process import OwnProcess
 from infinity.engine.slot import Slot
+from infinity.errors import UnsupportedError
 from infinity.observe import Lane
 
 
@@ -31,7 +33,10 @@ class ParameterGrads:
         self._faces = faces
         self._backwards = backwards
         self._lock = lock
-        self._shown: set[Slot] = set()  # Those whose `.grad` is the sum so far.
+        self._process = OwnProcess()
+        # Those whose `.grad` is the sum so far, and its version while it is.
+        self._shown: dict[Slot, tuple[torch.Tensor, int]] = {}
+        self._frozen: list[Slot] = []  # When the model was offloaded.
 
     def install(self, slots: Iterable[Slot]) -> None:
         """From now on the gradients of these parameters are taken as they are complete."""
@@ -42,9 +47,20 @@ class ParameterGrads:
             if here is not None:
                 here._take(parameter)
 
+        def refuse(parameter: torch.Tensor) -> None:
+            parameter.grad = None
+            here = grads()
+            frozen = [] if here is None else here._frozen
+            raise _frozen(*(slot.name for slot in frozen if slot.compute.requires_grad))
+
         for slot in slots:
             if slot.spec.state_offset >= 0:
                 slot.compute.register_post_accumulate_grad_hook(take)
+            elif slot.compute.is_floating_point():
+                self._frozen.append(slot)
+                slot.compute.requires_grad_(True)  # Or it takes no hook.
+                slot.compute.register_post_accumulate_grad_hook(refuse)
+                slot.compute.requires_grad_(False)
 
     def _take(self, parameter: torch.Tensor) -> None:
         slot = self._faces.find(parameter)
@@ -77,6 +93,8 @@ class ParameterGrads:
             if is_sum:
                 self._gradients.forget(slot.spec)
             self._gradients.add(slot.unit, slot.spec, gradient)
+            if slot in self._shown:
+                self._shown[slot] = gradient, gradient._version
 
     def drop(self, slots: Iterable[Slot]) -> None:
         """A backward was broken off while gradients were on their way to the engine."""
@@ -91,34 +109,56 @@ class ParameterGrads:
 
     def read(self, slot: Slot) -> torch.Tensor | None:
         """A copy of the gradient summed so far: fp32, on the host; None if there is none."""
+        self._process.refuse_others()
         with self._lock:
             if not self._gradients.has(slot.spec):
                 return None
             self._bring_up_to_date(slot)
             return self._gradients.read(slot.unit, slot.spec)
 
+    def stamp(self, slot: Slot) -> tuple[int, int] | None:
+        return self._gradients.stamp(slot.spec)
+
     @contextmanager
     def shown(self, slots: Iterable[Slot]) -> Iterator[None]:
-        """Within, compute parameters that have a gradient show a copy of it."""
-        mine: list[Slot] = []
+        """Within, compute parameters that have a gradient show a copy of it; what is done to it is
+        taken over at the end."""
+        mine = [slot for slot in slots if slot.compute.grad is None]
         try:
-            for slot in slots:
-                gradient = self.read(slot) if slot.compute.grad is None else None
+            for slot in mine:
+                gradient = self.read(slot)
                 if gradient is not None:
-                    slot.compute.grad = gradient.to(slot.compute.device, slot.compute.dtype)
-                    mine.append(slot)
-                    self._shown.add(slot)
+                    shown = gradient.to(slot.compute.device, slot.compute.dtype)
+                    slot.compute.grad = shown
+                    self._shown[slot] = shown, shown._version
             yield
         finally:
-            self._shown.difference_update(mine)
             for slot in mine:
-                slot.compute.grad = None
+                self._hide(slot)
+
+    def _hide(self, slot: Slot) -> None:
+        before = self._shown.pop(slot, None)
+        now, slot.compute.grad = slot.compute.grad, None
+        if now is None:
+            if before is not None:
+                self.forget(slot)
+        elif before is None or now is not before[0] or now._version != before[1]:
+            self.put(slot, now, is_other=before is not None and now is not before[0])
 
     # -- Changing --------------------------------------------------------------------------------
 
     def forget(self, slot: Slot) -> None:
         with self._lock:
             self._gradients.forget(slot.spec)
+
+    def put(self, slot: Slot, value: torch.Tensor, *, is_other: bool = False) -> None:
+        """`value`, of the parameter's shape, is the sum from now on; see `Gradients.put`."""
+        if slot.spec.state_offset < 0:
+            raise _frozen(slot.name)
+        self._process.refuse_others()
+        with uninterrupted(), self._lock:
+            self._bring_up_to_date(slot)
+            self._gradients.put(slot.unit, slot.spec, value, is_other=is_other)
 
     def zero(self, slot: Slot) -> None:
         """The gradient, if there is one, becomes zeros."""
@@ -131,3 +171,12 @@ class ParameterGrads:
         if self._updater.is_pending(slot.unit.index):
             assert not self._executor.is_held(slot.unit.index)
             self._updater.bring_up_to_date(slot.unit.index)
+
+
+def _frozen(*names: str) -> UnsupportedError:
+    more = f" and {len(names) - 4} others" if len(names) > 4 else ""
+    return UnsupportedError(
+        f"{', '.join(map(repr, names[:4]))}{more} had no requires_grad when the model was "
+        "offloaded, so there is no place for a gradient and no optimizer state; set requires_grad "
+        "before infinity.offload, of all adapters that are to be trained"
+    )

@@ -384,6 +384,15 @@ class RankedGradients(Gradients):
             "not read as a whole; optimizer.grad_norm has the norm of all of them"
         )
 
+    def put(
+        self, unit: Unit, spec: TensorSpec, value: torch.Tensor, *, is_other: bool = False
+    ) -> None:
+        raise UnsupportedError(
+            f"the gradient of {spec.name!r} is divided over {self._partition.count} ranks and "
+            "cannot be set as a whole; to clip, give infinity.AdamW(..., max_grad_norm=...), or "
+            "scale the loss"
+        )
+
     # -- After a step ------------------------------------------------------------------------------
 
     def forget(self, spec: TensorSpec) -> None:

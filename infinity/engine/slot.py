@@ -26,6 +26,7 @@ class Slot:
     aliases: list[Alias]
     original: nn.Parameter | None  # What the module had before; back in place after a failure.
     version: int = 0  # Of the compute parameter when it was shown.
+    changes: int = 0  # Those that its version does not show, too.
     optimizer: weakref.ref[Any] | None = None  # The one its moments belong to.
     place: torch.Tensor = field(init=False)
     was_replaced: bool = False  # Its data was, since the compute parameter was shown.

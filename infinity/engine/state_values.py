@@ -19,10 +19,11 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from infinity.engine.handles import _PLAIN, Handle, _known, _target
+from infinity.engine.handles import Handle, targets
+from infinity.engine.torch_names import PLAIN, members
 from infinity.errors import UnsupportedError
 
-_OF_STORAGE = _known("untyped_storage storage _typed_storage data_ptr __array__ numpy")
+_OF_STORAGE = members("untyped_storage storage _typed_storage data_ptr __array__ numpy")
 _SETTERS = {torch.Tensor.requires_grad.__set__, torch.Tensor.requires_grad_}  # type: ignore[attr-defined]
 
 
@@ -71,13 +72,13 @@ class StateValue(torch.Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = dict(kwargs or {})
-        if func in _PLAIN:
+        if func in PLAIN:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if func in _SPECIAL:
             return _SPECIAL[func](*args, **kwargs)
         as_handles = tree_map_only(StateValue, lambda value: value.handle, (args, kwargs))
-        if _target(func, *as_handles) is not None or getattr(func, "__name__", "") == "__set__":
+        if targets(func, *as_handles) or getattr(func, "__name__", "") == "__set__":
             return _write(func, args, kwargs, *as_handles)
         if func in _OF_STORAGE:
             args[0].kept = args[0].read()

@@ -99,17 +99,80 @@ def test_a_function_of_weights_that_gives_none_is_refused(tmp_path):
     assert model.weight.is_meta and type(model.weight) is nn.Parameter
 
 
+def test_what_is_no_model_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"torch\.nn\.Module to offload, got list"):
+        infinity.offload([nn.Linear(4, 4)], swap_config(tmp_path))
+
+
+@pytest.mark.parametrize("loss", [None, torch.ones(2)])
+def test_a_loss_that_is_none_is_named(tmp_path, loss):
+    model = infinity.offload(nn.Linear(4, 4), swap_config(tmp_path))
+    got = "NoneType" if loss is None else r"shape \(2,\)"
+    with pytest.raises(ConfigError, match=f"expected loss_of.* got {got}"):
+        infinity.accumulate(model, lambda batch: loss, [1, 2])
+    model(torch.ones(1, 4)).sum().backward()
+    infinity.engine_of(model).close()
+
+
+def test_a_closed_engine_says_so(tmp_path):
+    model = infinity.offload(nn.Sequential(nn.Linear(4, 4)), swap_config(tmp_path))
+    optimizer = infinity.AdamW(model)
+    model(torch.ones(1, 4)).sum().backward()
+    state = model.state_dict()
+    infinity.engine_of(model).close()
+    for use in (
+        optimizer.step,
+        lambda: optimizer.clip_grad_norm_(1.0),
+        lambda: model(torch.ones(1, 4)),
+        lambda: model[0].weight.sum(),
+        lambda: state["0.weight"].zero_(),
+    ):
+        with pytest.raises(InfinityError, match="engine .*is closed"):
+            use()
+    with pytest.raises(InfinityError, match="not offloaded"):
+        infinity.accumulate(model, lambda batch: model(batch).sum(), [torch.ones(1, 4)])
+
+
+@pytest.mark.parametrize(
+    ("compile_", "remedy"),
+    [
+        (lambda m: torch.jit.script(m), r"before infinity\.offload"),
+        (lambda m: torch.jit.trace(m[0], torch.ones(1, 4)), r"before infinity\.offload"),
+        (lambda m: torch.compile(m, fullgraph=True, backend="eager")(torch.ones(1, 4)),
+         "leave out fullgraph=True"),
+    ],
+    ids=["script", "trace", "fullgraph"],
+)  # fmt: skip
+def test_compilers_of_whole_models_are_refused(tmp_path, compile_, remedy):
+    model = infinity.offload(nn.Sequential(nn.Linear(4, 4)), swap_config(tmp_path))
+    with pytest.raises(Exception, match=remedy):
+        compile_(model)
+    torch._dynamo.reset()
+    model(torch.ones(1, 4)).sum().backward()
+    infinity.engine_of(model).close()
+    assert torch.jit.script(nn.Linear(4, 4)) is not None
+
+
 FORKS = """
     import os, sys, warnings
     warnings.simplefilter("ignore")
     import torch
     from torch import nn
-    import infinity
+    import infinity, infinity.errors
 
     model = infinity.offload(nn.Linear(4, 4), {config!r})
     expected = model(torch.ones(1, 4))
     pid = os.fork()
     if pid == 0:
+        optimizer = infinity.AdamW(model)
+        for use in (lambda: model(torch.ones(1, 4)), model.state_dict, optimizer.step):
+            try:
+                use()
+            except infinity.errors.InfinityError as error:
+                assert "use the model in the parent" in str(error), error
+            else:
+                sys.exit(8)
+        infinity.engine_of(model).close()
         del model  # A child may also drop it.
         sys.exit(7)  # Finalizers run here, as they would not with os._exit.
     _, status = os.waitpid(pid, 0)

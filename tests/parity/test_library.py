@@ -838,33 +838,10 @@ def test_modified_weights_train_on(swap_directory: Path) -> None:
 # --- refusals ---------------------------------------------------------------------------------
 
 
-def _clip(model: nn.Module) -> None:
-    loss_of(model, 1).backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-
-
 def _plain_optimizer(model: nn.Module) -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     loss_of(model, 1).backward()
     optimizer.step()
-
-
-def _in_place(model: nn.Module) -> None:
-    with torch.no_grad():
-        model.blocks[0].qkv.weight.mul_(0.0)
-
-
-def _in_place_data(model: nn.Module) -> None:
-    model.blocks[0].qkv.weight.data.mul_(0.0)
-
-
-def _init_in_place(model: nn.Module) -> None:
-    nn.init.zeros_(model.blocks[0].qkv.weight)
-
-
-def _copy_into(model: nn.Module) -> None:
-    with torch.no_grad():
-        model.blocks[0].qkv.weight.copy_(torch.zeros(96, 32))
 
 
 REFUSED: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
@@ -872,16 +849,10 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
     "half": (lambda m: m.half(), "precision.compute"),
     "double": (lambda m: m.double(), "precision.compute"),
     "to-meta": (lambda m: m.to("meta"), "tier"),
-    "to-empty": (lambda m: m.to_empty(device="cpu"), "gather|tier"),
     "deepcopy": (copy.deepcopy, "export|gather"),
     "deepcopy-parameter": (lambda m: copy.deepcopy(m.norm.weight), "gather"),
     "pickle": (pickle.dumps, "export|gather"),
     "torch-save": (lambda m: torch.save(m, io.BytesIO()), "export|gather"),
-    "in-place": (_in_place, r"gather\(.*modify=True"),
-    "in-place-data": (_in_place_data, r"gather\(.*modify=True"),
-    "init-in-place": (_init_in_place, r"gather\(.*modify=True"),
-    "copy-into": (_copy_into, r"gather\(.*modify=True"),
-    "clip-grad-norm": (_clip, "max_grad_norm"),
     "plain-optimizer": (_plain_optimizer, r"infinity\.AdamW|gather"),
     "share-memory": (lambda m: m.share_memory(), "tier|released"),
     "offload-twice": (lambda m: infinity.offload(m), "already|offloaded"),

@@ -31,7 +31,7 @@ from infinity.checkpoint import load as load_checkpoint
 from infinity.checkpoint import save as save_checkpoint
 from infinity.engine.tiled import Tiled, TiledEmbedding, TiledLinear
 from infinity.engine.tiling import Tiling, named_parameters_of
-from infinity.errors import CapacityError, ConfigError, InfinityError, ParameterNotResident
+from infinity.errors import CapacityError, ConfigError, InfinityError
 from infinity.testing.models import TinyDecoder
 from infinity.testing.simulated_device import SimulatedDevice
 
@@ -476,8 +476,15 @@ def test_the_whole_is_a_handle(tiled: nn.Module) -> None:
     assert gradient is not None
     assert not differences({"": plain.head.weight.grad}, {"": gradient})  # type: ignore[union-attr]
     assert not held_units(tiled)
-    with pytest.raises(ParameterNotResident, match="write_parameter"), torch.no_grad():
-        weight.zero_()
+    with torch.no_grad():
+        for each in (weight, plain.head.weight):
+            each.mul_(2)  # type: ignore[operator]
+            each[-3:].fill_(3)  # type: ignore[index,operator]
+            each.detach().t()[1].neg_()  # type: ignore[operator]
+            each.grad.mul_(0.5)  # type: ignore[union-attr]
+            each.grad[5].zero_()  # type: ignore[union-attr,index]
+    assert same_bits(weight.detach(), plain.head.weight.detach())  # type: ignore[operator,union-attr]
+    assert same_bits(weight.grad.clone(), plain.head.weight.grad)  # type: ignore[union-attr,arg-type]
     with infinity.gather(weight, modify=True), torch.no_grad():
         for tile in tiled.head.tiles:  # type: ignore[union-attr]
             tile.weight.fill_(0.5)

@@ -1,0 +1,28 @@
+"""The process that a model was offloaded in. A forked child has its objects and none of its state:
+the arena is not copied, threads are gone, and the swap files are the parent's."""
+
+from __future__ import annotations
+
+import os
+
+from infinity.errors import InfinityError
+
+
+class OwnProcess:
+    """The process that made this object."""
+
+    def __init__(self) -> None:
+        self._pid = os.getpid()
+
+    @property
+    def is_here(self) -> bool:
+        return os.getpid() == self._pid
+
+    def refuse_others(self) -> None:
+        """Raises InfinityError in any other process."""
+        if not self.is_here:
+            raise InfinityError(
+                f"expected process {self._pid}, which offloaded the model, got its forked child "
+                f"{os.getpid()}; use the model in the parent, give the child what it needs (a "
+                "clone, a state_dict), or start it before infinity.offload"
+            )

@@ -1,0 +1,57 @@
+"""Functions of PyTorch, by their names: what they ask of a tensor, and whether they change it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def members(names: str) -> set[Any]:
+    """Getters and methods of torch.Tensor among `names` that this PyTorch has."""
+    found: set[Any] = set()
+    for name in names.split():
+        member = getattr(torch.Tensor, name, None)
+        if member is not None:
+            found.add(member.__get__ if not callable(member) else member)
+    return found
+
+
+# Those that ask for what is known of a parameter without its bytes.
+PLAIN = members(
+    "shape dtype device layout is_leaf grad_fn ndim names is_cuda is_cpu is_meta is_sparse "
+    "is_sparse_csr is_quantized is_mkldnn is_nested is_mps is_xla is_xpu is_ipu is_vulkan is_mtia "
+    "is_maia is_hpu is_ort is_neg is_conj is_inference itemsize nbytes _version output_nr "
+    "retains_grad _backward_hooks _base name size dim numel nelement ndimension stride "
+    "storage_offset element_size is_floating_point is_complex is_signed is_contiguous is_pinned "
+    "is_same_size get_device __len__ __hash__ _is_view is_coalesced requires_grad dense_dim "
+    "sparse_dim dim_order has_names"
+) | {torch.is_floating_point, torch.is_complex, torch.numel, torch.is_same_size}
+
+
+def says_it_writes(func: Callable[..., Any]) -> bool:
+    """To its first argument, judged by PyTorch's naming: `add_`, `__iadd__`."""
+    name = getattr(func, "__name__", "")
+    dunder = name.startswith("__") and name.endswith("__")
+    return name in _WRITING_DUNDERS if dunder else name.endswith("_")
+
+
+_WRITING_DUNDERS = frozenset(
+    f"__{name}__"
+    for name in [
+        "iadd",
+        "isub",
+        "imul",
+        "itruediv",
+        "ifloordiv",
+        "imod",
+        "ipow",
+        "iand",
+        "ior",
+        "ixor",
+        "ilshift",
+        "irshift",
+        "setitem",
+    ]
+)

@@ -1,0 +1,165 @@
+"""Adapters of PEFT over an offloaded base: what is done with them after `infinity.offload` gives the
+same bits as without it, or is refused with the way to do it."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import infinity
+from infinity.errors import ConfigError, ParameterNotResident, UnsupportedError
+
+from .harness import swap_config
+
+IDS = torch.arange(12).view(2, 6)
+LORA: dict[str, Any] = {"target_modules": ["q_proj", "v_proj"], "init_lora_weights": False}
+
+
+def base() -> Any:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+            num_key_value_heads=2, vocab_size=64, tie_word_embeddings=False,
+        )
+    )  # fmt: skip
+
+
+def one() -> Any:
+    return peft.get_peft_model(base(), peft.LoraConfig(r=4, **LORA))
+
+
+def two() -> Any:
+    model = one()
+    model.add_adapter("other", peft.LoraConfig(r=2, **LORA))
+    return model
+
+
+def adaptive() -> Any:
+    config = peft.AdaLoraConfig(
+        init_r=4, target_r=2, tinit=1, tfinal=1, deltaT=1, total_step=8, **LORA
+    )
+    return peft.get_peft_model(base(), config)
+
+
+def optimizer_of(model: nn.Module) -> Any:
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    if any(type(p) is not nn.Parameter for p in trainable):
+        return infinity.AdamW(trainable, lr=1e-2)
+    return torch.optim.AdamW(trainable, lr=1e-2, fused=True)
+
+
+def train(
+    model: Any, optimizer: Any = None, after: Callable[[int], Any] | None = None
+) -> list[Tensor]:
+    optimizer = optimizer or optimizer_of(model)
+    losses = []
+    for step in range(3):
+        loss = model(input_ids=IDS, labels=IDS).loss
+        loss.backward()
+        optimizer.step()
+        if after is not None:
+            after(step)
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return losses
+
+
+def loss_of(model: Any) -> Tensor:
+    with torch.no_grad():
+        return model(input_ids=IDS, labels=IDS).loss
+
+
+def merged(model: Any) -> list[Tensor]:
+    seen = train(model)
+    model.merge_adapter()
+    seen.append(loss_of(model))
+    model.unmerge_adapter()
+    return seen + train(model)
+
+
+def switched(model: Any) -> list[Tensor]:
+    optimizer = optimizer_of(model)
+    model.set_adapter("other")
+    seen = [loss_of(model)]
+    with model.disable_adapter():
+        seen.append(loss_of(model))
+    model.set_adapter("default")
+    seen += train(model, optimizer)
+    model.delete_adapter("other")
+    return seen + train(model, optimizer)
+
+
+def adapted(model: Any) -> list[Tensor]:
+    return train(model, after=model.base_model.update_and_allocate)
+
+
+def by_hand(model: Any) -> list[Tensor]:
+    layer = model.base_model.model.model.layers[0].self_attn.q_proj
+    layer.base_layer.weight.data += layer.get_delta_weight("default")
+    nn.init.zeros_(layer.lora_B["default"].weight)
+    values = {k: v * 2 for k, v in peft.get_peft_model_state_dict(model).items()}
+    peft.set_peft_model_state_dict(model, values)
+    return [loss_of(model), *train(model)]
+
+
+def offloaded(model: Any, directory: Path) -> Any:
+    return infinity.offload(model, swap_config(directory, host_nbytes="16MiB"))
+
+
+@pytest.mark.parametrize(
+    ("build", "use"), [(one, merged), (two, switched), (adaptive, adapted), (one, by_hand)]
+)
+def test_adapters_are_used_after_offload_as_without_it(
+    build: Callable[[], Any], use: Callable[[Any], list[Tensor]], tmp_path: Path
+) -> None:
+    plain = build()
+    expected = use(plain)
+    model = offloaded(build(), tmp_path)
+    engine = infinity.engine_of(model)
+    assert all(torch.equal(a, b) for a, b in zip(expected, use(model), strict=True))
+    for name, parameter in plain.named_parameters():
+        assert torch.equal(parameter, engine.read_parameter(name)), name
+    engine.close()
+    del model, engine
+    gc.collect()
+
+
+def test_an_adapter_that_cannot_be_trained_is_named(tmp_path: Path) -> None:
+    model = offloaded(two(), tmp_path)
+    model.set_adapter("other")
+    with pytest.raises(UnsupportedError, match=r"other\.weight.* set requires_grad before"):
+        train(model)
+    infinity.engine_of(model).close()
+
+
+def test_an_adapter_that_came_after_offload_is_not_left_untrained(tmp_path: Path) -> None:
+    model = offloaded(one(), tmp_path)
+    optimizer = optimizer_of(model)
+    model.add_adapter("late", peft.LoraConfig(r=2, **LORA))
+    model.set_adapter("late")
+    with pytest.raises(ConfigError, match=r"late\.weight.* add adapters and heads before"):
+        train(model, optimizer)
+    with pytest.raises(ConfigError, match="add adapters and heads before"):
+        infinity.AdamW(model)
+    infinity.engine_of(model).close()
+
+
+def test_another_vocabulary_is_refused_and_the_same_is_not(tmp_path: Path) -> None:
+    model = offloaded(base(), tmp_path)
+    before = loss_of(model)
+    model.resize_token_embeddings(64)
+    with pytest.raises(
+        ParameterNotResident, match=r"vocabularies, heads.* before infinity\.offload"
+    ):
+        model.resize_token_embeddings(80, mean_resizing=False)
+    assert torch.equal(before, loss_of(model))
+    infinity.engine_of(model).close()
