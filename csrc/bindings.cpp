@@ -111,6 +111,16 @@ std::uint64_t number_of(const py::handle& value, const char* what) {
   return number;
 }
 
+// What cannot be the id of a file is that of none: the engine says so, as for any other.
+std::int32_t file_of(const py::handle& value) {
+  const auto index = py::reinterpret_steal<py::object>(PyNumber_Index(value.ptr()));
+  if (!index) throw py::error_already_set();
+  int is_beyond = 0;
+  const long long number = PyLong_AsLongLongAndOverflow(index.ptr(), &is_beyond);
+  constexpr long long kLargest = std::numeric_limits<std::int32_t>::max();
+  return is_beyond != 0 || number < 0 || number > kLargest ? -1 : static_cast<std::int32_t>(number);
+}
+
 io::Segment segment_of(const py::handle& item) {
   const auto fields = py::reinterpret_steal<py::object>(
       PySequence_Fast(item.ptr(), "a segment is (file, offset_nbytes, address, nbytes)"));
@@ -121,12 +131,8 @@ io::Segment segment_of(const py::handle& item) {
   const auto field = [&fields](py::ssize_t index, const char* what) {
     return number_of(PySequence_Fast_GET_ITEM(fields.ptr(), index), what);
   };
-  const std::uint64_t file = field(0, "file");
-  if (file > static_cast<std::uint64_t>(std::numeric_limits<std::int32_t>::max())) {
-    throw py::value_error("file=" + std::to_string(file) + ", expected an id that open() gave");
-  }
-  return {static_cast<std::int32_t>(file), field(1, "offset_nbytes"), field(2, "address"),
-          field(3, "nbytes")};
+  return {file_of(PySequence_Fast_GET_ITEM(fields.ptr(), 0)), field(1, "offset_nbytes"),
+          field(2, "address"), field(3, "nbytes")};
 }
 
 io::Priority priority_of(int priority) {
