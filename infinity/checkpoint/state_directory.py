@@ -92,9 +92,6 @@ def read_manifest(path: Path) -> Manifest:
     """
     content, digest = (read_content(path / name) for name in (MANIFEST_NAME, DIGEST_NAME))
     manifest = parse(content, digest, path=str(path / MANIFEST_NAME))
-    if _NAME.fullmatch(path.name) and manifest.step != step_of(path):
-        detail = f"it is of step {manifest.step}, which {path.name} is not"
-        raise corrupt(str(path / MANIFEST_NAME), detail)
     names = {file.name for file in manifest.files}
     for place in manifest.places:
         if place + PROGRAM_NAME not in names:
