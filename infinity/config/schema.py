@@ -53,7 +53,7 @@ _SEED = Integer(maximum=2**63 - 1)
 TierName = Literal["device", "host", "nvme"]
 DeviceKind = Literal["auto", "cpu", "cuda"]
 DirectIo = Literal["auto", "always", "never"]
-ComputeDtype = Literal["float32", "bfloat16"]
+ComputeDtype = Literal["auto", "float32", "bfloat16"]
 GradientDtype = Literal["float32"]
 MomentFormat = Literal["float32", "8bit"]
 UpdatesMode = Literal["deferred", "at_step"]
@@ -353,7 +353,10 @@ class Precision(Section):
     """Number formats. The master weights are always float32."""
 
     compute: Annotated[ComputeDtype, Choice(ComputeDtype)] = Field(
-        "float32", description="Weights and arithmetic of forward and backward."
+        "auto",
+        description='Weights and arithmetic of forward and backward. "auto" is the dtype that '
+        "`model.path` is in, by its config.json, and float32 for one of float16, which cannot be "
+        "trained; `infinity.offload` keeps the dtypes of the model that it is given.",
     )
     gradients: Annotated[GradientDtype, Choice(GradientDtype)] = Field(
         "float32", description="Accumulated gradients."
@@ -364,6 +367,11 @@ class Precision(Section):
         "a scale, and a step reads and writes 6 bytes per parameter less. Chunks of the update are "
         "then whole MiB.",
     )
+
+    @property
+    def compute_dtype(self) -> Literal["float32", "bfloat16"]:
+        """What float32 parameters are kept in: themselves, where no model directory has said."""
+        return "bfloat16" if self.compute == "bfloat16" else "float32"
 
 
 _BETA = Number(minimum=0, below=1)
@@ -510,7 +518,8 @@ def _not_empty(sources: tuple[DataSource, ...]) -> tuple[DataSource, ...]:
 
 
 class Data(Section):
-    """The text that `infinity train` reads."""
+    """The text that `infinity train` reads: files in UTF-8. JSON, tables, archives and other
+    formats are refused by name."""
 
     paths: Annotated[
         tuple[DataSource, ...],
@@ -518,12 +527,13 @@ class Data(Section):
         AfterValidator(_not_empty),
     ] = Field(description="Files and directories: each a path, or a table with path and pattern.")
     tokenizer: Annotated[
-        Path | Literal["bytes"],
-        Location(("bytes",), "the directory of a local Hugging Face tokenizer"),
+        Path | Literal["auto", "bytes"],
+        Location(("auto", "bytes"), "the directory of a local Hugging Face tokenizer"),
     ] = Field(
-        "bytes",
-        description='"bytes" takes UTF-8 bytes as tokens (vocabulary 256). A directory of the '
-        'name bytes is written "./bytes".',
+        "auto",
+        description='"auto" takes the tokenizer in `model.path`, and bytes where there is none. '
+        '"bytes" takes UTF-8 bytes as tokens (vocabulary 256). A directory of the name bytes is '
+        'written "./bytes".',
     )
     sequence_length: Annotated[int, Integer(2)] = Field(512, description="Tokens per sequence.")
     held_out: Annotated[float, Number(minimum=0, maximum=0.5)] = Field(

@@ -259,7 +259,9 @@ def facts_of(found: Found, config: SwapConfig) -> TensorFacts:
 
 def _dtype_of(parameter: torch.Tensor, config: SwapConfig) -> torch.dtype:
     return (
-        _DTYPES[config.precision.compute] if parameter.dtype is torch.float32 else parameter.dtype
+        _DTYPES[config.precision.compute_dtype]
+        if parameter.dtype is torch.float32
+        else parameter.dtype
     )
 
 

@@ -48,6 +48,7 @@ from infinity.training.ranks import JobRank, job_rank
 from infinity.training.report import Reporter, StepRecord, Summary, write_summary
 from infinity.training.resume import check_same_run, identity_of, plan_resume
 from infinity.training.sample import encode_prompt, generate
+from infinity.training.settle import Choice, choices, settle
 from infinity.training.tracing import TracePlan, Tracing
 
 _STOP_NOTICE = "\nstopping after this step, then writing {}; once more to stop at once\n"
@@ -68,6 +69,8 @@ def train(
     `resume_from` from a certain one, or the newest of a certain directory.
     """
     config.require("model", "data", "train")
+    settled = choices(config)
+    config = settle(config)
     keep_freed_memory()
     console = console or Console()
     with ExitStack() as stack:
@@ -78,6 +81,7 @@ def train(
         job = _prepare(config, stack, resumed, rank)
         run = _Run(config, job, console, trace)
         stack.callback(run.close)
+        run.note(settled)
         run.set_up()
         written = "the export" if config.checkpoint is None else "a checkpoint"
         with Interrupt(_STOP_NOTICE.format(written)) as interrupt:
@@ -175,6 +179,11 @@ class _Run:
         self._tracing: Tracing | None = None
         self._saved_step = 0  # The newest step that a checkpoint holds.
         self._saving: Saving | None = None  # The checkpoint that is being copied.
+
+    def note(self, settled: list[Choice]) -> None:
+        """Says what the model has decided in the place of the file."""
+        for choice in settled:
+            self._reporter.note(str(choice))
 
     def set_up(self) -> None:
         """Makes the tiers, streams the weights into them and builds the optimizer."""
