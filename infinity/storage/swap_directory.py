@@ -181,11 +181,20 @@ class DirectoryLock:
         try:
             kept = self._holder_before().get("kept")
             self.kept: tuple[str, ...] = tuple(map(str, kept)) if isinstance(kept, list) else ()
-            self._write(pid=os.getpid(), kept=self.kept)
+            self._take()
         except BaseException:
             self.abandon()
             raise
         _held_locks.add(self)
+
+    def _take(self) -> None:
+        """Says whose it is. Where the drive is full, no lock that says nothing is left."""
+        try:
+            self._write(pid=os.getpid(), kept=self.kept)
+        except OSError as error:
+            if not self.kept:
+                _unlink(self._path)
+            raise _failure(error, "write", self._path) from error
 
     def _holder_before(self) -> dict[str, object]:
         """What the last holder wrote; nothing of a file that a crash has cut short."""
@@ -256,8 +265,9 @@ class DirectoryLock:
             "time": time.time(),
             "kept": kept,
         }
-        os.ftruncate(self._fd, 0)
-        os.pwrite(self._fd, json.dumps(holder).encode(), 0)
+        content = json.dumps(holder).encode()
+        os.pwrite(self._fd, content, 0)  # First: on a full drive, what is kept must not be lost.
+        os.ftruncate(self._fd, len(content))
 
     def _is_there(self, name: str) -> bool:
         return os.path.exists(os.path.join(os.path.dirname(self._path), name))
