@@ -62,6 +62,7 @@ RankBudgets = Literal["node", "rank"]
 ReduceDtype = Literal["auto", "bfloat16"]
 RankExchange = Literal["auto", "collective", "one_sided"]
 OptimizerName = Literal["adamw"]
+Nonfinite = Literal["error", "skip"]
 LrSchedule = Literal["constant", "linear", "cosine"]
 IoEngineName = Literal["auto", "io_uring", "threads"]
 RingFlagsName = Literal["auto", "defer_taskrun", "coop_taskrun", "none"]
@@ -584,6 +585,12 @@ class Train(Section):
     eval_batches: Annotated[int, Integer(1)] = Field(8, description="Batches per evaluation.")
     activation_checkpointing: Annotated[bool, Flag()] = Field(
         False, description="Recompute activations in the backward."
+    )
+    nonfinite: Annotated[Nonfinite, Choice(Nonfinite)] = Field(
+        "error",
+        description='What becomes of a step whose loss or norm is not finite: "error" ends the run '
+        'with the weights of the step before; "skip" leaves the weights as they are, says so and '
+        "goes on with the next batches. More than 16 such steps in a row are an error.",
     )
     seed: Annotated[int, _SEED] = Field(0, description="Seed of dropout and other randomness.")
     log_every: Annotated[int, Integer(1)] = Field(1, description="Steps between log lines.")

@@ -104,6 +104,7 @@ class StepRecord:
             "learning_rate": outcome.learning_rate,
             "grad_norm": outcome.grad_norm,
             "num_tokens": outcome.num_tokens,
+            "skipped": outcome.skipped,
             "elapsed_s": self.elapsed_s,
             "tokens_per_s": self.tokens_per_s,
             **self.moved_nbytes,
@@ -128,6 +129,8 @@ class StepRecord:
             f"stall {self.stall_share:.0%}",
             f"host {format_nbytes(self.host_in_use_nbytes)}",
         ]
+        if self.outcome.skipped is not None:
+            parts.insert(2, "SKIPPED")
         return "  ".join(parts)
 
 
@@ -152,7 +155,8 @@ class Summary:
     lost: list[str] = field(default_factory=list)  # What could not be written, beside the weights.
 
     def to_dict(self) -> dict[str, Any]:
-        losses = [record.outcome.loss for record in self.records]
+        taken = [record for record in self.records if record.outcome.skipped is None]
+        losses = [record.outcome.loss for record in taken]
         last = losses[-_NUM_LAST_STEPS:]
         last_mean = sum(last) / len(last) if last else None
         elapsed_s = sum(record.elapsed_s for record in self.records)
@@ -160,6 +164,7 @@ class Summary:
         return {
             "steps_asked": self.steps,
             "steps_done": len(self.records),
+            "steps_skipped": len(self.records) - len(taken),
             "resumed_at": self.resumed_at,
             "interrupted_by": self.interrupted_by,
             "num_parameters": self.num_parameters,
@@ -242,6 +247,8 @@ class Reporter:
             self._show_live(line)
         elif step % self._log_every == 0 or step in (1, self._steps):
             self.note(line)
+        if record.outcome.skipped is not None:
+            self.note(f"step {step} is skipped: {record.outcome.skipped}")
 
     def sync(self) -> None:
         """The metrics of every step so far are as durable as a checkpoint that comes next."""
@@ -319,8 +326,11 @@ def _summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ("steps", f"{before + done} of {asked}{resumed}{interrupted}"),
         ("parameters", f"{summary['num_parameters']:,}"),
     ]
-    if done:
-        num_last = min(done, _NUM_LAST_STEPS)
+    if summary["steps_skipped"]:
+        skipped = f"{summary['steps_skipped']}, whose loss or gradients were not finite"
+        rows.append(("steps skipped", skipped))
+    if summary["loss_first"] is not None:
+        num_last = min(done - summary["steps_skipped"], _NUM_LAST_STEPS)
         held_out = ", ".join(f"{e['loss']:.3f} at {e['step']}" for e in summary["held_out_losses"])
         losses = f"{summary['loss_first']:.3f} -> {summary['loss_last_mean']:.3f}"
         fall = f"{-summary['loss_fall_share']:+.1%}"
