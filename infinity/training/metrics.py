@@ -106,10 +106,10 @@ class MetricsFile:
         """A new file with what is kept of the one before."""
         if self._name.is_symlink() and self._name.is_file():
             self._path = Path(os.path.realpath(self._name))
-        elif os.path.lexists(self._name) and not stat.S_ISREG(os.lstat(self._name).st_mode):
+        elif os.path.lexists(self._name) and not _is_readable_file(self._name):
             aside = _free_name(self._name)
             os.rename(self._name, aside)
-            self._say(f"{self._name} was no file; it is kept as {aside}")
+            self._say(f"{self._name} was no file that can be read; it is kept as {aside}")
         kept = Kept(self._path, self._resumed_at)
         with kept.opened() as lines:
             self._replace(lines, kept)
@@ -204,6 +204,10 @@ def _append(fd: int, line: bytes) -> None:
         with contextlib.suppress(OSError):
             os.ftruncate(fd, end)  # No line but this one, which is not there yet.
         raise
+
+
+def _is_readable_file(path: Path) -> bool:
+    return stat.S_ISREG(os.lstat(path).st_mode) and os.access(path, os.R_OK)
 
 
 def _free_name(path: Path) -> Path:
