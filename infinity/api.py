@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from infinity.config import SwapConfig
@@ -19,6 +20,7 @@ from infinity.engine.engine import Engine
 from infinity.engine.initialise import init
 from infinity.engine.optimizer import AdamW
 from infinity.engine.registry import engine_of, owner_of
+from infinity.engine.replace import calling_place, make_room, remember
 from infinity.errors import ConfigError
 
 __all__ = ["AdamW", "Engine", "accumulate", "engine_of", "gather", "init", "offload"]
@@ -84,10 +86,14 @@ def offload(
         from infinity.checkpoint.state_adopt import plan_adoption
 
         adopted = plan_adoption(resolved, resume, group)
+    place = calling_place()
+    if group is None and not dist.is_initialized():  # Ranks have a directory of their own each.
+        make_room(resolved, place)
     build(
         model, resolved, weights=plan, seed=seed, units=units, device=device, group=group,
         model_parallel_group=model_parallel_group, adopted=adopted,
     )  # fmt: skip
+    remember(engine_of(model), place)
     return model
 
 

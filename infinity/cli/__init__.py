@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import sys
 from typing import Annotated, Any
 
 import typer
@@ -63,8 +64,9 @@ class _LazyGroup(TyperGroup):
         """Turns the package's own errors, and those about a file, into one line and exit code 2."""
         try:
             return super().invoke(ctx)
-        except InfinityError as error:
-            if ctx.params.get("traceback"):
+        except (InfinityError, OSError) as error:
+            # A pipe that is closed ends other programs' output without a word: so it does ours.
+            if ctx.params.get("traceback") or isinstance(error, BrokenPipeError):
                 raise
             print_error(f"error: {error}")
             raise typer.Exit(2) from None
@@ -78,8 +80,13 @@ class _LazyGroup(TyperGroup):
 
 def print_error(text: str) -> None:
     """Red on a terminal, on stderr. Follows https://no-color.org."""
+    from infinity.training.streams import discard
+
     color = False if os.environ.get("NO_COLOR") else None
-    typer.secho(text, fg=typer.colors.RED, err=True, color=color)
+    try:
+        typer.secho(text, fg=typer.colors.RED, err=True, color=color)
+    except OSError:  # Nobody can be told; the exit code stays what it is.
+        discard(sys.stderr)
 
 
 def _import_command(name: str) -> Any:
@@ -139,4 +146,7 @@ def _options(
 
 def main() -> None:
     """The console entry point."""
+    from infinity.training.streams import open_closed_descriptors
+
+    open_closed_descriptors()
     app(prog_name="infinity")

@@ -173,8 +173,9 @@ def _assignments(settings: Mapping[str, Any]) -> str:
 def _on_this_machine(config: SwapConfig) -> dict[str, str]:
     """What "auto" and shares come to here and now, by dotted key. Device memory needs torch."""
     from infinity.config.machine import available_memory_nbytes
+    from infinity.training.settle import choices
 
-    notes = {}
+    notes = {each.key: f"{each.value} here: {each.reason}" for each in choices(config)}
     if config.tiers.host.capacity.nbytes is None:
         available = available_memory_nbytes()
         budget = format_nbytes(config.tiers.host.budget_nbytes(available))

@@ -51,10 +51,12 @@ def export(
     """
     from infinity.checkpoint import export_checkpoint_dcp, export_checkpoint_safetensors
     from infinity.checkpoint.state_directory import find_checkpoint
+    from infinity.training.settle import settle
 
     max_shard_nbytes = _nbytes(max_shard)
     found = find_checkpoint(checkpoint)
     loaded = _config_of_run(found) if config is None else SwapConfig.load(config)
+    loaded = None if loaded is None else settle(loaded)
     if to == "dcp":
         model = None if loaded is None or loaded.model is None else _model_on_meta(loaded)
         files = list(export_checkpoint_dcp(found, out, model).iterdir())

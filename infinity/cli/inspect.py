@@ -60,6 +60,15 @@ def inspect(
             raise ConfigError(f"{directory} is no swap directory, so nothing in it is removed")
         _remove(directory, swaps)
         return
+    if not swaps and not has_commits and directory.is_dir() and not any(directory.iterdir()):
+        if as_json:
+            typer.echo(json.dumps({"swap": None, "ranks": [], "commits": []}, indent=2))
+        else:
+            typer.echo(
+                f"{directory}: empty. There is no checkpoint; of a swap directory nothing else is "
+                "to be expected, as a job that ends well leaves nothing in it"
+            )
+        return
     is_swap = bool(swaps) or has_commits
     found = [
         each

@@ -118,6 +118,7 @@ def _has_nvme(hardware: str | None) -> bool:
 def _load(config: Path | None, overrides: list[str], *, has_nvme: bool) -> SwapConfig:
     from infinity.cli.train import override
     from infinity.config.source import Source, read_file
+    from infinity.training.settle import settle
 
     if config is not None:
         table, source = read_file(config)
@@ -130,7 +131,7 @@ def _load(config: Path | None, overrides: list[str], *, has_nvme: bool) -> SwapC
             table["placement"] = {kind: ["host", "nvme"] for kind in _KINDS}
     for text in overrides:
         override(table, text)
-    return SwapConfig.from_table(table, source)
+    return settle(SwapConfig.from_table(table, source))
 
 
 def _model(config: SwapConfig, name: str | None, params: str | None) -> Any:
@@ -139,7 +140,7 @@ def _model(config: SwapConfig, name: str | None, params: str | None) -> Any:
     from infinity.plan import load_model, scaled_gpt
     from infinity.plan.model import model_of_config, model_of_shape
 
-    dtype = getattr(torch, config.precision.compute)
+    dtype = getattr(torch, config.precision.compute_dtype)
     if name is not None:
         return load_model(name, dtype, config.precision.moments)
     if params is not None:

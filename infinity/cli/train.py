@@ -58,11 +58,11 @@ def train(
     """Fine-tune a causal language model as a swap-tier file says.
 
     Ctrl-C finishes the step, writes the export, or with [checkpoint] a checkpoint, and ends with
-    exit code 130 (SIGTERM: 143); twice, it ends at once.
+    exit code 130; twice, it ends at once. So do SIGTERM (143) and SIGQUIT; SIGHUP, SIGUSR1, SIGUSR2
+    and SIGXCPU end in order however often they come. The exit code is 128 and the signal's number.
     """
-    from rich.console import Console
-
     from infinity.config.source import read_file
+    from infinity.training.streams import outliving_streams
 
     table, source = read_file(config)
     for text in overrides or []:
@@ -76,19 +76,37 @@ def train(
         plan.check(num_steps=loaded.train.steps)
 
     require_transformers("infinity train")
+    with outliving_streams():
+        exit_code = _run(loaded, plan, resume, resume_from, as_json=as_json)
+    raise typer.Exit(exit_code)
+
+
+def _run(
+    config: SwapConfig,
+    trace: TracePlan | None,
+    resume: bool,
+    resume_from: Path | None,
+    *,
+    as_json: bool,
+) -> int:
+    from rich.console import Console
+
     from infinity.training import program
 
-    console = Console(stderr=as_json)
     try:
         summary, exit_code = program.train(
-            loaded, console=console, trace=plan, resume=resume, resume_from=resume_from
+            config,
+            console=Console(stderr=as_json),
+            trace=trace,
+            resume=resume,
+            resume_from=resume_from,
         )
     except KeyboardInterrupt:
         typer.echo("stopped; nothing was exported", err=True)
-        raise typer.Exit(130) from None
+        return 130
     if as_json:
         typer.echo(json.dumps(summary.to_dict(), indent=2))
-    raise typer.Exit(exit_code)
+    return exit_code
 
 
 def parse_steps(text: str) -> tuple[int, int]:

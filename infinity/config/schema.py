@@ -53,7 +53,7 @@ _SEED = Integer(maximum=2**63 - 1)
 TierName = Literal["device", "host", "nvme"]
 DeviceKind = Literal["auto", "cpu", "cuda"]
 DirectIo = Literal["auto", "always", "never"]
-ComputeDtype = Literal["float32", "bfloat16"]
+ComputeDtype = Literal["auto", "float32", "bfloat16"]
 GradientDtype = Literal["float32"]
 MomentFormat = Literal["float32", "8bit"]
 UpdatesMode = Literal["deferred", "at_step"]
@@ -62,6 +62,7 @@ RankBudgets = Literal["node", "rank"]
 ReduceDtype = Literal["auto", "bfloat16"]
 RankExchange = Literal["auto", "collective", "one_sided"]
 OptimizerName = Literal["adamw"]
+Nonfinite = Literal["error", "skip"]
 LrSchedule = Literal["constant", "linear", "cosine"]
 IoEngineName = Literal["auto", "io_uring", "threads"]
 RingFlagsName = Literal["auto", "defer_taskrun", "coop_taskrun", "none"]
@@ -355,9 +356,11 @@ class Precision(Section):
     """Number formats. The master weights are always float32."""
 
     compute: Annotated[ComputeDtype, Choice(ComputeDtype)] = Field(
-        "float32",
-        description="Weights and arithmetic of forward and backward. bfloat16 narrows a model of "
-        "float32 as transformers does; one that mixes dtypes keeps its own.",
+        "auto",
+        description='Weights and arithmetic of forward and backward. "auto" is the dtype that '
+        "`model.path` is in, by its config.json, and float32 for one of float16, which cannot be "
+        "trained; `infinity.offload` keeps the dtypes of the model that it is given. bfloat16 "
+        "narrows a model of float32 as transformers does; one that mixes dtypes keeps its own.",
     )
     gradients: Annotated[GradientDtype, Choice(GradientDtype)] = Field(
         "float32", description="Accumulated gradients."
@@ -368,6 +371,11 @@ class Precision(Section):
         "a scale, and a step reads and writes 6 bytes per parameter less. Chunks of the update are "
         "then whole MiB.",
     )
+
+    @property
+    def compute_dtype(self) -> Literal["float32", "bfloat16"]:
+        """What float32 parameters are kept in: themselves, where no model directory has said."""
+        return "bfloat16" if self.compute == "bfloat16" else "float32"
 
 
 _BETA = Number(minimum=0, below=1)
@@ -519,7 +527,8 @@ def _not_empty(sources: tuple[DataSource, ...]) -> tuple[DataSource, ...]:
 
 
 class Data(Section):
-    """The text that `infinity train` reads."""
+    """The text that `infinity train` reads: files in UTF-8. JSON, tables, archives and other
+    formats are refused by name."""
 
     paths: Annotated[
         tuple[DataSource, ...],
@@ -527,12 +536,13 @@ class Data(Section):
         AfterValidator(_not_empty),
     ] = Field(description="Files and directories: each a path, or a table with path and pattern.")
     tokenizer: Annotated[
-        Path | Literal["bytes"],
-        Location(("bytes",), "the directory of a local Hugging Face tokenizer"),
+        Path | Literal["auto", "bytes"],
+        Location(("auto", "bytes"), "the directory of a local Hugging Face tokenizer"),
     ] = Field(
-        "bytes",
-        description='"bytes" takes UTF-8 bytes as tokens (vocabulary 256). A directory of the '
-        'name bytes is written "./bytes".',
+        "auto",
+        description='"auto" takes the tokenizer in `model.path`, and bytes where there is none. '
+        '"bytes" takes UTF-8 bytes as tokens (vocabulary 256). A directory of the name bytes is '
+        'written "./bytes".',
     )
     sequence_length: Annotated[int, Integer(2)] = Field(512, description="Tokens per sequence.")
     held_out: Annotated[float, Number(minimum=0, maximum=0.5)] = Field(
@@ -583,6 +593,12 @@ class Train(Section):
     eval_batches: Annotated[int, Integer(1)] = Field(8, description="Batches per evaluation.")
     activation_checkpointing: Annotated[bool, Flag()] = Field(
         False, description="Recompute activations in the backward."
+    )
+    nonfinite: Annotated[Nonfinite, Choice(Nonfinite)] = Field(
+        "error",
+        description='What becomes of a step whose loss or norm is not finite: "error" ends the run '
+        'with the weights of the step before; "skip" leaves the weights as they are, says so and '
+        "goes on with the next batches. More than 16 such steps in a row are an error.",
     )
     seed: Annotated[int, _SEED] = Field(0, description="Seed of dropout and other randomness.")
     log_every: Annotated[int, Integer(1)] = Field(1, description="Steps between log lines.")

@@ -33,7 +33,7 @@ class Dtypes:
     """Decided once, from the model as it was given."""
 
     def __init__(self, model: nn.Module, config: SwapConfig) -> None:
-        compute = getattr(torch, config.precision.compute)
+        compute = getattr(torch, config.precision.compute_dtype)
         has_narrow = any(parameter.dtype in _NARROW for parameter in model.parameters())
         self._model = model
         self._narrowed = None if compute is torch.float32 or has_narrow else compute

@@ -50,6 +50,12 @@ def engine_of(model: nn.Module) -> Engine:
     )
 
 
+def engines() -> list[Engine]:
+    """Every engine of this process that somebody still has, and that is not closed."""
+    found = (reference() for reference in list(_engines.values()))
+    return [engine for engine in found if engine is not None]
+
+
 def owner_of(tensor: Any) -> Engine | None:
     """The engine of a parameter, whichever face of it this is; None if it is not offloaded."""
     found = getattr(tiles_of(tensor)[0], "_offloaded_by", None)

@@ -73,7 +73,7 @@ def place_updates(
     batch = batch_of(config)
     uses = list(_uses(updated, batch))
     if any(use.forward_flops for use in uses):
-        dtype = getattr(torch, config.precision.compute)
+        dtype = getattr(torch, config.precision.compute_dtype)
         rates = replace(rates, flops=time_products(device, dtype))
     return choose(make_job(config, budgets, updated, uses, batch), rates)
 

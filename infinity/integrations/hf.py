@@ -13,7 +13,9 @@ accelerate 1.15.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,7 +29,7 @@ from infinity.checkpoint.state_load import load
 from infinity.checkpoint.state_save import save
 from infinity.engine.optimizer import AdamW
 from infinity.engine.registry import engine_of
-from infinity.errors import ConfigError, InfinityError, UnsupportedError
+from infinity.errors import ConfigError, InfinityError, StorageError, UnsupportedError
 from infinity.sizes import GIB, parse_nbytes
 
 STATE_NAME = "infinity"  # Of the directory inside a Trainer's checkpoint.
@@ -138,6 +140,46 @@ def _stream_exports(model: Any) -> None:
     model.save_pretrained = save_pretrained
 
 
+def _save_over(
+    directory: Path, model: nn.Module, optimizer: AdamW, *, step: int | None = None
+) -> None:
+    """Writes the state in the place of what an earlier run has left there, as Trainer does with
+    the rest of a checkpoint. Where it cannot be written, that is there again."""
+    before = directory.with_name(f".{directory.name}.replaced")
+    with _reporting(before):
+        if before.exists():
+            shutil.rmtree(before)
+        has_before = directory.exists()
+        if has_before:
+            directory.rename(before)
+    own = _frozen_in(model, directory)
+    try:
+        save(directory, model, optimizer, step=step)
+    except BaseException:
+        # What this engine wrote itself and has let go of shares files that training rewrites.
+        if has_before and own == _frozen_in(model, directory):
+            shutil.rmtree(directory, ignore_errors=True)
+            before.rename(directory)
+        raise
+    shutil.rmtree(before, ignore_errors=True)
+
+
+def _frozen_in(model: nn.Module, directory: Path) -> set[str]:
+    """Checkpoints there whose content this engine keeps from being overwritten."""
+    volume = engine_of(model).parts.store.volume
+    place = os.path.realpath(directory)
+    labels = (each.label for each in volume.frozen) if volume is not None else ()
+    return {label for label in labels if os.path.dirname(label) == place}
+
+
+@contextmanager
+def _reporting(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(error.errno or 0, operation="replace", path=str(path)) from None
+
+
 class OffloadedTrainer:
     """What a Trainer does otherwise when its model is offloaded. Mixed in by `prepare_trainer`."""
 
@@ -164,7 +206,8 @@ class OffloadedTrainer:
         return self.optimizer.clip_grad_norm_(None) if grad_norm is None else grad_norm
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        save(Path(output_dir) / STATE_NAME, self.model, self.optimizer, step=self.state.global_step)
+        step = self.state.global_step
+        _save_over(Path(output_dir) / STATE_NAME, self.model, self.optimizer, step=step)
         super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
@@ -210,7 +253,7 @@ def prepare_accelerator(
 
     def keep_state(models: list[Any], weights: list[Any], output_dir: str) -> None:
         weights.clear()  # What accelerate would write instead.
-        save(Path(output_dir) / STATE_NAME, model, optimizer)
+        _save_over(Path(output_dir) / STATE_NAME, model, optimizer)
 
     def bring_state(models: list[Any], input_dir: str) -> None:
         models.clear()

@@ -61,7 +61,7 @@ def measure(config: SwapConfig, model: Model, batch: Batch) -> Hardware:
         if found is None:
             found = Rehearsed(
                 flops=_flops_of_a_block_alike(
-                    model, batch, getattr(torch, config.precision.compute)
+                    model, batch, getattr(torch, config.precision.compute_dtype)
                 ),
                 update=1e9
                 * statistics.median(OptimizerPass(arena).run().gbps for _ in range(_NUM_ROUNDS)),

@@ -260,7 +260,7 @@ def _said_of_parked(
 
 def _input_nbytes(config: SwapConfig, model: Model, batch: Batch) -> int:
     """Of one block, for all tokens of a step."""
-    itemsize = 2 if config.precision.compute == "bfloat16" else 4
+    itemsize = 2 if config.precision.compute_dtype == "bfloat16" else 4
     return batch.tokens_per_step * model.checkpoint_width * itemsize
 
 

@@ -55,7 +55,7 @@ def rehearse(
 ) -> Rehearsed | None:
     """Needs memory and space in `directories`, one per path of the file, for two blocks. None where
     there is no such model, its configuration does not let itself be cut, or it does not fit."""
-    own = _own_blocks(model, getattr(torch, config.precision.compute))
+    own = _own_blocks(model, getattr(torch, config.precision.compute_dtype))
     if own is None:
         return None
     if batch.recomputes:

@@ -12,6 +12,7 @@ behind each file. Everything here is numpy; nothing imports torch.
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -25,6 +26,9 @@ import numpy.typing as npt
 from infinity.config import PYTHON_STDLIB, Data, DataSource
 from infinity.errors import ConfigError, StorageError
 from infinity.sizes import MIB
+from infinity.training.text import Utf8, is_utf8, refuse_other_formats
+
+_log = logging.getLogger(__name__)
 
 Ids = npt.NDArray[np.integer[Any]]
 
@@ -37,7 +41,7 @@ def collect_files(sources: Sequence[DataSource]) -> list[Path]:
     """Every file of every source once, sorted within each source.
 
     Hidden files and directories below a source are left out. Raises ConfigError naming the source
-    that does not exist or has no matching file.
+    that does not exist or has no matching file, and the first file that is no text.
     """
     files: dict[Path, None] = {}
     for source in sources:
@@ -47,6 +51,12 @@ def collect_files(sources: Sequence[DataSource]) -> list[Path]:
                 f"data.paths: no file below {source.location} matches {source.pattern!r}"
             )
         files.update(dict.fromkeys(found))
+    as_json = [file for file in files if refuse_other_formats(file)]
+    if as_json:
+        _log.warning(
+            "data.paths: the lines of %s (%d files in all) are JSON objects; braces, quotes and "
+            "keys are learned as they stand there", as_json[0], len(as_json),
+        )  # fmt: skip
     return list(files)
 
 
@@ -124,7 +134,8 @@ class HuggingFaceTokenizer:
 
 
 def open_tokenizer(which: Path | str) -> Tokenizer:
-    """The tokenizer of `data.tokenizer`: "bytes", or a local Hugging Face directory."""
+    """The tokenizer of `data.tokenizer`, settled: "bytes", or a local Hugging Face directory."""
+    assert which != "auto", "training.settle has not been asked"
     return ByteTokenizer() if which == "bytes" else HuggingFaceTokenizer(Path(which))
 
 
@@ -357,14 +368,17 @@ def _files_of(source: DataSource) -> list[Path]:
         is_hidden = any(part.startswith(".") for part in parts)
         if not is_hidden and excluded.isdisjoint(parts) and path.is_file():
             files.append(path)
+    if source.path == PYTHON_STDLIB:  # Its own tests of encodings are nobody's choice.
+        return [path for path in files if is_utf8(path)]
     return files
 
 
 class _Chunks:
-    """The bytes of a file, or its first `limit_nbytes`, piece by piece."""
+    """The bytes of a file, or its first `limit_nbytes`, piece by piece: UTF-8, or a ConfigError."""
 
     def __init__(self, path: Path, limit_nbytes: int | None) -> None:
         self._path = path
+        self._check = Utf8(path)
         self._limit_nbytes = limit_nbytes
         self.read_nbytes = 0
 
@@ -377,7 +391,10 @@ class _Chunks:
                         want = min(want, self._limit_nbytes - self.read_nbytes)
                     chunk = file.read(want)
                     if not chunk:
+                        # Where the limit has come, it may have cut a character.
+                        self._check.feed(b"", is_end=self.read_nbytes != self._limit_nbytes)
                         return
+                    self._check.feed(chunk)
                     self.read_nbytes += len(chunk)
                     yield chunk
         except OSError as error:
@@ -389,8 +406,8 @@ class _Chunks:
 def _whole_lines(chunks: Iterator[bytes]) -> Iterator[str]:
     """Text in pieces that end with a line, so that no piece cuts a character or a word.
 
-    Bytes that are not UTF-8 become the replacement character. A line longer than a piece stays
-    whole.
+    A character that the limit has cut becomes the replacement character. A line longer than a
+    piece stays whole.
     """
     rest = b""
     for chunk in chunks:

@@ -24,6 +24,8 @@ from infinity.training.learning_rate import lr_ratio
 from infinity.training.nonfinite import first_nonfinite_module
 from infinity.training.ranks import JobRank
 
+MOST_SKIPPED = 16  # Steps in a row; more are no accident.
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutcome:
@@ -35,6 +37,7 @@ class StepOutcome:
     grad_norm: float | None
     learning_rate: float
     num_tokens: int
+    skipped: str | None = None  # Why the weights are those of the step before.
 
 
 def parameter_groups(model: torch.nn.Module, optimizer: Optimizer) -> list[dict[str, Any]]:
@@ -97,14 +100,48 @@ class Loop:
         takes_cache = "use_cache" in inspect.signature(model.forward).parameters
         self._options = {"use_cache": False} if takes_cache else {}
         self.num_steps = 0
+        self._num_skipped = 0  # One after the other.
 
     def step(self) -> StepOutcome:
         """One optimizer step over `accumulation` micro-batches.
 
-        Raises NonFiniteError, and leaves the weights as the step before made them, when a loss or
-        the gradients' norm is not finite.
+        Where a loss or the gradients' norm is not finite, the weights stay as the step before made
+        them: raises NonFiniteError, or with `train.nonfinite` "skip" goes on with the next batches,
+        unless too many steps in a row were such.
         """
         step = self.num_steps + 1
+        learning_rate = float(self._optimizer.param_groups[0]["lr"])
+        skipped, mean, num_tokens = None, math.nan, 0
+        try:
+            mean, num_tokens = self._backward_of_step(step)
+            self._update(step)
+            self._num_skipped = 0
+        except NonFiniteError as error:
+            self._num_skipped += 1
+            if self._train.nonfinite == "error" or self._num_skipped > MOST_SKIPPED:
+                raise
+            skipped = str(error)
+        self._optimizer.zero_grad()
+        self.scheduler.step()
+        self.num_steps = step
+        norm = getattr(self._optimizer, "grad_norm", None)
+        return StepOutcome(
+            step=step,
+            loss=mean,
+            grad_norm=None if norm is None else float(norm),
+            learning_rate=learning_rate,
+            num_tokens=num_tokens * self._job.count,
+            skipped=skipped,
+        )
+
+    def _update(self, step: int) -> None:
+        try:
+            self._optimizer.step()
+        except NonFiniteError as error:  # Its own count leaves out what was skipped.
+            raise NonFiniteError("the gradient norm", step=step, unit=error.unit) from None
+
+    def _backward_of_step(self, step: int) -> tuple[float, int]:
+        """Gradients of the step's batches; their mean loss over all ranks, tokens of this one."""
         losses = []
         num_tokens = 0
         for ids in self._batches_of_step():
@@ -118,19 +155,7 @@ class Loop:
             raise self._nonfinite(
                 f"the loss ({losses[-1] if is_here else mean})", step, ids, is_here
             )
-        learning_rate = float(self._optimizer.param_groups[0]["lr"])
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-        self.scheduler.step()
-        self.num_steps = step
-        norm = getattr(self._optimizer, "grad_norm", None)
-        return StepOutcome(
-            step=step,
-            loss=mean,
-            grad_norm=None if norm is None else float(norm),
-            learning_rate=learning_rate,
-            num_tokens=num_tokens * self._job.count,
-        )
+        return mean, num_tokens
 
     def _mean_of_ranks(self, loss: float) -> float:
         """The mean over all ranks, which all of them see; one that is not finite makes it so."""
@@ -188,5 +213,7 @@ class Loop:
         self._optimizer.zero_grad()
         if not is_here:
             return NonFiniteError(what, step=step, unit="a module on another rank")
+        if self._train.nonfinite == "skip" and self._job.count > 1:
+            return NonFiniteError(what, step=step, unit=None)  # The others go on meanwhile.
         unit = first_nonfinite_module(self._model, lambda: self._loss(ids))
         return NonFiniteError(what, step=step, unit=unit or "the loss itself")

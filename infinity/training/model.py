@@ -75,7 +75,7 @@ def build_model(plan: ModelPlan, config: SwapConfig) -> Any:
     assert config.train is not None and config.model is not None
     # Small parameters may keep the values they are constructed with, so they are seeded too.
     torch.manual_seed(config.model.seed)
-    dtype = getattr(torch, config.precision.compute)
+    dtype = getattr(torch, config.precision.compute_dtype)
     try:
         with infinity.init(config):
             model = AutoModelForCausalLM.from_config(plan.hf_config, dtype=dtype)

@@ -1,58 +1,171 @@
-"""The output directory: whose it is, and that a run may write there."""
+"""The output directory: whose it is, that a run may write there, and that no other one does."""
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
 import json
+import logging
 import os
+import socket
+import stat
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from infinity.checkpoint.safetensors_export import make_directory
 from infinity.config import SwapConfig
 from infinity.errors import ConfigError, StorageError
 
+_log = logging.getLogger(__name__)
+
 MARKER_NAME = "infinity-run.json"
 SUMMARY_NAME = "summary.json"
+LOCK_NAME = ".infinity-run.lock"
+# Of a file system without locks, such as some network mounts.
+_NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 
-def claim_output(config: SwapConfig) -> Path:
-    """The output directory, made if need be; nothing in it is changed yet.
+class OutputDirectory:
+    """The output directory of a run, locked until `close`. Nothing else in it is changed yet.
 
-    Only a directory that is new, empty or marked by an earlier run is taken. Raises ConfigError for
-    a foreign one and for one that is also read from, StorageError where it cannot be written.
+    Only a directory that is new, empty or marked by an earlier run is taken, or the one that
+    `resumed`, a checkpoint to go on from, lies in. Raises ConfigError for a foreign one, for one
+    that is also read from and for one that another process uses, StorageError where it cannot be
+    written.
     """
-    directory = config.output.directory
-    if directory.exists() and not directory.is_dir():
-        raise ConfigError(f"output.directory: {directory} is no directory")
-    if config.model is not None and config.model.path is not None:
-        _refuse_same(directory, config.model.path, "model.path")
-    for index, tier in enumerate(config.tiers.nvme):
-        _refuse_same(directory, tier.path, f"tiers.nvme[{index}].path")
-    make_directory(directory)
-    try:
-        names = sorted(os.listdir(directory))
-        with tempfile.TemporaryFile(dir=directory):
+
+    def __init__(self, config: SwapConfig, *, resumed: Path | None = None) -> None:
+        self.path = config.output.directory
+        self._config = config
+        self._lock: int | None = None
+        self.is_unmarked = False  # Taken all the same, for the checkpoint in it.
+        self._marker = self.path / MARKER_NAME
+        with _reporting("open", self.path):
+            self._claim(resumed)
+
+    def _claim(self, resumed: Path | None) -> None:
+        directory, config = self.path, self._config
+        if directory.exists() and not directory.is_dir():
+            raise ConfigError(f"output.directory: {directory} is no directory")
+        if config.model is not None and config.model.path is not None:
+            _refuse_same(directory, config.model.path, "model.path")
+        for index, tier in enumerate(config.tiers.nvme):
+            _refuse_same(directory, tier.path, f"tiers.nvme[{index}].path")
+        make_directory(directory)
+        with _reporting("write", directory), tempfile.TemporaryFile(dir=directory):
             pass
+        names = sorted(set(os.listdir(directory)) - {LOCK_NAME})
+        self.is_unmarked = bool(names) and MARKER_NAME not in names
+        if self.is_unmarked and not _is_inside(resumed, directory):
+            raise ConfigError(_foreign(directory, names))
+        self._lock = _locked(directory)
+
+    def mark(self) -> None:
+        """Records in the directory that it is this program's, and the configuration."""
+        partial = self._marker.with_name(f".{MARKER_NAME}.partial")
+        content = {"program": "infinity train", "config": self._config.to_dict()}
+        with _reporting("write", self._marker):
+            partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+            os.replace(partial, self._marker)
+
+    def restore(self) -> bool:
+        """Makes it again where it was removed under the run; whether it had to. Raises as above."""
+        with _reporting("open", self.path):
+            if self._marker.exists():
+                return False
+            make_directory(self.path)
+            self.close()
+            self._lock = _locked(self.path)
+        self.mark()
+        return True
+
+    def close(self) -> None:
+        """Gives the directory free for another run. Idempotent."""
+        if self._lock is None:
+            return
+        path = self.path / LOCK_NAME
+        with contextlib.suppress(OSError):
+            if _is_file_of(self._lock, path):
+                path.unlink()
+        os.close(self._lock)
+        self._lock = None
+
+
+def _foreign(directory: Path, names: list[str]) -> str:
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return (
+        f"output.directory: {directory} has files that no run of infinity wrote ({names[0]!r}"
+        f"{more}): there is no {MARKER_NAME}, by which the directory of a run is known. Name "
+        "another directory, or empty it; if a run of yours wrote it and only that file was lost, "
+        f"go on after `touch {directory / MARKER_NAME}`"
+    )
+
+
+def _is_inside(path: Path | None, directory: Path) -> bool:
+    return path is not None and path.resolve().is_relative_to(directory.resolve())
+
+
+def _locked(directory: Path) -> int:
+    """A descriptor that holds the lock of a directory. The kernel drops it with the process."""
+    path = directory / LOCK_NAME
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    while True:
+        fd = os.open(path, flags, 0o600)
+        try:
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                raise ConfigError(f"{path} is no file; remove it")
+            _flock(fd, directory)
+            # Whoever held it may have removed the file between our open and our flock.
+            if _is_file_of(fd, path):
+                os.ftruncate(fd, 0)
+                os.pwrite(fd, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+                return fd
+        except BaseException:
+            os.close(fd)
+            raise
+        os.close(fd)
+
+
+def _flock(fd: int, directory: Path) -> None:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        raise StorageError(error.errno or 0, operation="write", path=str(directory)) from None
-    if names and MARKER_NAME not in names:
-        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        if error.errno in _NO_LOCKS:
+            _log.warning(
+                "%s: its file system has no locks (%s); see to it that no other run writes there",
+                directory, error.strerror,
+            )  # fmt: skip
+            return
+        if error.errno != errno.EWOULDBLOCK:
+            raise
+        holder = os.pread(fd, 200, 0).decode(errors="replace") or "another process"
         raise ConfigError(
-            f"output.directory: {directory} has files that no run of infinity wrote "
-            f"({names[0]!r}{more}); name another directory, or empty it"
-        )
-    return directory
+            f"output.directory: {directory} is in use by {holder}; give every run an output "
+            "directory of its own, or end that process"
+        ) from None
 
 
-def mark_output(config: SwapConfig) -> None:
-    """Records in the output directory that it is this program's, and the configuration."""
-    marker = config.output.directory / MARKER_NAME
-    partial = marker.with_name(f".{MARKER_NAME}.partial")
-    content = {"program": "infinity train", "config": config.to_dict()}
-    partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    os.replace(partial, marker)
+def _is_file_of(fd: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(fd), os.lstat(path))
+    except FileNotFoundError:
+        return False
 
 
 def _refuse_same(directory: Path, other: Path, key: str) -> None:
     if os.path.realpath(directory) == os.path.realpath(other):
         raise ConfigError(f"output.directory and {key} are the same directory, {directory}")
+
+
+@contextmanager
+def _reporting(operation: str, path: Path) -> Iterator[None]:
+    try:
+        yield
+    except StorageError:
+        raise
+    except OSError as error:
+        where = str(error.filename or path)
+        raise StorageError(error.errno or 0, operation=operation, path=where) from None

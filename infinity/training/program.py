@@ -6,18 +6,21 @@ after that, the engine is closed, which releases the swap directory.
 
 How a run ends:
   all steps done       export, sample, summary; exit code 0
-  SIGINT, SIGTERM      the step is finished, then export and summary, or where the file has
+  a signal             the step is finished, then export and summary, or where the file has
                        [checkpoint] a checkpoint and no export; its copy to another file system
-                       has `checkpoint.grace` seconds; exit code 130 or 143
+                       has `checkpoint.grace` seconds; exit code 128 and the signal's number: 130
+                       for SIGINT, 143 for SIGTERM, 129 for SIGHUP (`training.interrupt` has all)
   a second SIGINT      KeyboardInterrupt at once; no export; exit code 130
   NonFiniteError       the weights of the last good step are exported, then the error; exit code 2
   any other error      nothing is exported; exit code 2
+
+The exit code tells of the weights. What cannot be printed, or written to metrics.jsonl or
+summary.json, ends no run and changes no exit code: it is said when it happens, and in the summary.
 """
 
 from __future__ import annotations
 
 import math
-import os
 import signal
 import time
 from collections.abc import Iterator
@@ -37,13 +40,13 @@ from infinity.checkpoint.state_directory import prune
 from infinity.checkpoint.state_load import Loaded, load
 from infinity.checkpoint.state_save import async_save, commit, copy_behind
 from infinity.config import SwapConfig
-from infinity.errors import ConfigError, NonFiniteError
+from infinity.errors import ConfigError, InfinityError, NonFiniteError
 from infinity.training.allocator import give_back, keep_freed_memory
 from infinity.training.data import Batches, Tokenizer, open_batches, open_tokenizer
 from infinity.training.interrupt import Interrupt
 from infinity.training.loop import Loop, parameter_groups
 from infinity.training.model import ModelPlan, build_model, plan_model, stream_weights
-from infinity.training.output import SUMMARY_NAME, claim_output, mark_output
+from infinity.training.output import MARKER_NAME, SUMMARY_NAME, OutputDirectory
 from infinity.training.ranks import JobRank, job_rank
 from infinity.training.report import Reporter, StepRecord, Summary, write_summary
 from infinity.training.resume import (
@@ -54,6 +57,7 @@ from infinity.training.resume import (
     plan_resume,
 )
 from infinity.training.sample import encode_prompt, generate
+from infinity.training.settle import Choice, choices, settle
 from infinity.training.tracing import TracePlan, Tracing
 
 _STOP_NOTICE = "\nstopping after this step, then writing {}; once more to stop at once\n"
@@ -74,6 +78,8 @@ def train(
     `resume_from` from a certain one, or the newest of a certain directory.
     """
     config.require("model", "data", "train")
+    settled = choices(config)
+    config = settle(config)
     keep_freed_memory()
     console = console or Console()
     with ExitStack() as stack:
@@ -84,6 +90,7 @@ def train(
         job = _prepare(config, stack, resumed, rank)
         run = _Run(config, job, console, trace)
         stack.callback(run.close)
+        run.note(settled)
         run.set_up()
         written = "the export" if config.checkpoint is None else "a checkpoint"
         with Interrupt(_STOP_NOTICE.format(written)) as interrupt:
@@ -101,7 +108,7 @@ class _Job:
     batches: Batches
     model: Any
     prompt_ids: list[int]
-    output: Path
+    output: OutputDirectory | None  # None on ranks that write nothing there.
     identity: dict[str, Any]
     resume: Loaded | None
     rank: JobRank
@@ -131,16 +138,19 @@ def _prepare(config: SwapConfig, stack: ExitStack, resume: Loaded | None, rank: 
             max_positions=plan.max_positions,
         )
     model = build_model(plan, config)
-    output = claim_output(config) if rank.is_first else config.output.directory
-    if config.output.export and rank.is_first:
+    output = None
+    if rank.is_first:
+        output = OutputDirectory(config, resumed=resume.path if resume is not None else None)
+        stack.callback(output.close)
+    if config.output.export and output is not None:
         export_nbytes = plan_export(model, max_shard_nbytes=config.output.max_shard).nbytes
-        check_space(output, export_nbytes)
+        check_space(output.path, export_nbytes)
     batches = open_batches(
         data,
         tokenizer,
         batch_size=train.batch_size,
         vocab_size=plan.vocab_size,
-        directory=output if rank.is_first else None,
+        directory=output.path if output is not None else None,
     )
     stack.callback(batches.close)
     identity = identity_of(config, batches, num_ranks=rank.count)
@@ -181,6 +191,12 @@ class _Run:
         self._tracing: Tracing | None = None
         self._saved_step = 0  # The newest step that a checkpoint holds.
         self._saving: Saving | None = None  # The checkpoint that is being copied.
+        self._is_output_lost = False  # It has been said.
+
+    def note(self, settled: list[Choice]) -> None:
+        """Says what the model has decided in the place of the file."""
+        for choice in settled:
+            self._reporter.note(str(choice))
 
     def set_up(self) -> None:
         """Makes the tiers, streams the weights into them and builds the optimizer."""
@@ -234,9 +250,11 @@ class _Run:
         torch.manual_seed(self._train.seed + self._job.rank.rank)
         if self._job.resume is not None:
             self._resume(self._job.resume.path)
-        metrics_path = Path(os.devnull)
-        if self._job.rank.is_first:
-            mark_output(self._config)
+        metrics_path = None
+        if self._job.output is not None:
+            if self._job.output.is_unmarked:
+                self._reporter.note(f"{MARKER_NAME} is missing in {self._job.output.path}; added")
+            self._job.output.mark()
             metrics_path = self._config.output.metrics_path
         self._reporter.start(metrics_path, resumed_at=self.summary.resumed_at)
         self.summary.phases_s["setup_s"] = time.perf_counter() - self._job.started_s
@@ -298,7 +316,15 @@ class _Run:
         self._wait_for_all("the end of the run")
 
     def _finish(self, interrupt: Interrupt) -> None:
-        """Export, sample, summary."""
+        """Export, sample, summary; the summary also where one of the others has failed."""
+        self._keep_output()
+        try:
+            self._export_and_sample(interrupt)
+        finally:
+            self._write_summary()
+            self._reporter.summary(self.summary)
+
+    def _export_and_sample(self, interrupt: Interrupt) -> None:
         goes_on = interrupt.received is not None and self._config.checkpoint is not None
         if self._config.output.export and self._loop.num_steps and not goes_on:
             self._export("the model")
@@ -314,8 +340,6 @@ class _Run:
                 )
             self.summary.sample = self._job.tokenizer.decode(ids)
             self._reporter.note(f"sample:\n{self.summary.sample}")
-        self._write_summary()
-        self._reporter.summary(self.summary)
 
     def close(self) -> None:
         """Releases the tiers and the swap directory, closes the metrics. Idempotent."""
@@ -352,6 +376,7 @@ class _Run:
                 held_out_loss = self._loop.evaluate()
             self.summary.held_out_losses.append((outcome.step, held_out_loss))
         self.summary.records.append(record)
+        self._keep_output()
         self._reporter.step(record, held_out_loss)
         if self._saving is not None and self._saving.done():
             self._note_saved(self._saving)
@@ -360,6 +385,7 @@ class _Run:
             self._save_checkpoint(interrupt)
         elif self._commits_steps():
             with self._phase("commit_s"):
+                self._reporter.sync()
                 commit(self._model, self._optimizer, **self._position())
 
     def _commits_steps(self) -> bool:
@@ -372,6 +398,7 @@ class _Run:
         if checkpoint is None or step == self._saved_step:
             return
         with self._phase("checkpoint_s"):
+            self._reporter.sync()
             self._await_copy(interrupt, grace_s=0)  # One at a time, and this one is newer.
             self._saving = async_save(
                 self._config.checkpoint_directory,
@@ -427,7 +454,7 @@ class _Run:
         }
 
     def _export(self, what: str) -> None:
-        output = self._job.output
+        output = self._config.output.directory
         with self._phase("export_s"):
             export_safetensors(
                 self._model,
@@ -438,8 +465,26 @@ class _Run:
         self.summary.export_directory = str(output)
         self._reporter.note(f"wrote {what} to {output}")
 
+    def _keep_output(self) -> None:
+        """The output directory is there, also where somebody has removed it."""
+        if self._job.output is None:
+            return
+        try:
+            if self._job.output.restore():
+                self._reporter.note(f"{self._job.output.path} was removed; it was made again")
+        except InfinityError as error:
+            if not self._is_output_lost:
+                self._reporter.note(f"warning: {error}; the run goes on")
+            self._is_output_lost = True
+
     def _write_summary(self) -> None:
-        write_summary(self._job.output / SUMMARY_NAME, self.summary)
+        path = self._config.output.directory / SUMMARY_NAME
+        self.summary.lost = self._reporter.lost()
+        try:
+            write_summary(path, self.summary)
+        except OSError as error:
+            self.summary.lost.append(f"{path}: {error.strerror or error}")
+            self._reporter.note(f"warning: {path} cannot be written: {error.strerror or error}")
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:

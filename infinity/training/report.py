@@ -6,12 +6,13 @@ The numbers are taken from the engine's counters by difference; this file decide
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from rich.console import Console
 from rich.live import Live
@@ -20,6 +21,8 @@ from rich.text import Text
 
 from infinity.sizes import format_nbytes
 from infinity.training.loop import StepOutcome
+from infinity.training.metrics import MetricsFile
+from infinity.training.streams import lost_streams
 
 # Counter of the bytes -> the name a reader knows the link by.
 LINKS = {
@@ -101,6 +104,7 @@ class StepRecord:
             "learning_rate": outcome.learning_rate,
             "grad_norm": outcome.grad_norm,
             "num_tokens": outcome.num_tokens,
+            "skipped": outcome.skipped,
             "elapsed_s": self.elapsed_s,
             "tokens_per_s": self.tokens_per_s,
             **self.moved_nbytes,
@@ -125,6 +129,8 @@ class StepRecord:
             f"stall {self.stall_share:.0%}",
             f"host {format_nbytes(self.host_in_use_nbytes)}",
         ]
+        if self.outcome.skipped is not None:
+            parts.insert(2, "SKIPPED")
         return "  ".join(parts)
 
 
@@ -146,9 +152,11 @@ class Summary:
     resumed_at: int = 0
     checkpoint: str | None = None
     update_on: str = "host"
+    lost: list[str] = field(default_factory=list)  # What could not be written, beside the weights.
 
     def to_dict(self) -> dict[str, Any]:
-        losses = [record.outcome.loss for record in self.records]
+        taken = [record for record in self.records if record.outcome.skipped is None]
+        losses = [record.outcome.loss for record in taken]
         last = losses[-_NUM_LAST_STEPS:]
         last_mean = sum(last) / len(last) if last else None
         elapsed_s = sum(record.elapsed_s for record in self.records)
@@ -156,6 +164,7 @@ class Summary:
         return {
             "steps_asked": self.steps,
             "steps_done": len(self.records),
+            "steps_skipped": len(self.records) - len(taken),
             "resumed_at": self.resumed_at,
             "interrupted_by": self.interrupted_by,
             "num_parameters": self.num_parameters,
@@ -177,6 +186,7 @@ class Summary:
             "checkpoint": self.checkpoint,
             "export_directory": self.export_directory,
             "sample": self.sample,
+            "lost": self.lost,
         }
 
     def _link(self, name: str, elapsed_s: float) -> dict[str, float | None]:
@@ -206,22 +216,20 @@ class Reporter:
 
     A live line where the console is a terminal, else one plain line per `log_every` steps.
     `start` replaces the metrics of an earlier run, or keeps those up to the step it was resumed at;
-    before it only `note` may be called.
+    before it only `note` may be called. Without a path there are no metrics.
     """
 
     def __init__(self, console: Console, *, steps: int, log_every: int) -> None:
         self._console = console
         self._steps = steps
         self._log_every = log_every
-        self._metrics: IO[str] | None = None
+        self._metrics: MetricsFile | None = None
         self._live: Live | None = None
         self._held_out_loss: float | None = None
 
-    def start(self, metrics_path: Path, *, resumed_at: int = 0) -> None:
-        kept = _lines_until(metrics_path, resumed_at) if resumed_at else []
-        self._metrics = metrics_path.open("w", encoding="utf-8")
-        self._metrics.writelines(kept)
-        self._metrics.flush()
+    def start(self, metrics_path: Path | None, *, resumed_at: int = 0) -> None:
+        if metrics_path is not None:
+            self._metrics = MetricsFile(metrics_path, resumed_at=resumed_at, say=self.note)
 
     def note(self, text: str) -> None:
         """A line of its own, above the live one."""
@@ -229,17 +237,28 @@ class Reporter:
 
     def step(self, record: StepRecord, held_out_loss: float | None) -> None:
         """Records one step; `held_out_loss` is that of an evaluation after it, if there was one."""
-        assert self._metrics is not None, "start was not called"
-        self._metrics.write(json.dumps(_finite(record.to_dict(held_out_loss))) + "\n")
-        self._metrics.flush()
+        step = record.outcome.step
+        if self._metrics is not None:
+            self._metrics.append(step, json.dumps(_finite(record.to_dict(held_out_loss))))
         if held_out_loss is not None:
             self._held_out_loss = held_out_loss
-        step = record.outcome.step
         line = record.to_line(self._steps, self._held_out_loss)
         if self._console.is_terminal:
             self._show_live(line)
         elif step % self._log_every == 0 or step in (1, self._steps):
             self.note(line)
+        if record.outcome.skipped is not None:
+            self.note(f"step {step} is skipped: {record.outcome.skipped}")
+
+    def sync(self) -> None:
+        """The metrics of every step so far are as durable as a checkpoint that comes next."""
+        if self._metrics is not None:
+            self._metrics.sync()
+
+    def lost(self) -> list[str]:
+        """What could not be written or printed so far."""
+        metrics = self._metrics.lost if self._metrics is not None else None
+        return [*([metrics] if metrics else []), *lost_streams()]
 
     def end_of_steps(self) -> None:
         """Leaves the last live line where it is."""
@@ -273,21 +292,6 @@ class Reporter:
         self._live.update(text, refresh=True)
 
 
-def _lines_until(metrics_path: Path, step: int) -> list[str]:
-    """Lines of an earlier run up to a step. What a crash cut off was of a later one."""
-    if not metrics_path.exists():
-        return []
-    kept = []
-    for line in metrics_path.read_text(encoding="utf-8").splitlines(keepends=True):
-        try:
-            is_earlier = json.loads(line)["step"] <= step
-        except (ValueError, KeyError, TypeError):
-            is_earlier = False
-        if is_earlier:
-            kept.append(line)
-    return kept
-
-
 def peak_rss_nbytes() -> int:
     """The most memory this process had resident at once (VmHWM)."""
     try:
@@ -303,8 +307,14 @@ def peak_rss_nbytes() -> int:
 def write_summary(path: Path, summary: Summary) -> None:
     """summary.json, whole or not at all."""
     partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(json.dumps(_finite(summary.to_dict()), indent=2) + "\n", encoding="utf-8")
-    os.replace(partial, path)
+    content = json.dumps(_finite(summary.to_dict()), indent=2) + "\n"
+    try:
+        partial.write_text(content, encoding="utf-8")
+        os.replace(partial, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+        raise
 
 
 def _summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
@@ -316,8 +326,11 @@ def _summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ("steps", f"{before + done} of {asked}{resumed}{interrupted}"),
         ("parameters", f"{summary['num_parameters']:,}"),
     ]
-    if done:
-        num_last = min(done, _NUM_LAST_STEPS)
+    if summary["steps_skipped"]:
+        skipped = f"{summary['steps_skipped']}, whose loss or gradients were not finite"
+        rows.append(("steps skipped", skipped))
+    if summary["loss_first"] is not None:
+        num_last = min(done - summary["steps_skipped"], _NUM_LAST_STEPS)
         held_out = ", ".join(f"{e['loss']:.3f} at {e['step']}" for e in summary["held_out_losses"])
         losses = f"{summary['loss_first']:.3f} -> {summary['loss_last_mean']:.3f}"
         fall = f"{-summary['loss_fall_share']:+.1%}"
@@ -353,6 +366,7 @@ def _summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         rows.append(("checkpoint", summary["checkpoint"]))
     if summary["export_directory"]:
         rows.append(("export", summary["export_directory"]))
+    rows += [("LOST", each) for each in summary["lost"]]
     return rows
 
 

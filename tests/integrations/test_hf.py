@@ -156,6 +156,27 @@ def test_resumed_it_is_the_same_run(make: Any, tmp_path: Path) -> None:
     assert [name for name in expected if not torch.equal(expected[name], actual[name])] == []
 
 
+def test_a_second_run_in_one_directory_overwrites_as_trainer_does(tmp_path: Path) -> None:
+    """Its state is the second run's; where it cannot be written, the first run's is still there."""
+    options = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "no", "max_steps": 2}
+    state = tmp_path / "out" / "checkpoint-2" / "infinity"
+    for lr in (1e-2, 1e-3):
+        model = infinity.offload(make_model(), swap(tmp_path) | {"checkpoint": {}})
+        trainer = make_trainer(model, tmp_path / "out", learning_rate=lr, **options)
+        prepare_trainer(trainer).train()
+        assert [path.name for path in state.iterdir()] == ["step-00000002"]
+        (group, _) = trainer.optimizer.param_groups
+        group["initial_lr"] = 0.0
+        loaded = infinity.checkpoint.load(state, model, trainer.optimizer)
+        assert loaded.step == 2 and group["initial_lr"] == lr
+        if lr == 1e-3:
+            with pytest.raises(ConfigError, match="gradient|extra|expected"):
+                group["odd"] = object()  # What no file can hold.
+                trainer._save_optimizer_and_scheduler(str(state.parent))
+            assert infinity.checkpoint.load(state, model, trainer.optimizer).step == 2
+        infinity.engine_of(model).close()
+
+
 def test_the_trainer_may_be_given_the_optimizer(tmp_path: Path) -> None:
     model = infinity.offload(make_model(), swap(tmp_path))
     optimizer = infinity.AdamW(model, lr=3e-3)

@@ -26,6 +26,7 @@ from infinity.errors import (
 from infinity.sizes import KIB, MIB, PAGE_NBYTES
 from infinity.storage.arena import Arena
 from infinity.storage.engine import Priority, StorageEngine
+from infinity.storage.swap_directory import DirectoryLock
 from infinity.storage.swap_inspect import examine
 from infinity.storage.volume import Extent, Volume, VolumePath
 from infinity.testing.faulty_engine import Fault, FaultyEngine
@@ -239,6 +240,24 @@ def test_same_directory_twice_in_one_process_is_refused(
     with pytest.raises(SwapLockedError):
         Volume(threads, [path, path])
     Volume(threads, [path]).close()
+
+
+def test_a_full_drive_is_named_and_the_lock_on_it_says_what_it_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*arguments: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    lock = tmp_path / "infinity.lock"
+    for content, left in ((None, []), (json.dumps({"kept": ["infinity-x.swap"]}), [lock])):
+        if content is not None:
+            lock.write_text(content)
+        monkeypatch.setattr(os, "pwrite", full)
+        with pytest.raises(StorageError, match=r"write of .*infinity\.lock.*No space left"):
+            DirectoryLock(str(tmp_path), "job")
+        monkeypatch.undo()
+        assert list(tmp_path.iterdir()) == left
+    assert lock.read_text() == content
 
 
 def test_directory_of_a_killed_process_is_taken_over_and_cleaned(

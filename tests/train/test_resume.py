@@ -256,6 +256,8 @@ def test_swap_directory_is_inspected_and_removed_on_demand_only(job, processes):
     assert damaged.returncode == 1 and state.name in damaged.stderr
     assert inspect(job / "swap", "--remove-stale").returncode == 0
     assert list((job / "swap").iterdir()) == []
+    emptied = inspect(job / "swap")
+    assert emptied.returncode == 0 and "empty" in emptied.stdout
     foreign = inspect(job, "--remove-stale")
     assert foreign.returncode == 2 and "no swap directory" in foreign.stderr
 

@@ -15,8 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from infinity.config import SwapConfig
 from infinity.errors import ConfigError, CorruptionError, NonFiniteError, StorageError
 from infinity.training import program
-from infinity.training.data import ByteTokenizer, open_batches
-from infinity.training.loop import Loop, make_scheduler, parameter_groups
+from infinity.training.data import Batches, ByteTokenizer, open_batches
+from infinity.training.loop import MOST_SKIPPED, Loop, make_scheduler, parameter_groups
 
 MODEL = {
     "model_type": "gpt2", "n_layer": 2, "n_embd": 16, "n_head": 2, "n_positions": 64,
@@ -324,6 +324,48 @@ def test_nonfinite_gradient_stops_before_the_update(tmp_path, table, monkeypatch
 
     assert caught.value.step == 3
     assert all(torch.equal(good[name], tensor) for name, tensor in exported(table).items())
+
+
+def test_steps_that_are_not_finite_are_skipped_where_the_file_says_so(table, monkeypatch):
+    """One for its loss, one for its gradients: the others make the steps that are left."""
+
+    def overflow(self: Loop, ids: torch.Tensor) -> torch.Tensor:
+        loss = self._model(input_ids=ids, labels=ids).loss
+        if self.num_steps == 1:
+            return loss * float("nan")
+        if self.num_steps == 3:
+            loss.register_hook(lambda gradient: gradient * float("inf"))
+        return loss
+
+    dropouts = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
+    table["model"]["config"] |= dict.fromkeys(dropouts, 0.0)
+    table["train"]["steps"] = 5
+    whole, train_batch = Loop._loss, Batches.train_batch
+    monkeypatch.setattr(Loop, "_loss", overflow)
+    table["train"]["nonfinite"] = "skip"
+    summary, _ = run(table)
+    skipped = [line["skipped"] is not None for line in metrics(table)]
+    assert skipped == [False, True, False, True, False]
+    assert summary["steps_skipped"] == 2 and summary["steps_done"] == 5
+    lines = [line for line in metrics(table) if line["skipped"]]
+    assert (
+        "the loss" in lines[0]["skipped"] and "norm is not finite at step 4" in lines[1]["skipped"]
+    )
+    weights = exported(table)
+
+    monkeypatch.setattr(Batches, "train_batch", lambda self, i: train_batch(self, 2 * i))
+    monkeypatch.setattr(Loop, "_loss", whole)
+    table["train"]["steps"] = 3
+    run(table)
+    assert all(torch.equal(weights[name], tensor) for name, tensor in exported(table).items())
+
+
+def test_nothing_but_steps_that_are_not_finite_is_an_error(table, monkeypatch):
+    monkeypatch.setattr(Loop, "_backward", lambda self, ids: float("nan"))
+    table["train"] |= {"steps": 40, "nonfinite": "skip"}
+    with pytest.raises(NonFiniteError) as caught:
+        run(table)
+    assert caught.value.step == MOST_SKIPPED + 1 == 17
 
 
 def change(**keys: Any) -> Any:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinity.config import Data
+from infinity.config import Data, SwapConfig
 from infinity.errors import ConfigError
+from infinity.training import data as data_module
 from infinity.training.data import (
     Batches,
     ByteTokenizer,
@@ -23,6 +26,7 @@ from infinity.training.data import (
     split_sequences,
     tokenize,
 )
+from infinity.training.settle import settle
 
 
 def sources(*paths: object, **options) -> Data:
@@ -175,7 +179,7 @@ def test_too_few_sequences_for_a_batch_says_the_numbers():
 
 def test_open_batches_reads_the_section(tmp_path):
     write(tmp_path / "a.txt", "0123456789" * 10)
-    data = sources(str(tmp_path), held_out=0, max_bytes="64B")
+    data = sources(str(tmp_path), held_out=0, max_bytes="64B", tokenizer="bytes")
 
     batches = open_batches(data, open_tokenizer(data.tokenizer), batch_size=3, vocab_size=256)
 
@@ -236,3 +240,81 @@ def test_directory_without_a_tokenizer_is_refused(tmp_path):
         open_tokenizer(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match="data.tokenizer"):
         open_tokenizer(tmp_path)
+
+
+# What is not text.
+
+
+@pytest.mark.parametrize(
+    "name, content, said",
+    [
+        ("chat.jsonl", b'{"messages": []}\n', "JSON lines"),
+        ("all.json", b"[]", "JSON"),
+        ("rows.csv", b"a,b\n", "a table"),
+        ("part.parquet", b"PAR1", "Parquet"),
+        ("text.txt.gz", b"\x1f\x8b\x08", "compressed"),
+        ("packed.txt", b"\x1f\x8b\x08", "gzip"),
+        ("rows.txt", b"PAR1\x15\x00", "Parquet"),
+        ("train", b'{"text": "a"}\n{"text": "b"}\n{"te', "JSON lines"),
+    ],
+)
+def test_other_formats_are_refused_by_name(tmp_path, name, content, said):
+    with pytest.raises(ConfigError, match=rf"{name} is .*{said}.*, not text; .*plain text"):
+        collect_files(sources(str(write(tmp_path / name, content))).paths)
+
+
+def test_json_lines_that_are_named_text_are_taken_and_said(tmp_path, caplog):
+    path = write(tmp_path / "a.txt", '{"text": "a"}\n')
+    assert collect_files(sources(str(path)).paths) == [path]
+    assert "a.txt" in caplog.text and "JSON objects" in caplog.text
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 1 << 20])
+def test_bytes_that_are_no_utf8_are_named_with_their_offset(tmp_path, monkeypatch, size):
+    monkeypatch.setattr(data_module, "_READ_NBYTES", size)
+    bad = {b"abc\xff": 3, "\u20ac\u20ac".encode() + b"\xe2\x82": 6, b"ab\0c": 2, b"\xffa": 0}
+    for content, offset in bad.items():
+        path = write(tmp_path / "a.txt", content)
+        with pytest.raises(ConfigError, match=rf"a\.txt is not UTF-8: at offset {offset} "):
+            tokenize([path], ByteTokenizer(), vocab_size=256)
+    good = "\u20ac\U0001f600 text".encode()
+    tokens = tokenize([write(tmp_path / "a.txt", good)], ByteTokenizer(), vocab_size=256)
+    assert tokens.read(0, tokens.num_tokens).tobytes() == good
+    cut = tokenize([tmp_path / "a.txt"], ByteTokenizer(), vocab_size=256, max_nbytes=4)
+    assert cut.read(0, cut.num_tokens).tobytes() == good[:4], "the limit may cut a character"
+
+
+# What the model's directory decides.
+
+
+def settled(tmp_path, files: dict[str, object], **sections) -> tuple[str, object]:
+    """precision.compute and data.tokenizer, with a model directory of these files."""
+    model = tmp_path / "model"
+    for name, content in files.items():
+        write(model / name, json.dumps(content))
+    table = {"model": {"path": str(model)}, "data": {"paths": ["x"]}}
+    config = settle(SwapConfig.load(table | sections))
+    assert config.data is not None
+    return config.precision.compute, config.data.tokenizer
+
+
+def test_the_model_directory_decides_dtype_and_tokenizer(tmp_path):
+    own = tmp_path / "model"
+    assert settled(tmp_path, {"config.json": {"dtype": "bfloat16"}}) == ("bfloat16", "bytes")
+    files = {"config.json": {"torch_dtype": "float16"}, "tokenizer.json": {}}
+    assert settled(tmp_path, files) == ("float32", own)
+    nested = {"config.json": {"text_config": {"dtype": "bfloat16"}}}
+    assert settled(tmp_path, nested) == ("bfloat16", own)
+    asked = {"precision": {"compute": "float32"}, "data": {"paths": ["x"], "tokenizer": "bytes"}}
+    assert settled(tmp_path, {}, **asked) == ("float32", "bytes")
+
+
+def test_the_weights_decide_where_the_configuration_names_no_dtype(tmp_path):
+    from safetensors.torch import save_file
+
+    write(tmp_path / "model" / "config.json", "{}")
+    tensors = {"a": torch.zeros(2, dtype=torch.int64), "b": torch.zeros(2, dtype=torch.bfloat16)}
+    save_file(tensors, tmp_path / "model" / "model.safetensors")
+    assert settled(tmp_path, {})[0] == "bfloat16"
+    (tmp_path / "model" / "model.safetensors").write_bytes(b"broken")
+    assert settled(tmp_path, {})[0] == "float32"

@@ -1,0 +1,234 @@
+"""metrics.jsonl: one line per step, appended, and never shortened in place.
+
+A resumed run begins a new file with the lines up to its step, which takes the name of the old one
+when it is whole; a crash in between leaves the old one as it was. A file that cannot be read in
+full is kept under another name. Where the file cannot be written, lines wait in memory and the run
+goes on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import stat
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO
+
+from infinity.sizes import MIB
+
+_LONGEST_LINE_NBYTES = MIB  # Ours have about 700 bytes; longer ones are damage.
+
+
+class MetricsFile:
+    """The metrics of one run; close it.
+
+    resumed_at: lines of an earlier run up to this step are kept; 0 keeps none
+    say: is told once when something cannot be written, and when it can be again
+    """
+
+    def __init__(
+        self, path: Path, *, resumed_at: int = 0, say: Callable[[str], None] = lambda text: None
+    ) -> None:
+        self._name = path
+        self._path = path  # Of the file itself, where the name is a link to it.
+        self._resumed_at = resumed_at
+        self._say = say
+        self._file: int | None = None
+        self._pending: list[tuple[int, bytes]] = []
+        self._error: OSError | None = None
+        self._attempt(self._begin)
+
+    def append(self, step: int, line: str) -> None:
+        """Adds the line of a step, or keeps it until it can be added."""
+        self._pending.append((step, line.encode() + b"\n"))
+        self._attempt(self._write)
+
+    def sync(self) -> None:
+        """What was appended survives a power cut."""
+        if self._file is not None:
+            self._attempt(lambda: os.fdatasync(self._file or 0))
+
+    @property
+    def lost(self) -> str | None:
+        """What is not in the file by now."""
+        if self._error is None:
+            return None
+        reason = self._error.strerror or str(self._error)
+        if not self._pending:
+            return f"{self._name} may not survive a power cut: {reason}"
+        first = self._pending[0][0]
+        return f"{len(self._pending)} lines of {self._name}, from step {first} on: {reason}"
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._attempt(self._write)
+            self.sync()
+            os.close(self._file)
+            self._file = None
+
+    def _attempt(self, what: Callable[[], None]) -> None:
+        try:
+            what()
+        except OSError as error:
+            if self._error is None:
+                reason = error.strerror or str(error)
+                self._say(
+                    f"warning: {self._name} cannot be written: {reason}; the run goes on, and its "
+                    "lines wait in memory"
+                )
+            self._error = error
+        else:
+            if self._error is not None and not self._pending:
+                self._error = None
+                self._say(f"{self._name} is written again; nothing of it is lost")
+
+    def _write(self) -> None:
+        if self._file is None:
+            self._begin()
+        elif not self._is_in_place():
+            self._begin_again()
+        assert self._file is not None
+        while self._pending:
+            _append(self._file, self._pending[0][1])
+            del self._pending[0]
+
+    def _is_in_place(self) -> bool:
+        assert self._file is not None
+        try:
+            return os.path.samestat(os.stat(self._path), os.fstat(self._file))
+        except FileNotFoundError:
+            return False
+
+    def _begin(self) -> None:
+        """A new file with what is kept of the one before."""
+        if self._name.is_symlink() and self._name.is_file():
+            self._path = Path(os.path.realpath(self._name))
+        elif os.path.lexists(self._name) and not _is_readable_file(self._name):
+            aside = _free_name(self._name)
+            os.rename(self._name, aside)
+            self._say(f"{self._name} was no file that can be read; it is kept as {aside}")
+        kept = Kept(self._path, self._resumed_at)
+        with kept.opened() as lines:
+            self._replace(lines, kept)
+
+    def _begin_again(self) -> None:
+        """Somebody has removed the file: what was in it is still to be had from its descriptor."""
+        assert self._file is not None
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        old = os.dup(self._file)
+        with os.fdopen(old, "rb") as file:
+            file.seek(0)
+            self._replace(iter(file))
+        self._say(f"{self._name} was removed; it was written again, with all its lines")
+
+    def _replace(self, lines: Iterator[bytes], kept: Kept | None = None) -> None:
+        partial = self._path.with_name(f".{self._path.name}.partial")
+        with contextlib.suppress(FileNotFoundError):
+            partial.unlink()
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
+        fd = os.open(partial, flags, 0o666)
+        try:
+            with open(fd, "ab", closefd=False) as file:
+                file.writelines(lines)
+            os.fsync(fd)
+            if kept is not None and kept.num_damaged:
+                aside = _copied_aside(self._path)
+                self._say(
+                    f"{self._name} is damaged: {kept.num_damaged} lines cannot be read, the first "
+                    f"is line {kept.first_damaged}; it is kept as {aside}, the others stay"
+                )
+            os.replace(partial, self._path)
+            _sync_directory(self._path.parent)
+        except BaseException:
+            os.close(fd)
+            with contextlib.suppress(OSError):
+                partial.unlink()
+            raise
+        if self._file is not None:
+            os.close(self._file)
+        self._file = fd
+
+
+class Kept:
+    """The lines of an earlier file up to a step, and how many of all its lines are damaged.
+
+    A last line that a crash has cut short is no damage.
+    """
+
+    def __init__(self, path: Path, last_step: int) -> None:
+        self._path = path
+        self._last_step = last_step
+        self._line = 0
+        self.num_damaged = 0
+        self.first_damaged = 0
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[Iterator[bytes]]:
+        if self._last_step == 0 or not self._path.is_file():
+            yield iter(())
+            return
+        with self._path.open("rb") as file:
+            yield self._lines(file)
+
+    def _lines(self, file: IO[bytes]) -> Iterator[bytes]:
+        while line := file.readline(_LONGEST_LINE_NBYTES):
+            self._line += 1
+            is_whole = line.endswith(b"\n")
+            step = _step_of(line)
+            if step is None and (is_whole or file.read(1)):
+                self.num_damaged += 1
+                self.first_damaged = self.first_damaged or self._line
+            elif step is not None and step <= self._last_step:
+                yield line if is_whole else line + b"\n"
+
+
+def _step_of(line: bytes) -> int | None:
+    """None for a line that no run has written so."""
+    try:
+        step = json.loads(line)["step"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return step if isinstance(step, int) and not isinstance(step, bool) else None
+
+
+def _append(fd: int, line: bytes) -> None:
+    """The whole line, or nothing of it."""
+    end, rest = os.fstat(fd).st_size, memoryview(line)
+    try:
+        while rest:
+            rest = rest[os.write(fd, rest) :]
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.ftruncate(fd, end)  # No line but this one, which is not there yet.
+        raise
+
+
+def _is_readable_file(path: Path) -> bool:
+    return stat.S_ISREG(os.lstat(path).st_mode) and os.access(path, os.R_OK)
+
+
+def _free_name(path: Path) -> Path:
+    number = 1
+    while os.path.lexists(aside := path.with_name(f"{path.name}.damaged-{number}")):
+        number += 1
+    return aside
+
+
+def _copied_aside(path: Path) -> Path:
+    aside = _free_name(path)
+    try:
+        os.link(path, aside)
+    except OSError:  # A file system without links.
+        shutil.copyfile(path, aside)
+    return aside
+
+
+def _sync_directory(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

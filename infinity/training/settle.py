@@ -1,0 +1,117 @@
+"""Values that are "auto" in the file and that the model's own directory decides.
+
+Reads config.json, names of files and at most one header; imports no torch, so that `infinity config
+show` can say the same as `infinity train` and `infinity plan` do.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from infinity.config import Model, SwapConfig
+
+_TRAINED = {"float32": "float32", "bfloat16": "bfloat16"}
+_DTYPE_KEYS = ("dtype", "torch_dtype")
+# Any of these is a tokenizer to transformers; tokenizer_config.json alone names a class of its own.
+_TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt",
+    "spiece.model", "sentencepiece.bpe.model", "tekken.json",
+)  # fmt: skip
+_HEADER_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64"}
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What an "auto" comes to, and why."""
+
+    key: str
+    value: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.key} is {self.value}: {self.reason}"
+
+
+def choices(config: SwapConfig) -> list[Choice]:
+    """Every "auto" of the file that the model decides, in the order of the sections."""
+    found = []
+    if config.model is not None and config.precision.compute == "auto":
+        found.append(_compute_of(config.model))
+    if config.data is not None and config.data.tokenizer == "auto":
+        found.append(_tokenizer_of(config.model.path if config.model is not None else None))
+    return found
+
+
+def settle(config: SwapConfig) -> SwapConfig:
+    """The configuration with `choices` in it. The same one where there are none."""
+    values = {choice.key: choice.value for choice in choices(config)}
+    changed: dict[str, Any] = {}
+    if "precision.compute" in values:
+        update = {"compute": values["precision.compute"]}
+        changed["precision"] = config.precision.model_copy(update=update)
+    if "data.tokenizer" in values and config.data is not None:
+        which: Path | Literal["bytes"] = "bytes"
+        if values["data.tokenizer"] != "bytes":
+            which = Path(values["data.tokenizer"])
+        changed["data"] = config.data.model_copy(update={"tokenizer": which})
+    return config.model_copy(update=changed) if changed else config
+
+
+def _compute_of(model: Model) -> Choice:
+    key = "precision.compute"
+    table = model.config if model.config is not None else _table_of(model.path)
+    dtype, where = _dtype_in(table), "[model.config]" if model.path is None else "config.json"
+    if dtype is None and model.path is not None:
+        dtype, where = _dtype_of_weights(model.path), "the weights"
+    if dtype is None:
+        return Choice(key, "float32", "the model names no dtype")
+    if dtype in _TRAINED:
+        return Choice(key, _TRAINED[dtype], f"as {where} of the model says")
+    return Choice(key, "float32", f"{where} of the model says {dtype}, which cannot be trained")
+
+
+def _tokenizer_of(path: Path | None) -> Choice:
+    key = "data.tokenizer"
+    if path is None:
+        return Choice(key, "bytes", "the model has no directory that a tokenizer could be in")
+    if any((path / name).is_file() for name in _TOKENIZER_FILES):
+        return Choice(key, str(path), "the model's own")
+    return Choice(
+        key, "bytes", f"{path} has no tokenizer; name a directory that has, if bytes are not meant"
+    )
+
+
+def _table_of(path: Path | None) -> dict[str, Any]:
+    """config.json; empty where it cannot be read, which is refused when the model is built."""
+    try:
+        table = json.loads((path or Path()).joinpath("config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return table if isinstance(table, dict) else {}
+
+
+def _dtype_in(table: dict[str, Any]) -> str | None:
+    """The dtype that a configuration names: its own, or that of its language model."""
+    for part in (table, table.get("text_config")):
+        for key in _DTYPE_KEYS if isinstance(part, dict) else ():
+            value = part[key] if isinstance(part, dict) and key in part else None
+            if isinstance(value, str) and value not in ("", "auto"):
+                return value.removeprefix("torch.")
+    return None
+
+
+def _dtype_of_weights(path: Path) -> str | None:
+    """That of the first floating-point tensor, as transformers itself finds it out."""
+    from safetensors import SafetensorError, safe_open
+
+    for file in sorted(path.glob("*.safetensors"))[:1]:
+        try:
+            with safe_open(file, framework="np") as weights:
+                dtypes = [weights.get_slice(name).get_dtype() for name in weights.keys()]  # noqa: SIM118
+        except (OSError, SafetensorError):
+            return None
+        return next((_HEADER_DTYPES[each] for each in dtypes if each in _HEADER_DTYPES), None)
+    return None
