@@ -17,11 +17,14 @@ from infinity.engine.build import LoadPlan, OwnDevice, TileRows, build
 from infinity.engine.discover import UnitRule
 from infinity.engine.engine import Engine
 from infinity.engine.initialise import init
-from infinity.engine.optimizer import AdamW
+from infinity.engine.optimizers import SGD, Adam, AdamW, Lion
 from infinity.engine.registry import engine_of, owner_of
 from infinity.errors import ConfigError
 
-__all__ = ["AdamW", "Engine", "accumulate", "engine_of", "gather", "init", "offload"]
+__all__ = [
+    "SGD", "Adam", "AdamW", "Engine", "Lion", "accumulate", "engine_of", "gather", "init",
+    "offload",
+]  # fmt: skip
 
 
 def offload(

@@ -25,7 +25,7 @@ import infinity
 from infinity.checkpoint.safetensors_export import export_safetensors
 from infinity.checkpoint.state_load import load
 from infinity.checkpoint.state_save import save
-from infinity.engine.optimizer import AdamW
+from infinity.engine.optimizers import AdamW
 from infinity.engine.registry import engine_of
 from infinity.errors import ConfigError, InfinityError, UnsupportedError
 from infinity.sizes import GIB, parse_nbytes

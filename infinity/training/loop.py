@@ -16,6 +16,8 @@ import torch
 
 import infinity
 from infinity.config import Optimizer, Train
+from infinity.engine.optimizer import OffloadedOptimizer
+from infinity.engine.optimizers import OPTIMIZERS
 from infinity.engine.registry import engine_of
 from infinity.engine.tiling import named_parameters_of
 from infinity.errors import NonFiniteError
@@ -49,6 +51,21 @@ def parameter_groups(model: torch.nn.Module, optimizer: Optimizer) -> list[dict[
         {"params": rest, "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
+
+
+def make_optimizer(model: torch.nn.Module, options: Optimizer) -> OffloadedOptimizer:
+    """The optimizer of `[optimizer]`, over the trainable parameters."""
+    own = set(options.keys) & {"betas", "eps", "momentum", "dampening", "nesterov"}
+    return OPTIMIZERS[options.name](
+        parameter_groups(model, options),
+        lr=options.lr,
+        weight_decay=options.weight_decay,
+        max_grad_norm=options.max_grad_norm,
+        always_norm=True,
+        error_if_nonfinite=options.nonfinite == "error",
+        skip_if_nonfinite=options.nonfinite == "skip",
+        **{key: getattr(options, key) for key in own},
+    )
 
 
 def make_scheduler(
@@ -88,6 +105,7 @@ class Loop:
         self._job = job
         self._model = model
         self._optimizer = optimizer
+        self._skips = getattr(optimizer, "skip_if_nonfinite", False)
         self._batches = batches
         self._train = train
         self._device = device
@@ -102,18 +120,18 @@ class Loop:
         """One optimizer step over `accumulation` micro-batches.
 
         Raises NonFiniteError, and leaves the weights as the step before made them, when a loss or
-        the gradients' norm is not finite.
+        the gradients' norm is not finite; unless the optimizer skips such steps.
         """
         step = self.num_steps + 1
         losses = []
         num_tokens = 0
         for ids in self._batches_of_step():
             losses.append(self._backward(ids))
-            if not math.isfinite(losses[-1]):
+            if not (math.isfinite(losses[-1]) or self._skips):
                 break
             num_tokens += ids.numel()
         mean = self._mean_of_ranks(sum(losses) / len(losses))
-        if not math.isfinite(mean):
+        if not (math.isfinite(mean) or self._skips):
             is_here = not math.isfinite(losses[-1])
             raise self._nonfinite(
                 f"the loss ({losses[-1] if is_here else mean})", step, ids, is_here
@@ -158,7 +176,7 @@ class Loop:
             return self._backward_by_layers(ids)
         loss = self._loss(ids)
         value = float(loss.item())
-        if math.isfinite(value):
+        if math.isfinite(value) or self._skips:  # What is skipped is seen in the gradients.
             (loss / self._train.accumulation).backward()
         return value
 
