@@ -34,6 +34,7 @@ from infinity.engine.hooks import Site
 from infinity.engine.initialise import initialise
 from infinity.engine.machinery import Machinery
 from infinity.engine.master import Masters
+from infinity.engine.originals import Follower, Originals
 from infinity.engine.passes import Passes
 from infinity.engine.rank_group import RankGroup
 from infinity.engine.ranked import RankedMasters, RankedUpdater
@@ -108,6 +109,7 @@ def build(
     `model_parallel_group`: see `infinity.offload`.
     """
     _refuse(model, has_weights=weights is not None)
+    originals = Originals(model)
     ranks = find_group(group)
     if ranks is not None:
         config = config_of_rank(config, ranks)
@@ -143,6 +145,8 @@ def build(
         raise
     engine.forget_originals()
     tiling.forget()
+    del anatomy  # It has them, too.
+    originals.follow(engine.handle)
     if wholes:
         _log.info(
             "%d parameters run as tiles, the first of them %r", len(wholes), next(iter(wholes))
@@ -206,7 +210,7 @@ def _refuse(model: nn.Module, *, has_weights: bool) -> None:
     if is_offloaded(model):
         raise ConfigError(f"{type(model).__name__} is offloaded already")
     for name, parameter in model.named_parameters():
-        if isinstance(parameter, Handle):
+        if isinstance(parameter, (Handle, Follower)):
             raise ConfigError(f"{name!r} belongs to a model that is offloaded already")
         if is_lazy(parameter):
             raise UnsupportedError(

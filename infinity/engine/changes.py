@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
+from torch.autograd.graph import Node
 
 from infinity.engine.faces import Faces
 from infinity.engine.gradients import in_memory_order
 from infinity.engine.machinery import Machinery
 from infinity.engine.slot import Slot
+from infinity.errors import UnsupportedError
 from infinity.state.units import TensorSpec, Unit, weight_of
 
 
@@ -39,10 +41,53 @@ class Changes:
                     copy = slot.compute.detach().to("cpu", copy=True)
                     self._before[slot] = in_memory_order(copy, slot.spec)
 
+    def put_back(self, unit: int) -> UnsupportedError | None:
+        """The unit is held for the last moment: values that `.data =` put in the place of
+        parameters are copied to where these stand. Returns the refusal of one that cannot be."""
+        refusal = None
+        for slot in self._faces.of_unit(unit):
+            value = slot.put_back()
+            if value is None:
+                continue
+            fault = self._why_not(slot, value)
+            if fault is None:
+                # Behind autograd's back, as the assignment was: graphs that saved it are valid.
+                slot.place.copy_(value.clone() if _overlaps(value, slot.place) else value)
+                slot.was_replaced = True
+            else:
+                refusal = UnsupportedError(
+                    f"the data of {slot.name!r} was replaced by {fault}; expected a tensor of its "
+                    f"own with shape {tuple(slot.place.shape)}, {slot.place.dtype} on "
+                    f"{slot.place.device}. The parameter keeps its value; copy into it instead"
+                )
+        return refusal
+
+    def refuse_saved(self, replaced: Iterable[Slot], nodes: Iterable[Node]) -> None:
+        """Of parameters whose data was replaced, the old value must not be in a graph: the new one
+        takes its memory."""
+        if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+            return  # Saved otherwise, such as by a checkpoint: looking would run its forward.
+        saved = [tensor for node in nodes for tensor in _saved_by(node)]
+        for slot in replaced:
+            if any(t.dtype == slot.place.dtype and _overlaps(t, slot.place) for t in saved):
+                raise UnsupportedError(
+                    f"the data of {slot.name!r} was replaced after the forward had used it, and "
+                    "the backward needs the old value; replace it before its first use"
+                )
+
+    def _why_not(self, slot: Slot, value: torch.Tensor) -> str | None:
+        place = slot.place
+        facts = (value.shape, value.dtype, value.device, value.layout)
+        if facts != (place.shape, place.dtype, place.device, place.layout):
+            return f"one with shape {tuple(value.shape)}, {value.dtype} on {value.device}"
+        if self._faces.is_parameter_memory(value) and not _overlaps(value, place):
+            return "the memory of another parameter, which it would share from then on"
+        return None
+
     def take_over(self, unit: int) -> None:
         """Nobody holds the unit any more: if it was changed, that is its state from now on."""
         slots = self._faces.of_unit(unit)
-        # Also by its module's own code, in place.
+        # Also by its module's own code.
         if unit not in self._expected and not any(slot.was_changed for slot in slots):
             return
         self._expected.discard(unit)
@@ -82,3 +127,19 @@ class Changes:
         if values:
             with torch.no_grad():
                 self.write(unit, values)
+
+
+def _overlaps(value: torch.Tensor, place: torch.Tensor) -> bool:
+    """Whether `value`, of the same dtype, begins inside of `place`."""
+    if value.untyped_storage()._cdata != place.untyped_storage()._cdata:
+        return False
+    return 0 <= value.storage_offset() - place.storage_offset() < max(place.numel(), 1)
+
+
+def _saved_by(node: Node) -> Iterator[torch.Tensor]:
+    for name in dir(node):
+        if name.startswith("_saved_") or name == "saved_tensors":
+            found = getattr(node, name)
+            for each in found if isinstance(found, (tuple, list)) else (found,):
+                if isinstance(each, torch.Tensor) and each.layout is torch.strided:
+                    yield each

@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 from infinity.config import SwapConfig
-from infinity.engine import registry
+from infinity.engine import functions, registry
 from infinity.engine.activations import Activations
 from infinity.engine.changes import Changes
 from infinity.engine.faces import Faces
@@ -117,6 +117,7 @@ class Engine:
 
     def install(self) -> None:
         """Puts handles in the place of parameters and hooks on sites."""
+        functions.install()
         self._faces.install()
         self._grads.install(self.slots)
         for hooks in self._site_hooks:
@@ -246,6 +247,13 @@ class Engine:
             return [(name, 0, shape[0] if shape else 1)]
         names = [handle.name_in_model for handle in whole.handles]
         return list(zip(names, whole.starts, whole.starts[1:], strict=False))
+
+    def handle(self, name: str) -> Handle:
+        """What stands for a parameter under the name that it has in the user's model."""
+        whole = self.wholes.get(name)
+        face = self._faces.named(name).handle if whole is None else whole.face
+        assert isinstance(face, Handle)
+        return face
 
     def spec(self, name: str) -> TensorSpec:
         """Shape, stride, dtype and place of a parameter that stands whole, or of a tile."""

@@ -50,7 +50,7 @@ class Faces:
     def show_parameters(self, unit: int) -> None:
         for slot in self._by_unit[unit]:
             slot.show(slot.compute, slot.handle)
-            slot.version = slot.compute._version
+            slot.shown()
         _refresh(self._rnns[unit])
 
     def show_handles(self, unit: int) -> None:

@@ -89,6 +89,12 @@ class HandleOperations:
     def forget_gradient(self, handle: Handle) -> None:
         self._grads.forget(self._known(handle))
 
+    def leaves_of(self, handle: Handle) -> list[torch.Tensor]:
+        return [self._known(handle).compute]
+
+    def take_gradient(self, handle: Handle, gradient: torch.Tensor) -> None:
+        self._grads.take(self._known(handle), gradient)
+
     def zero_gradient(self, handle: Handle) -> None:
         """Of the gradient that `handle` stands for."""
         self._grads.zero(self._faces.named(handle.name_in_model))

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, Protocol
 
 import torch
+from torch.autograd.graph import _get_grad_fn_or_grad_acc
 
 from infinity.errors import ParameterNotResident, UnsupportedError
 
@@ -41,6 +42,11 @@ class Owner(Protocol):
     def forget_gradient(self, handle: Handle) -> None: ...
     def zero_gradient(self, handle: Handle) -> None: ...
     def set_trainable(self, handle: Handle, is_trainable: bool) -> None: ...
+    def leaves_of(self, handle: Handle) -> list[torch.Tensor]:
+        """The parameters that gradients of the handle's values arrive at, in order of rows."""
+
+    def take_gradient(self, handle: Handle, gradient: torch.Tensor) -> None:
+        """A gradient has arrived at the handle itself."""
 
 
 class Handle(torch.Tensor):
@@ -77,6 +83,9 @@ class Handle(torch.Tensor):
         handle.name_in_model = name
         handle.is_gradient = is_gradient
         handle._is_param = not is_gradient
+        if handle.requires_grad:
+            with torch._C.DisableTorchFunctionSubclass():
+                handle.register_post_accumulate_grad_hook(_take_stray)
         return handle
 
     @property
@@ -250,6 +259,81 @@ _WRITING_DUNDERS = frozenset(
 )
 
 
+# -- Gradients -------------------------------------------------------------------------------------
+
+
+def _take_stray(handle: Any) -> None:
+    """Something that did not ask `__torch_function__` has put the handle itself into a graph."""
+    with torch._C.DisableTorchFunctionSubclass():
+        gradient = torch.Tensor.grad.__get__(handle)
+        torch.Tensor.grad.__set__(handle, None)
+    handle.owner.take_gradient(handle, gradient)
+
+
+def _grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    """`torch.autograd.grad` by handles. The backward itself fetches what it needs."""
+    if find_handles(outputs):
+        return NotImplemented
+    given = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
+    leaves = [each.owner.leaves_of(each) if isinstance(each, Handle) else [each] for each in given]
+    wanted = [leaf for each in leaves for leaf in each]
+    flat = iter(torch.autograd.grad(outputs, wanted, *args, **kwargs))
+    rows = 1 if kwargs.get("is_grads_batched") else 0
+    return tuple(_of_rows([next(flat) for _ in each], each, rows) for each in leaves)
+
+
+def _of_rows(
+    parts: list[torch.Tensor | None], leaves: list[torch.Tensor], dim: int
+) -> torch.Tensor | None:
+    """One gradient, where the parameter stands as tiles and some of them may have none."""
+    there = next((part for part in parts if part is not None), None)
+    if len(parts) == 1 or there is None:
+        return there
+    lead = there.shape[:dim]
+    return torch.cat(
+        [
+            there.new_zeros((*lead, *leaf.shape)) if part is None else part
+            for part, leaf in zip(parts, leaves, strict=True)
+        ],
+        dim,
+    )
+
+
+def _backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+    """`torch.autograd.backward(..., inputs=handles)`."""
+    inputs = kwargs.get("inputs")
+    if inputs is None or find_handles((tensors, args)):
+        return NotImplemented
+    leaves = [
+        leaf
+        for each in ((inputs,) if isinstance(inputs, torch.Tensor) else inputs)
+        for leaf in (each.owner.leaves_of(each) if isinstance(each, Handle) else [each])
+    ]
+    return torch.autograd.backward(tensors, *args, **{**kwargs, "inputs": leaves})
+
+
+def _register_hook(handle: Handle, hook: Any) -> Any:
+    return _leaf_of(handle, "a hook").register_hook(hook)
+
+
+def _view_as(handle: Any, other: Any) -> Any:
+    """`torch.autograd.graph` asks for a view in order to see the node behind it, not its values."""
+    if sys._getframe(2).f_code is not _get_grad_fn_or_grad_acc.__code__:
+        return NotImplemented
+    leaf = _leaf_of(handle, "a gradient edge")
+    return leaf.view_as(leaf)
+
+
+def _leaf_of(handle: Handle, what: str) -> torch.Tensor:
+    leaves = [] if handle.is_gradient else handle.owner.leaves_of(handle)
+    if len(leaves) != 1:
+        raise UnsupportedError(
+            f"{what} of {handle!r}: it stands as {len(leaves)} tiles, whose gradients never meet; "
+            "use the tiles, which model.parameters() gives"
+        )
+    return leaves[0]
+
+
 # -- Operations with a meaning of their own --------------------------------------------------------
 
 
@@ -258,13 +342,15 @@ def _get_data(handle: Handle) -> Handle:
 
 
 def _set_data(handle: Handle, value: torch.Tensor) -> None:
-    if value is not handle:
-        _converted(handle, value.device, value.dtype)  # Says more where these are what changes.
-        raise ParameterNotResident(
-            handle.name_in_model,
-            "its data cannot be replaced; change it inside "
-            "`with infinity.gather(module, modify=True):`",
-        )
+    if value is handle:
+        return
+    _converted(handle, value.device, value.dtype)  # Says more where these are what changes.
+    if isinstance(value, Handle):
+        value = value.clone()  # Not the memory of another parameter.
+    assign = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+    handle.owner.compute_with(assign, (handle, value.detach()), {}, changes=handle)
+    # A graph that has saved the old value, which is overwritten, must find out.
+    torch.autograd.graph.increment_version(handle.owner.leaves_of(handle))
 
 
 def _set_requires_grad(handle: Handle, value: bool) -> None:
@@ -364,6 +450,10 @@ def _refuse_storage(handle: Handle, *args: Any, **kwargs: Any) -> Any:
 
 
 _SPECIAL: dict[Any, Callable[..., Any]] = {
+    torch.autograd.grad: _grad,
+    torch.autograd.backward: _backward,
+    torch.Tensor.register_hook: _register_hook,
+    torch.Tensor.view_as: _view_as,
     torch.Tensor.data.__get__: _get_data,
     torch.Tensor.data.__set__: _set_data,
     torch.Tensor.requires_grad.__set__: _set_requires_grad,

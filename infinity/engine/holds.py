@@ -9,8 +9,10 @@ but when the backward comes to the next unit.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+
+from torch.autograd.graph import Node
 
 from infinity.engine.changes import Changes
 from infinity.engine.faces import Faces
@@ -80,12 +82,17 @@ class Holds:
     def leave(self, units: list[int]) -> None:
         """Ends one use of each unit."""
         self._tracer.end(tuple(units))
+        refusal = None
         with uninterrupted(), self._lock, self._tracer.during(Lane.ENGINE, "leave"):
             for unit in units:
+                if self._executor.is_last_hold(unit):
+                    refusal = self._changes.put_back(unit) or refusal
                 if self._executor.release(unit):
                     self._let_go(unit)
                     self._executor.write_behind(unit)
             self._updater.read_ahead()
+        if refusal is not None:
+            raise refusal
 
     @contextmanager
     def holding(self, units: list[int]) -> Iterator[None]:
@@ -124,6 +131,11 @@ class Holds:
         for unit in self._units:
             if self._executor.is_held(unit.index):
                 self._faces.show_handles(unit.index)
+
+    def check_saved(self, units: list[int], nodes: Iterable[Node]) -> None:
+        replaced = [s for u in units for s in self._faces.of_unit(u) if s.stands_elsewhere]
+        if replaced:
+            self._changes.refuse_saved(replaced, nodes)
 
     # -- Backward --------------------------------------------------------------------------------
 

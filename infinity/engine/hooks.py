@@ -80,6 +80,9 @@ class Residency(Protocol):
     def enter(self, units: list[int]) -> None: ...
     def leave(self, units: list[int]) -> None: ...
     def is_parameter_memory(self, tensor: torch.Tensor) -> bool: ...
+    def check_saved(self, units: list[int], nodes: Iterable[Node]) -> None:
+        """Raises UnsupportedError if these nodes have saved a weight that is about to be lost."""
+
     def backward_started(self) -> None: ...
     def backward_ended(self) -> None: ...
 
@@ -233,6 +236,7 @@ class SiteHooks:
 
     def _watch(self, first: int, output: Any) -> None:
         inner, exits = nodes_since(first, output)
+        self._residency.check_saved(self._site.units, [*inner, *exits])
         self._backwards.watch(Stay(self._site.units), inner, exits)
 
 

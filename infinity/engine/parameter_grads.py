@@ -50,17 +50,31 @@ class ParameterGrads:
         slot = self._faces.find(parameter)
         gradient = parameter.grad
         assert slot is not None and gradient is not None
-        is_shown = slot in self._shown  # Autograd has added to what was there.
-        if not is_shown:
+        if slot in self._shown:
+            self._add(slot, gradient, is_sum=True)  # Autograd has added to what was there.
+        else:
             # First: what follows may raise, and the next backward must not add.
             parameter.grad = None
+            self._add(slot, gradient)
+
+    def take(self, slot: Slot, gradient: torch.Tensor) -> None:
+        """A gradient that has come another way than to the compute parameter."""
+        with uninterrupted(), self._lock:
+            self._bring_up_to_date(slot)  # Nobody has held the unit since the step.
+            shown = slot.compute.grad if slot in self._shown else None
+            if shown is not None:
+                slot.compute.grad = gradient = shown + gradient
+            self._add(slot, gradient, is_sum=shown is not None)
+
+    def _add(self, slot: Slot, gradient: torch.Tensor, *, is_sum: bool = False) -> None:
+        """`is_sum`: together with all that came before."""
         with (
             uninterrupted(),
             self._lock,
             self._tracer.during(Lane.ENGINE, "take gradient"),
         ):
             self._backwards.ensure_armed()
-            if is_shown:
+            if is_sum:
                 self._gradients.forget(slot.spec)
             self._gradients.add(slot.unit, slot.spec, gradient)
 

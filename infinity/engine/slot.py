@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,14 +27,39 @@ class Slot:
     original: nn.Parameter | None  # What the module had before; back in place after a failure.
     version: int = 0  # Of the compute parameter when it was shown.
     optimizer: weakref.ref[Any] | None = None  # The one its moments belong to.
+    place: torch.Tensor = field(init=False)
+    was_replaced: bool = False  # Its data was, since the compute parameter was shown.
+
+    def __post_init__(self) -> None:
+        # The compute parameter's place, with a version counter of its own.
+        self.place = self.compute.data
 
     def __repr__(self) -> str:
         return f"Slot({self.name!r})"  # A released compute parameter must not be printed.
 
+    def shown(self) -> None:
+        """Its module has the compute parameter from now on."""
+        self.version = self.compute._version
+        self.was_replaced = False
+
     @property
     def was_changed(self) -> bool:
-        """In place, since the compute parameter was shown."""
-        return self.compute._version != self.version
+        """In place or by `.data =`, since the compute parameter was shown."""
+        return self.was_replaced or self.compute._version != self.version
+
+    @property
+    def stands_elsewhere(self) -> bool:
+        """`.data =` has put the compute parameter over other memory than the unit's."""
+        return not self.compute.is_set_to(self.place)
+
+    def put_back(self) -> torch.Tensor | None:
+        """The compute parameter stands over its place again, if `.data =` has put it elsewhere.
+        Returns what it stood over."""
+        if not self.stands_elsewhere:
+            return None
+        value = self.compute.data
+        self.compute.data = self.place
+        return value
 
     def show(self, face: nn.Parameter | Handle, other: nn.Parameter | Handle) -> None:
         """Registers `face` wherever `other` stands."""

@@ -21,13 +21,16 @@ from torch import nn
 
 from infinity.engine import tiled_experts
 from infinity.engine.handles import Handle
+from infinity.engine.originals import Follower
 from infinity.engine.tiled import Tiled, TiledEmbedding, TiledLinear
 from infinity.engine.whole import Whole
 from infinity.state.tiles import ROW_ALIGNMENT, cut_rows, is_cut_by_name
 
 
 def tiles_of(tensor: Any) -> list[Any]:
-    """The handles of a whole's tiles; anything else is its own only tile."""
+    """The handles of a whole's tiles; anything else is its own only tile. A follower is a handle."""
+    if isinstance(tensor, Follower):
+        tensor = tensor.handle
     owner = tensor.owner if isinstance(tensor, Handle) else None
     if not isinstance(owner, Whole):
         return [tensor]

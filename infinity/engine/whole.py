@@ -74,6 +74,13 @@ class Whole:
             if tile.grad is not None:
                 tile.grad.zero_()
 
+    def leaves_of(self, handle: Handle) -> list[torch.Tensor]:
+        return [leaf for tile in self.handles for leaf in tile.owner.leaves_of(tile)]
+
+    def take_gradient(self, handle: Handle, gradient: torch.Tensor) -> None:
+        for tile, start, stop in zip(self.handles, self.starts, self.starts[1:], strict=False):
+            tile.owner.take_gradient(tile, gradient[start:stop])
+
     def set_trainable(self, handle: Handle, is_trainable: bool) -> None:
         for tile in self.handles:
             tile.requires_grad_(is_trainable)

@@ -524,6 +524,9 @@ class Executor:
     def is_held(self, unit: int) -> bool:
         return self.weights[unit].holds > 0
 
+    def is_last_hold(self, unit: int) -> bool:
+        return self.weights[unit].holds == 1
+
     def await_update(self, unit: int, is_awaited: bool) -> None:
         """Between a step's decision and the update of the unit, its weights are out of date."""
         self.weights[unit].awaits_update = is_awaited

@@ -1,0 +1,171 @@
+"""Who has a parameter object of before `offload` has the parameter still."""
+
+from __future__ import annotations
+
+import gc
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import infinity
+from infinity.errors import InfinityError, UnsupportedError
+
+from .harness import Named, OffloadedSide, Plan, Side, offloaded, swap_config
+from .test_library import compare, finish
+
+PLAN = Plan(lr=1e-2, weight_decay=0.1)
+
+
+def scaled(weight: Tensor, x: Tensor) -> Tensor:
+    return x * weight
+
+
+class Slotted:
+    __slots__ = ("weight",)
+
+
+class Keeps(nn.Module):
+    """Its weights are registered, and used as they were put aside in other places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Parameter(torch.rand(4) + 0.5) for _ in range(3))
+        self.d, self.e, self.f = (nn.Parameter(torch.rand(4) + 0.5) for _ in range(3))
+        self.table = nn.Embedding(6, 4)
+        self.listed = [self.a]
+        object.__setattr__(self, "aside", self.b)
+        self.bound = partial(scaled, self.c)
+        weight = self.d
+        self.closed = lambda x: x * weight
+        self.slotted = Slotted()
+        self.slotted.weight = self.e
+        self.nested = {"deep": ({"er": [self.f]},)}
+        self.scores = [self.table.weight]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.closed(self.bound(x * self.listed[0]) + self.aside)
+        x = x * self.slotted.weight / self.nested["deep"][0]["er"][0]
+        x = x + self.table(torch.tensor([1, 3]))
+        return torch.nn.functional.linear(x.tanh(), self.scores[0]) * self.a.sum()
+
+
+class Outer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.keeps = Keeps()
+        self.kept_by_the_parent = [self.keeps.a, self.first.weight]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x @ self.kept_by_the_parent[1].t() + self.first(x)
+        return self.keeps(x) * self.kept_by_the_parent[0].mean()
+
+
+def build() -> nn.Module:
+    torch.manual_seed(0)
+    return Outer()
+
+
+def test_originals_that_are_kept_anywhere_are_trained(swap_directory: Path) -> None:
+    def scenario(side: Side) -> Named:
+        seen: Named = {}
+        optimizer = side.optimizer(side.model.parameters(), PLAN)
+        for step in range(3):
+            loss = side.model(torch.linspace(-1, 1, 8).view(2, 4) + step).pow(2).mean()
+            loss.backward()
+            seen[f"loss {step}"] = loss.detach()
+            seen.update({f"{step} {name}": g for name, g in side.gradients().items()})
+            optimizer.step()
+            optimizer.zero_grad()
+            side.settled()
+        return finish(side, seen)
+
+    compare(scenario, build, swap_directory)
+
+
+def test_an_original_stands_for_its_parameter(swap_directory: Path) -> None:
+    """In optimizers and `gather`, as an argument of functions, and for whoever looks at it."""
+
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, weight: Tensor) -> Tensor:
+            return weight * 2
+
+        @staticmethod
+        def backward(ctx: Any, slope: Tensor) -> Tensor:
+            return slope * 2
+
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    kept = list(model.parameters())
+    values = [parameter.detach().clone() for parameter in kept]
+    with offloaded(model, swap_config(swap_directory)) as model:
+        for parameter, value, handle in zip(kept, values, model.parameters(), strict=True):
+            assert isinstance(parameter, nn.Parameter) and parameter.shape == value.shape
+            assert torch.equal(parameter, value) and parameter.is_leaf and parameter.requires_grad
+            assert repr(parameter) == repr(handle) and parameter.grad is None
+            assert len({parameter, parameter}) == 1
+        optimizer = infinity.AdamW(kept, lr=1e-1)
+        (Double.apply(kept[0]).sum() + kept[1].pow(2).sum()).backward()
+        assert torch.equal(kept[0].grad + 0, torch.full((3, 4), 2.0))
+        (found,) = torch.autograd.grad(kept[2].sin().sum(), [kept[2]])
+        assert torch.equal(found, values[2].cos())
+        with infinity.gather(kept[:1]):
+            assert torch.equal(model[0].weight, values[0])
+        optimizer.step()
+        assert not torch.equal(kept[0] + 0, values[0]) and torch.equal(kept[2] + 0, values[2])
+        kept[0].grad = None
+        assert model[0].weight.grad is None
+        kept[0].requires_grad_(False)
+        assert not model[0].weight.requires_grad
+        assert not OffloadedSide(model).weights()["0.weight"].equal(values[0])
+
+
+def test_an_original_of_tiles_stands_for_the_whole(swap_directory: Path) -> None:
+    model = nn.Sequential(nn.Linear(16, 2048, bias=False))
+    kept, value = model[0].weight, model[0].weight.detach().clone()
+    with offloaded(model, swap_config(swap_directory, schedule={"tile": "64KiB"})) as model:
+        assert infinity.engine_of(model).wholes
+        assert torch.equal(kept + 0, value)
+        (model(torch.ones(16)).sum() + kept.sum()).backward()
+        gradients = OffloadedSide(model).gradients()
+        assert all(torch.equal(g, torch.full_like(g, 2.0)) for g in gradients.values())
+
+
+def test_the_memory_of_originals_is_given_back(swap_directory: Path) -> None:
+    model = nn.Linear(64, 64)
+    kept = list(model.parameters())
+    stored = kept[0].untyped_storage()._weak_ref()
+    with offloaded(model, swap_config(swap_directory)):
+        gc.collect()
+        assert torch.UntypedStorage._expired(stored)
+        assert len(kept) == 2
+    torch.UntypedStorage._free_weak_ref(stored)
+
+
+def test_a_graph_of_before_is_refused_by_name(swap_directory: Path) -> None:
+    model = nn.Linear(4, 3)
+    loss = model(torch.ones(4)).sum()
+    with (
+        offloaded(model, swap_config(swap_directory)) as model,
+        pytest.raises(InfinityError, match=r"before infinity\.offload.*(weight|bias)"),
+    ):
+        loss.backward()
+
+
+@pytest.mark.parametrize("how", ["buffer", "view", "listed"])
+def test_views_of_parameters_that_modules_keep_are_refused_by_name(
+    how: str, swap_directory: Path
+) -> None:
+    model = nn.Sequential(nn.Linear(4, 3), nn.Module())
+    if how == "buffer":
+        model[1].register_buffer("kept", model[0].weight.data[1:])
+    else:
+        view = model[0].weight.detach().t()
+        model[1].kept = [view] if how == "listed" else view
+    with pytest.raises(UnsupportedError, match=r"1\.kept.*0\.weight"):
+        infinity.offload(model, swap_config(swap_directory))
+    assert type(model[0].weight) is nn.Parameter
