@@ -156,7 +156,7 @@ class HandleOperations:
             raise UnsupportedError(
                 f"{name} would change a fetched copy of the gradient of {handle.name_in_model!r} "
                 "and be lost; to clip, give infinity.AdamW(..., max_grad_norm=...), or call its "
-                "clip_grad_norm_"
+                "clip_grad_norm_; for a Trainer there is infinity.integrations.hf.prepare_trainer"
             )
         if self._initialising is None and not self._passes.is_in_forward:
             raise ParameterNotResident(

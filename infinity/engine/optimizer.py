@@ -9,8 +9,10 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from infinity.engine.engine import Engine
+from infinity.engine.handles import Handle
 from infinity.engine.interrupts import uninterrupted
 from infinity.engine.optimizer_state import OptimizerState
 from infinity.engine.registry import engine_of, owner_of
@@ -139,7 +141,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         if engine is None:
             raise ConfigError(
                 f"expected parameters of an offloaded model, got {type(parameter).__name__}; "
-                "build the optimizer after infinity.offload(model, config)"
+                "build the optimizer after infinity.offload(model, config), and attach adapters "
+                "and new heads before that"
             )
         if self._engine is not None and engine is not self._engine:
             raise ConfigError(
@@ -355,6 +358,25 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def _take_settings(self, groups: list[dict[str, Any]]) -> None:
         for group, saved in zip(self.param_groups, groups, strict=True):
             group.update({key: value for key, value in saved.items() if key != "params"})
+
+
+def _refuse_others(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """An optimizer of another kind could change parameters one by one, and would keep its state
+    outside of every budget."""
+    if isinstance(optimizer, OffloadedOptimizer):
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if isinstance(parameter, Handle):
+                raise UnsupportedError(
+                    f"{type(optimizer).__name__} would keep its state of "
+                    f"{parameter.name_in_model!r} outside of the tiers; train an offloaded model "
+                    "with infinity.AdamW, Adam, SGD or Lion, and one under a Trainer after "
+                    "infinity.integrations.hf.prepare_trainer(trainer)"
+                )
+
+
+register_optimizer_step_pre_hook(_refuse_others)
 
 
 def _wholes(names: list[str]) -> list[str]:
