@@ -122,10 +122,11 @@ def accumulate(
     micro_batches: what `loss_of` takes, one after the other; all are kept until the end
 
     Returns the losses, detached, in order. The gradients are those of the plain loop, bit for bit
-    in fp32 without dropout, where the loop calls the model with `use_cache=False`: no keys and values
-    are cached here, and a few architectures (mT5, NLLB-MoE) round otherwise with a cache. Gradients
-    of a parameter with several uses in one micro-batch (tied weights, shared blocks), or of a block
-    that some micro-batches leave out, are summed in another order. With several ranks each sums its micro-batches first and sends a gradient once.
+    in fp32 without dropout, if that calls the model with `use_cache=False`: nothing caches keys and
+    values here, and some architectures (mT5, NLLB-MoE) round otherwise with a cache. Those of a
+    parameter with several uses in one micro-batch (tied weights, shared blocks), or of a block that
+    some micro-batches leave out, are summed in another order. With several ranks each sums its
+    micro-batches first and sends a gradient once.
     Raises UnsupportedError for a model whose blocks cannot be repeated: caches of keys and values,
     arguments changed in place, tensors that leave a block otherwise than by its outputs.
 
