@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from transformers import get_cosine_schedule_with_warmup
 
 import infinity
@@ -350,3 +352,63 @@ def test_an_optimizer_is_used_as_torchs_is(swap_directory: Path) -> None:
         assert optimizer.step(closure) != first
     with pytest.raises(InfinityError, match="after the engine was closed"):
         optimizer.step()
+
+
+def step_of(model: nn.Module, optimizer: Any, seed: int) -> None:
+    model(model.inputs(seed)["x"]).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("form", ["state dict", "dcp"])
+def test_state_goes_to_torchs_optimizer_and_back(rule: Rule, form: str, tmp_path: Path) -> None:
+    if rule.name == "lion" and form == "state dict":
+        pytest.skip("torch has no Lion to load it")
+    model = infinity.offload(build(), swap_config(tmp_path / "a", optimizer=rule.section))
+    options = {"lr": 0.01, **rule.options}
+    with infinity.engine_of(model):
+        optimizer = rule.ours(model, **options)
+        for seed in range(2):
+            step_of(model, optimizer, seed)
+        there = weights_of(model)
+        if form == "dcp":
+            infinity.checkpoint.export_dcp(model, tmp_path / "out", optimizer)
+        else:
+            state = infinity.checkpoint.optimizer_state_dict(model, optimizer)
+        step_of(model, optimizer, 2)
+        expected = weights_of(model)
+    if form == "dcp":
+        again = infinity.offload(build(1), swap_config(tmp_path / "b", optimizer=rule.section))
+        with infinity.engine_of(again):
+            other = rule.ours(again, **options)
+            infinity.checkpoint.import_dcp(tmp_path / "out", again, other)
+            step_of(again, other, 2)
+            assert not differences(expected, weights_of(again))
+        return
+    plain = build(1)
+    plain.load_state_dict(there)
+    theirs = rule.plain(plain.parameters(), fused=True, **options)
+    theirs.load_state_dict(state)
+    for group in theirs.param_groups:
+        group["fused"] = True  # The dict does not say which of torch's kernels to take.
+    step_of(plain, theirs, 2)
+    assert not differences(expected, weights_of(plain))
+
+
+def test_state_that_torch_has_saved_goes_on(rule: Rule, tmp_path: Path) -> None:
+    """torch.distributed.checkpoint of a plain model; torch's SGD counts no steps."""
+    if rule.name == "lion":
+        pytest.skip("torch has no Lion to save it")
+    plain, options = build(), {"lr": 0.01, **rule.options}
+    theirs = rule.plain(plain.parameters(), fused=True, **options)
+    for seed in range(2):
+        step_of(plain, theirs, seed)
+    state = {"model": plain.state_dict(), "optimizer": get_optimizer_state_dict(plain, theirs)}
+    dcp.save(state, checkpoint_id=tmp_path / "out", no_dist=True)
+    model = infinity.offload(build(1), swap_config(tmp_path / "a", optimizer=rule.section))
+    with infinity.engine_of(model):
+        optimizer = rule.ours(model, **options)
+        infinity.checkpoint.import_dcp(tmp_path / "out", model, optimizer)
+        for each, one in ((plain, theirs), (model, optimizer)):
+            step_of(each, one, 2)
+        assert not differences(weights_of(plain), weights_of(model))
