@@ -326,6 +326,28 @@ def test_nonfinite_gradient_stops_before_the_update(tmp_path, table, monkeypatch
     assert all(torch.equal(good[name], tensor) for name, tensor in exported(table).items())
 
 
+def test_nonfinite_steps_are_left_out_where_the_file_says_so(tmp_path, table, monkeypatch):
+    """The run goes on with the next batch, by the same weights."""
+
+    def overflow(self: Loop, ids: torch.Tensor) -> torch.Tensor:
+        loss = self._model(input_ids=ids, labels=ids).loss
+        return loss if self.num_steps != 2 else loss * float("nan")
+
+    table["train"]["steps"] = 2
+    run(table)
+    good = exported(table)
+    monkeypatch.setattr(Loop, "_loss", overflow)
+    table["optimizer"]["nonfinite"] = "skip"
+    table["train"]["steps"] = 3
+    run(table)
+    assert all(torch.equal(good[name], tensor) for name, tensor in exported(table).items())
+    assert [row["grad_norm"] is None for row in metrics(table)] == [False, False, True]
+    table["train"]["steps"] = 4
+    run(table)
+    assert any(not torch.equal(good[name], tensor) for name, tensor in exported(table).items())
+    assert metrics(table)[3]["grad_norm"] > 0
+
+
 def change(**keys: Any) -> Any:
     """Sets dotted keys, written with __ for the dots."""
 
