@@ -367,10 +367,11 @@ def _refuse_others(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> 
         return
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            if isinstance(parameter, Handle):
+            handle = tiles_of(parameter)[0]
+            if isinstance(handle, Handle):
                 raise UnsupportedError(
                     f"{type(optimizer).__name__} would keep its state of "
-                    f"{parameter.name_in_model!r} outside of the tiers; train an offloaded model "
+                    f"{handle.name_in_model!r} outside of the tiers; train an offloaded model "
                     "with infinity.AdamW, Adam, SGD or Lion, and one under a Trainer after "
                     "infinity.integrations.hf.prepare_trainer(trainer)"
                 )
