@@ -119,6 +119,7 @@ class Engine:
         """Puts handles in the place of parameters and hooks on sites."""
         functions.install()
         self._faces.install()
+        self._holds.begin_use = self._site_begins
         self._grads.install(self.slots)
         for hooks in self._site_hooks:
             self._removable.extend(hooks.install())
@@ -157,8 +158,21 @@ class Engine:
     def _begin_pass(self, kind: str) -> None:
         with uninterrupted(), self._lock:
             self.reset()
-            self._executor.begin_pass(kind)
+            self._executor.begin_pass(kind, is_new=self._passes.beginnings.ask_model(kind))
             self._passes.begin_forward(kind)
+
+    def _site_begins(self, site: Site) -> None:
+        """A site is entered: in a loop that calls parts of the model, a pass may begin with it."""
+        passes = self._passes
+        is_inside = passes.is_in_forward or passes.is_layer_major
+        if is_inside or self.is_closed or current_backward() != OUTSIDE_BACKWARD:
+            return
+        kind = "train" if torch.is_grad_enabled() else "eval"
+        with uninterrupted(), self._lock:
+            is_new = passes.beginnings.ask_site(kind, site.name)
+            if is_new and not any(hooks.is_running for hooks in self._site_hooks):
+                self.reset()
+            self._executor.begin_pass(kind, is_new=is_new)
 
     @torch._dynamo.disable  # type: ignore[untyped-decorator]
     def _pass_ends(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -447,6 +461,7 @@ class Engine:
             for unit in dict.fromkeys(slot.unit for slot in changed):
                 self._gradients.apply_scales(unit)
             self._gradients.settle()
+            self._passes.beginnings.end_backward()
             if self.config.schedule.updates == "at_step":
                 self._updater.apply(record)
             else:

@@ -17,8 +17,9 @@ from infinity.engine.changes import Changes
 from infinity.engine.faces import Faces
 from infinity.engine.handles import Handle, find_handles, replace_handles
 from infinity.engine.holds import Holds
-from infinity.engine.hooks import Backwards, Stay, detach_from_parameters, nodes_since
+from infinity.engine.hooks import Backwards, Stay, nodes_since
 from infinity.engine.machinery import Machinery
+from infinity.engine.outputs import detach_from_parameters
 from infinity.engine.parameter_grads import ParameterGrads
 from infinity.engine.slot import Slot
 from infinity.engine.whole import Whole

@@ -313,19 +313,21 @@ def _backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _register_hook(handle: Handle, hook: Any) -> Any:
+    if handle.is_gradient:
+        return NotImplemented
     return _leaf_of(handle, "a hook").register_hook(hook)
 
 
 def _view_as(handle: Any, other: Any) -> Any:
     """`torch.autograd.graph` asks for a view in order to see the node behind it, not its values."""
-    if sys._getframe(2).f_code is not _get_grad_fn_or_grad_acc.__code__:
+    if not _was_called_by(_get_grad_fn_or_grad_acc):
         return NotImplemented
     leaf = _leaf_of(handle, "a gradient edge")
     return leaf.view_as(leaf)
 
 
 def _leaf_of(handle: Handle, what: str) -> torch.Tensor:
-    leaves = [] if handle.is_gradient else handle.owner.leaves_of(handle)
+    leaves = handle.owner.leaves_of(handle)
     if len(leaves) != 1:
         raise UnsupportedError(
             f"{what} of {handle!r}: it stands as {len(leaves)} tiles, whose gradients never meet; "
@@ -417,10 +419,18 @@ def _to(handle: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _detach(handle: Handle) -> Any:
     # nn.Parameter(handle) detaches what it is given and would refuse the plain tensor that comes of
-    # it with words about subclasses. Its frame is that of whoever called __torch_function__.
-    if sys._getframe(2).f_code is torch.nn.Parameter.__new__.__code__:
+    # it with words about subclasses.
+    if _was_called_by(torch.nn.Parameter.__new__):
         _refuse_parametrization(handle)
     return NotImplemented
+
+
+def _was_called_by(function: Any) -> bool:
+    """Whether `function` is what came to `__torch_function__`, which has called the caller."""
+    frame = sys._getframe(2)
+    while frame.f_code.co_name == "__torch_function__" and frame.f_back is not None:
+        frame = frame.f_back
+    return frame.f_code is function.__code__
 
 
 def _refuse_parametrization(handle: Handle) -> NoReturn:

@@ -16,12 +16,17 @@ from torch.autograd.graph import Node
 
 from infinity.engine.changes import Changes
 from infinity.engine.faces import Faces
-from infinity.engine.hooks import OUTSIDE_BACKWARD, current_backward
+from infinity.engine.hooks import OUTSIDE_BACKWARD, Site, current_backward
 from infinity.engine.interrupts import uninterrupted
 from infinity.engine.machinery import Machinery
 from infinity.errors import InfinityError
 from infinity.observe import Lane
 from infinity.storage.engine import Priority
+
+
+def _ignore(site: Site) -> None:
+    return None
+
 
 Turns = Callable[[list[int], bool], None]  # See `Residency.await_turn`.
 
@@ -48,6 +53,7 @@ class Holds:
         self.is_closed = False
         self.turns: Turns | None = None  # Of `accumulate`, while it runs.
         self.is_parameter_memory = faces.is_parameter_memory
+        self.begin_use: Callable[[Site], None] = _ignore  # Of the engine, once it is installed.
 
     # -- Uses ------------------------------------------------------------------------------------
 

@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 import torch
@@ -40,6 +40,7 @@ from torch.autograd import Variable
 from torch.autograd.graph import Node
 
 from infinity.engine.interrupts import uninterrupted
+from infinity.engine.outputs import detach_from_parameters, tensors_in
 
 OUTSIDE_BACKWARD = -1
 
@@ -76,6 +77,9 @@ class Residency(Protocol):
     def await_turn(self, units: list[int], *, is_over: bool = False) -> None:
         """Where `takes_turns`: before `enter`, and when a backward is about to go on behind the
         units, their gradients given (`is_over`), other micro-batches come there first."""
+
+    def begin_use(self, site: Site) -> None:
+        """A forward of the site begins; nothing is held for it yet."""
 
     def enter(self, units: list[int]) -> None: ...
     def leave(self, units: list[int]) -> None: ...
@@ -198,6 +202,10 @@ class SiteHooks:
             module.register_forward_hook(self._after, always_call=True),
         ]
 
+    @property
+    def is_running(self) -> bool:
+        return bool(self._running)
+
     def reset(self) -> None:
         """Forgets forwards that were left by an exception that hooks do not see."""
         with uninterrupted():
@@ -212,6 +220,7 @@ class SiteHooks:
             return
         if self._residency.takes_turns:
             self._residency.await_turn(self._site.units)
+        self._residency.begin_use(self._site)
         with uninterrupted():
             self._residency.enter(self._site.units)
             numbers = self._running.setdefault(threading.get_ident(), [])
@@ -269,53 +278,3 @@ def _behind(nodes: set[Node]) -> set[Node]:
     """The nodes that these hand gradients to, but for those of parameters."""
     following = {each for node in nodes for each, _ in node.next_functions if each is not None}
     return {each for each in following - nodes if each._sequence_nr() < _ACCUMULATES}
-
-
-def tensors_in(tree: Any, depth: int = 0) -> Iterator[torch.Tensor]:
-    """Every tensor in an output: containers, mappings, dataclasses, and plain objects'
-    attributes."""
-    if isinstance(tree, torch.Tensor):
-        yield tree
-    elif depth > 6:
-        return
-    elif isinstance(tree, Mapping):
-        for value in tree.values():
-            yield from tensors_in(value, depth + 1)
-    elif isinstance(tree, (tuple, list, set)):
-        for each in tree:
-            yield from tensors_in(each, depth + 1)
-    elif (
-        hasattr(tree, "__dict__") and not isinstance(tree, (nn.Module, type)) and not callable(tree)
-    ):
-        for value in vars(tree).values():
-            yield from tensors_in(value, depth + 1)
-
-
-def detach_from_parameters(output: Any, is_parameter_memory: Callable[[torch.Tensor], bool]) -> Any:
-    """The output with every view of a parameter replaced by a copy, in place where it is mutable.
-
-    A parameter's memory goes away when its module is left; class tokens and latents are returned as
-    views of it.
-    """
-    if isinstance(output, torch.Tensor):
-        return output.clone() if is_parameter_memory(output) else output
-    if isinstance(output, tuple):
-        parts = [detach_from_parameters(each, is_parameter_memory) for each in output]
-        if all(new is old for new, old in zip(parts, output, strict=True)):
-            return output
-        return type(output)(*parts) if hasattr(output, "_fields") else tuple(parts)
-    if isinstance(output, list):
-        for index, each in enumerate(output):
-            output[index] = detach_from_parameters(each, is_parameter_memory)
-    elif isinstance(output, Mapping):
-        for key, value in list(output.items()):
-            changed = detach_from_parameters(value, is_parameter_memory)
-            if changed is not value:
-                output[key] = changed  # type: ignore[index]
-    elif dataclasses.is_dataclass(output) and not isinstance(output, type):
-        for each in dataclasses.fields(output):
-            value = getattr(output, each.name, None)
-            changed = detach_from_parameters(value, is_parameter_memory)
-            if changed is not value:
-                setattr(output, each.name, changed)
-    return output

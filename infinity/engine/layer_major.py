@@ -61,10 +61,9 @@ from infinity.engine.hooks import (
     Site,
     SiteHooks,
     current_backward,
-    detach_from_parameters,
     nodes_since,
-    tensors_in,
 )
+from infinity.engine.outputs import detach_from_parameters, tensors_in
 from infinity.engine.shared_activations import SharedActivations
 from infinity.engine.strand import Modes, Random, Strand
 from infinity.engine.tiled import Tiled

@@ -20,13 +20,21 @@ import torch
 from torch import nn
 
 from infinity.engine.handles import Handle
-from infinity.errors import InfinityError, UnsupportedError
+from infinity.errors import InfinityError, ParameterNotResident, UnsupportedError
 
 
 class Follower(nn.Parameter):
     """An original that stands for a handle from now on. Made by `Originals.follow` alone."""
 
-    handle: Handle
+    stands_for: weakref.ref[Handle]  # Who drops a model without closing it gets its memory back.
+    name_in_model: str
+
+    @property
+    def handle(self) -> Handle:
+        handle = self.stands_for()
+        if handle is None:
+            raise ParameterNotResident(self.name_in_model, "its offloaded model is gone")
+        return handle
 
     @property
     def grad(self) -> torch.Tensor | None:  # type: ignore[override]
@@ -99,15 +107,17 @@ def _follow(original: Any, handle: Handle) -> None:
     original.requires_grad_(handle.requires_grad)
     original.data = torch.empty(0, dtype=original.dtype, device=original.device)
 
+    name = handle.name_in_model
+
     def refuse(gradient: torch.Tensor) -> NoReturn:
         raise InfinityError(
-            f"a graph that was made before infinity.offload comes to {handle.name_in_model!r}, "
+            f"a graph that was made before infinity.offload comes to {name!r}, "
             "which is on its tier now; run that backward before, or the forward again"
         )
 
     if original.requires_grad:
         original.register_hook(refuse)
-    original.handle = handle
+    original.stands_for, original.name_in_model = weakref.ref(handle), name
     original.__class__ = Follower
 
 

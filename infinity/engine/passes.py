@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from infinity.engine.beginnings import Beginnings
 from infinity.engine.hooks import OUTSIDE_BACKWARD, current_backward
 from infinity.observe import Lane
 from infinity.observe.tracer import Tracer
@@ -22,6 +23,7 @@ class Passes:
         self._tracer = tracer
         self.is_in_forward = False
         self.is_layer_major = False
+        self.beginnings = Beginnings()
 
     def begin_forward(self, kind: str) -> None:
         """`kind` is "train" or "eval"."""
@@ -41,6 +43,7 @@ class Passes:
         self._tracer.begin("backward", Lane.PHASES, "backward")
 
     def end_backward(self) -> None:
+        self.beginnings.end_backward()
         self._tracer.end("backward")
 
     @contextmanager

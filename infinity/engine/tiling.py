@@ -28,7 +28,7 @@ from infinity.state.tiles import ROW_ALIGNMENT, cut_rows, is_cut_by_name
 
 
 def tiles_of(tensor: Any) -> list[Any]:
-    """The handles of a whole's tiles; anything else is its own only tile. A follower is a handle."""
+    """The handles of a whole's tiles; anything else is its own only tile, but for followers."""
     if isinstance(tensor, Follower):
         tensor = tensor.handle
     owner = tensor.owner if isinstance(tensor, Handle) else None

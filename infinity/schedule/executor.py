@@ -159,10 +159,12 @@ class Executor:
 
     # -- Uses ------------------------------------------------------------------------------------
 
-    def begin_pass(self, kind: str) -> None:
-        """A forward of the whole model starts; `kind` is "train" or "eval"."""
+    def begin_pass(self, kind: str, *, is_new: bool = True) -> None:
+        """A forward of the model starts; `kind` is "train" or "eval". Where it is not new, the last
+        of its kind goes on."""
         self._trace = self.traces[kind]
-        self._trace.begin()
+        if is_new:
+            self._trace.begin()
         self._is_training = kind == "train"
 
     def begin_backward(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -119,6 +120,12 @@ def test_an_original_stands_for_its_parameter(swap_directory: Path) -> None:
         assert not torch.equal(kept[0] + 0, values[0]) and torch.equal(kept[2] + 0, values[2])
         kept[0].grad = None
         assert model[0].weight.grad is None
+        model.zero_grad()
+        fired: list[int] = []
+        torch.autograd.graph.register_multi_grad_hook(kept, lambda grads: fired.append(len(grads)))
+        model(torch.ones(4)).sum().backward()
+        assert fired == [4]
+        model.zero_grad()
         kept[0].requires_grad_(False)
         assert not model[0].weight.requires_grad
         assert not OffloadedSide(model).weights()["0.weight"].equal(values[0])
@@ -169,3 +176,16 @@ def test_views_of_parameters_that_modules_keep_are_refused_by_name(
     with pytest.raises(UnsupportedError, match=r"1\.kept.*0\.weight"):
         infinity.offload(model, swap_config(swap_directory))
     assert type(model[0].weight) is nn.Parameter
+
+
+def test_a_graph_of_before_keeps_no_model_alive(swap_directory: Path) -> None:
+    """One that is dropped without `close()` gives its memory and its swap files back."""
+    model = nn.Sequential(nn.Linear(4, 3))
+    model[0].kept = model[0].weight.sum()  # As the old weight_norm keeps one.
+    engine = weakref.ref(infinity.engine_of(infinity.offload(model, swap_config(swap_directory))))
+    original = model[0].kept.grad_fn.next_functions[0][0].variable
+    del model
+    gc.collect()
+    assert engine() is None
+    with pytest.raises(InfinityError, match=r"0\.weight.*gone"):
+        original.sum()
