@@ -17,13 +17,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from infinity import checkpoint
-    from infinity.api import AdamW, accumulate, engine_of, gather, init, offload
+    from infinity.api import SGD, Adam, AdamW, Lion, accumulate, engine_of, gather, init, offload
     from infinity.config import SwapConfig
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "SGD",
+    "Adam",
     "AdamW",
+    "Lion",
     "SwapConfig",
     "accumulate",
     "checkpoint",
@@ -34,7 +37,10 @@ __all__ = [
 ]
 
 _HOMES = {
+    "SGD": "infinity.api",
+    "Adam": "infinity.api",
     "AdamW": "infinity.api",
+    "Lion": "infinity.api",
     "SwapConfig": "infinity.config",
     "accumulate": "infinity.api",
     "engine_of": "infinity.api",

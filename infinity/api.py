@@ -18,12 +18,15 @@ from infinity.engine.build import LoadPlan, OwnDevice, TileRows, build
 from infinity.engine.discover import UnitRule
 from infinity.engine.engine import Engine
 from infinity.engine.initialise import init
-from infinity.engine.optimizer import AdamW
+from infinity.engine.optimizers import SGD, Adam, AdamW, Lion
 from infinity.engine.registry import engine_of, owner_of
 from infinity.engine.replace import calling_place, make_room, remember
 from infinity.errors import ConfigError
 
-__all__ = ["AdamW", "Engine", "accumulate", "engine_of", "gather", "init", "offload"]
+__all__ = [
+    "SGD", "Adam", "AdamW", "Engine", "Lion", "accumulate", "engine_of", "gather", "init",
+    "offload",
+]  # fmt: skip
 
 
 def offload(
@@ -138,9 +141,11 @@ def accumulate(
     micro_batches: what `loss_of` takes, one after the other; all are kept until the end
 
     Returns the losses, detached, in order. The gradients are those of the plain loop, bit for bit
-    in fp32 without dropout, except that those of a parameter with several uses in one micro-batch
-    (tied weights, shared blocks), or of a block that some micro-batches leave out, are summed in
-    another order. With several ranks each sums its micro-batches first and sends a gradient once.
+    in fp32 without dropout, if that calls the model with `use_cache=False`: nothing caches keys and
+    values here, and some architectures (mT5, NLLB-MoE) round otherwise with a cache. Those of a
+    parameter with several uses in one micro-batch (tied weights, shared blocks), or of a block that
+    some micro-batches leave out, are summed in another order. With several ranks each sums its
+    micro-batches first and sends a gradient once.
     Raises UnsupportedError for a model whose blocks cannot be repeated: caches of keys and values,
     arguments changed in place, tensors that leave a block otherwise than by its outputs.
 

@@ -46,7 +46,8 @@ from infinity.checkpoint.source import (
     engine_source,
 )
 from infinity.checkpoint.state_directory import sync_directory
-from infinity.engine.optimizer import AdamW
+from infinity.checkpoint.state_export import defaults_of_torch
+from infinity.engine.optimizer import OffloadedOptimizer
 from infinity.errors import ConfigError, StorageError
 from infinity.sizes import GIB, MIB
 
@@ -57,7 +58,7 @@ _SLAB_OVERHEAD_NBYTES = 4096
 
 
 def export_dcp(
-    model: nn.Module, directory: str | os.PathLike[str], optimizer: AdamW | None = None
+    model: nn.Module, directory: str | os.PathLike[str], optimizer: OffloadedOptimizer | None = None
 ) -> Path:
     """Writes weights, masters and, with `optimizer`, moments and settings; returns the directory.
 
@@ -185,7 +186,7 @@ def _state_dict(
 
 def _optimizer_dict(named: dict[str, Any], moments: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """As `torch.distributed.checkpoint.state_dict.get_optimizer_state_dict` gives it."""
-    defaults = torch.optim.AdamW([torch.empty(0)]).state_dict()["param_groups"][0]
+    defaults = defaults_of_torch(named.get("name", "adamw"))
     groups = [{**defaults, **group} for group in named["groups"]]
     names = [name for group in groups for name in group["params"] if name in moments]
     state = {

@@ -30,28 +30,28 @@ from infinity.checkpoint.state_files import kept_tensors
 from infinity.checkpoint.state_layout import is_row_major
 from infinity.engine.engine import Engine
 from infinity.engine.gradients import in_memory_order
-from infinity.engine.optimizer import AdamW
+from infinity.engine.optimizer import OffloadedOptimizer
 from infinity.engine.registry import engine_of
 from infinity.engine.state_access import StateAccess
 from infinity.errors import ConfigError, CorruptionError, StorageError, UnsupportedError
+from infinity.state.moments import moments_of
 from infinity.state.units import Piece, TensorSpec
 
 _NAME = "infinity.checkpoint.import_dcp"
-_MOMENTS = {"exp_avg": Piece.EXP_AVG, "exp_avg_sq": Piece.EXP_AVG_SQ}
 # Where weights are in what other programs write; the first that has them all is taken.
 _MODEL_PREFIXES = ("model.", "", "state_dict.", "app.model.", "model.module.")
 _OPTIMIZER_PREFIXES = ("optimizer.", "optim.", "app.optim.", "app.optimizer.")
 
 
 def import_dcp(
-    directory: str | os.PathLike[str], model: nn.Module, optimizer: AdamW | None = None
+    directory: str | os.PathLike[str], model: nn.Module, optimizer: OffloadedOptimizer | None = None
 ) -> None:
     """Brings weights and, with `optimizer`, moments, step counts and settings into their tiers.
 
     directory: as `torch.distributed.checkpoint.save` writes it for `{"model": ..., "optimizer":
         ...}` ("optim" and a bare model too), sharded or not, or as `export_dcp` does
     model: offloaded; the same names and shapes, in any precision
-    optimizer: an infinity.AdamW with the same groups of parameters
+    optimizer: the one it was saved with, as infinity's own, with the same groups of parameters
 
     The fp32 master takes `master.<name>` where it is there, else the weight's own value, unrounded.
     In memory beside the host budget: one tensor and the largest shard of it. Gradients are dropped.
@@ -86,7 +86,7 @@ def import_dcp(
 
 def _load_moments(state: StateAccess, read: Callable[[str, str], torch.Tensor | None]) -> None:
     for unit, tensors in kept_tensors(state):
-        for kind, piece in _MOMENTS.items():
+        for piece in unit.moments.pieces:
             if state.store.home(unit, piece) is None:
                 continue
             by_spec = {tensor.spec: tensor for tensor in tensors if tensor.piece is piece}
@@ -94,7 +94,7 @@ def _load_moments(state: StateAccess, read: Callable[[str, str], torch.Tensor | 
             for part in state.parts(unit, piece, keep=True):
                 tensor = by_spec[part.spec]
                 if last is None or last[0] is not part.spec:
-                    value = read(part.spec.name, kind)
+                    value = read(part.spec.name, piece.value)
                     last = part.spec, None if value is None else _flat(value, tensor.whole)
                 start = tensor.start + part.start
                 if last[1] is None:
@@ -238,7 +238,8 @@ class _Directory:
 
     def _optimizer_prefix(self) -> str:
         for prefix in _OPTIMIZER_PREFIXES:
-            if any(key.startswith(f"{prefix}state.") for key in self._items):
+            starts = (f"{prefix}state.", f"{prefix}param_groups.")
+            if any(key.startswith(starts) for key in self._items):
                 return prefix
         raise ConfigError(
             f"{self.path} has no state of an optimizer under "
@@ -246,24 +247,28 @@ class _Directory:
             "bring back the weights alone"
         )
 
-    def find_moments(self, engine: Engine, optimizer: AdamW) -> dict[tuple[str, str], str]:
+    def find_moments(
+        self, engine: Engine, optimizer: OffloadedOptimizer
+    ) -> dict[tuple[str, str], str]:
         """(parameter, kind) -> key, for parameters of the optimizer that have been updated."""
-        prefix = self._optimizer_prefix()
-        for unit in engine.parts.store.units:
-            if unit.dtype(Piece.EXP_AVG) is not torch.float32:
-                raise UnsupportedError(
-                    f"{self.path} has moments in float32, those of {unit.name!r} are "
-                    f"{unit.dtype(Piece.EXP_AVG)}; set precision.moments, or leave `optimizer` out"
-                )
-        found = {}
+        prefix, moments = self._optimizer_prefix(), moments_of(engine.config)
+        if moments.is_8bit:
+            raise UnsupportedError(
+                f"{self.path} has moments in float32, those of the model are of eight bits; set "
+                "precision.moments, or leave `optimizer` out"
+            )
+        kinds = [piece.value for piece in moments.pieces]
+        expected = f"{' and '.join(kinds)}, as infinity.{type(optimizer).__name__} has them"
+        found: dict[tuple[str, str], str] = {}
+        if not kinds:
+            return found
         for group in optimizer.named_state()["groups"]:
             for name in group["params"]:
-                keys = {kind: f"{prefix}state.{name}.{kind}" for kind in _MOMENTS}
+                keys = {kind: f"{prefix}state.{name}.{kind}" for kind in kinds}
                 there = [kind for kind, key in keys.items() if self._is_tensor(key)]
                 if there and len(there) < len(keys):
                     raise ConfigError(
-                        f"{self.path} has {there[0]} of {name!r} only; expected the state of "
-                        "AdamW, exp_avg and exp_avg_sq"
+                        f"{self.path} has {there[0]} of {name!r} only; expected {expected}"
                     )
                 for kind in there:
                     self._check_shape(keys[kind], engine.spec(name).facts.shape, name)
@@ -271,13 +276,12 @@ class _Directory:
         if not found:
             raise ConfigError(
                 f"{self.path} has the state of another optimizer, or of other parameters; expected "
-                "exp_avg and exp_avg_sq, as AdamW has them. Leave `optimizer` out to bring back "
-                "the weights alone"
+                f"{expected}. Leave `optimizer` out to bring back the weights alone"
             )
         return found
 
-    def named_optimizer(self, optimizer: AdamW) -> dict[str, Any]:
-        """Settings and steps as `AdamW.restore_named_state` takes them."""
+    def named_optimizer(self, optimizer: OffloadedOptimizer) -> dict[str, Any]:
+        """Settings and steps as `OffloadedOptimizer.restore_named_state` takes them."""
         prefix = self._optimizer_prefix()
         mine = optimizer.named_state()
         groups = []
@@ -295,12 +299,15 @@ class _Directory:
                 f"{self.path} has more groups of parameters than the optimizer's {len(groups)}; "
                 "build the optimizer with the groups it was saved with"
             )
-        steps = {}
+        steps, begun = {}, []
         for name in (name for group in mine["groups"] for name in group["params"]):
             step = self._step(f"{prefix}state.{name}.step")
-            if step:
-                steps[name] = step
-        return {"groups": groups, "steps": steps}
+            has_momentum = self._is_tensor(f"{prefix}state.{name}.{Piece.MOMENTUM_BUFFER.value}")
+            if step or has_momentum:
+                steps[name] = step or 1  # torch's SGD does not count.
+            if has_momentum:
+                begun.append(name)
+        return {"name": optimizer.name, "groups": groups, "steps": steps, "begun": begun}
 
     def _has_group(self, prefix: str, index: int) -> bool:
         return f"{prefix}param_groups.{index}.lr" in self._items

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, cast, get_args
 
 import torch
 from torch import nn
@@ -30,23 +30,20 @@ from infinity.checkpoint.state_layout import is_row_major, row_major_stride
 from infinity.checkpoint.state_linked import StoredTensor, stored_tensors
 from infinity.checkpoint.state_load import Checkpoint
 from infinity.checkpoint.state_manifest import Extent
-from infinity.engine.optimizer import AdamW
+from infinity.engine.optimizer import OffloadedOptimizer
 from infinity.engine.registry import engine_of
 from infinity.engine.state_access import Part, StateAccess
 from infinity.errors import UnsupportedError
 from infinity.ops.split_master import join
 from infinity.sizes import MIB
-from infinity.state.units import Piece, TensorSpec, Unit, weight_of
+from infinity.state.units import MOMENT_PIECES, Piece, TensorSpec, Unit, weight_of
 from infinity.storage.page_reader import PageReader
 
 if TYPE_CHECKING:
     from _hashlib import HASH
 
-Kind = Literal["weight", "master", "exp_avg", "exp_avg_sq"]
-_MOMENTS: tuple[tuple[Kind, Piece], ...] = (
-    ("exp_avg", Piece.EXP_AVG),
-    ("exp_avg_sq", Piece.EXP_AVG_SQ),
-)
+Kind = Literal["weight", "master", "exp_avg", "exp_avg_sq", "momentum_buffer"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
 _PART_NBYTES = 16 * MIB
 
 
@@ -77,7 +74,7 @@ class StatePart:
 
 
 class StateSource(Protocol):
-    """What there is to export. `optimizer` is as `AdamW.named_state` gives it, or None."""
+    """What there is to export. `optimizer` is None, or as `named_state` of one gives it."""
 
     @property
     def infos(self) -> list[StateInfo]: ...
@@ -108,7 +105,7 @@ def whole_state(model: nn.Module, what: str) -> Iterator[StateAccess | None]:
 
 @contextmanager
 def engine_source(
-    model: nn.Module, optimizer: AdamW | None, *, what: str
+    model: nn.Module, optimizer: OffloadedOptimizer | None, *, what: str
 ) -> Iterator[StateSource | None]:
     """The state of an offloaded model, as `whole_state` gives it."""
     with whole_state(model, what) as state:
@@ -132,7 +129,7 @@ class _EngineSource:
     def parts(self) -> Iterator[StatePart]:
         for unit in self._state.wholes:
             infos = {(spec, info.kind): info for spec, info in self._of(unit)}
-            for kind in ("weight", "master", "exp_avg", "exp_avg_sq"):
+            for kind in KINDS:
                 wanted = {spec: info for (spec, one), info in infos.items() if one == kind}
                 if wanted:
                     yield from _row_major(wanted, self._raw(unit, kind))
@@ -144,7 +141,7 @@ class _EngineSource:
         for spec in unit.trainable():
             if unit.master_dtype is not None and spec.facts.dtype is not torch.float32:
                 yield spec, StateInfo(spec.name, "master", spec.facts.shape, torch.float32)
-        for kind, piece in _MOMENTS:
+        for piece in MOMENT_PIECES:
             specs = [spec for spec in unit.trainable() if spec.name in self._optimized]
             if not specs or not self._state.is_kept(unit, piece):
                 continue
@@ -154,6 +151,7 @@ class _EngineSource:
                     "which other programs can use"
                 )
             for spec in specs:
+                kind = cast(Kind, piece.value)
                 yield spec, StateInfo(spec.name, kind, spec.facts.shape, torch.float32)
 
     def _raw(self, unit: Unit, kind: Kind) -> Iterator[Part]:
@@ -163,7 +161,7 @@ class _EngineSource:
         elif kind == "weight":
             yield from self._state.parts(unit, Piece.PARAMETERS)
         else:
-            yield from self._state.parts(unit, dict(_MOMENTS)[kind])
+            yield from self._state.parts(unit, Piece(kind))
 
     def _masters(self, unit: Unit) -> Iterator[Part]:
         executor = self._state.executor
@@ -385,7 +383,7 @@ class CheckpointSource:
         for (name, kind), stored in self._stored.items():
             if kind == "weight":
                 by_group.setdefault(stored.group, []).append(name)
-        kinds: tuple[Kind, ...] = ("weight", "master", "exp_avg", "exp_avg_sq")
+        kinds = KINDS
         for names in by_group.values():
             for kind in kinds:
                 for name in names:

@@ -8,19 +8,19 @@ import torch
 from torch import nn
 
 from infinity.checkpoint.source import whole_state
-from infinity.engine.optimizer import AdamW
+from infinity.engine.optimizer import OffloadedOptimizer
 from infinity.engine.registry import engine_of
 from infinity.errors import UnsupportedError
 from infinity.ops.dynamic_8bit import State8Bit, decode
-from infinity.state.units import Piece
 
 
-def optimizer_state_dict(model: nn.Module, optimizer: AdamW) -> dict[str, Any]:
-    """What `torch.optim.AdamW(...).load_state_dict` takes: settings, step counts and moments.
+def optimizer_state_dict(model: nn.Module, optimizer: OffloadedOptimizer) -> dict[str, Any]:
+    """What `load_state_dict` of torch's optimizer of the same name takes: settings, step counts and
+    moments.
 
     Every moment is a copy on the host, fp32 (widened where they are of eight
-    bits), in the parameter's shape and strides: twice the fp32
-    size of the model, outside the host budget. Parameters are numbered as in the optimizer's
+    bits), in the parameter's shape and strides: for AdamW twice the fp32 size of the model, outside
+    the host budget. Parameters are numbered as in the optimizer's
     groups, so give the plain optimizer the same parameters in the same groups.
 
     Several ranks all call it. The first one gets what one rank would, the others an empty dict, as
@@ -38,7 +38,7 @@ def optimizer_state_dict(model: nn.Module, optimizer: AdamW) -> dict[str, Any]:
         if state is None:
             return {}
         for unit in state.wholes:
-            for piece in (Piece.EXP_AVG, Piece.EXP_AVG_SQ):
+            for piece in unit.moments.pieces:
                 if not state.is_kept(unit, piece):
                     continue
                 for spec in unit.trainable():
@@ -53,13 +53,36 @@ def optimizer_state_dict(model: nn.Module, optimizer: AdamW) -> dict[str, Any]:
                     if part.scales is not None:
                         values = decode(State8Bit(values, part.scales), piece.value)
                     whole[part.start : part.start + values.numel()] = values
-        answer = optimizer.state_dict()
-        names = [name for group in optimizer.named_state()["groups"] for name in group["params"]]
-    for index, entry in answer["state"].items():
-        entry["step"] = torch.tensor(float(entry["step"]))
-        entry.update(moments[names[index]])
-    defaults = torch.optim.AdamW([torch.empty(0)]).state_dict()["param_groups"][0]
+        answer, named = optimizer.state_dict(), optimizer.named_state()
+        names = [name for group in named["groups"] for name in group["params"]]
+    steps, answer["state"] = answer["state"], {}
+    for index, entry in steps.items():
+        state = state_of_torch(named, names[index], moments.get(names[index], {}))
+        if optimizer.name != "sgd":
+            state["step"] = torch.tensor(float(entry["step"]))
+        if state:
+            answer["state"][index] = state
     for group in answer["param_groups"]:
-        for key, value in defaults.items():
+        for key, value in defaults_of_torch(optimizer.name).items():
             group.setdefault(key, value)
     return answer
+
+
+def state_of_torch(
+    named: dict[str, Any], name: str, moments: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Those moments of a parameter that torch's optimizer would have: SGD's has no buffer before
+    its first step with a momentum."""
+    is_begun = named.get("name") != "sgd" or name in named["begun"]
+    return dict(moments) if is_begun else {}
+
+
+def defaults_of_torch(name: str) -> dict[str, Any]:
+    """What a group of torch's optimizer holds beside what a group of ours does."""
+    cls: Any = {
+        "adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD
+    }.get(name)  # fmt: skip
+    if cls is None:
+        return {}
+    defaults: dict[str, Any] = cls([torch.empty(0)]).state_dict()["param_groups"][0]
+    return defaults

@@ -1,9 +1,10 @@
 """Which tensors a checkpoint holds of a unit: names, shapes and dtypes, without a byte of them.
 
 A pure function of the unit. Names say what a tensor is, so that any safetensors reader can use the
-files: `layers.0.weight` in the compute dtype, `layers.0.weight.residual` (or `.master`),
-`.exp_avg`, `.exp_avg_sq`, `.gradient`. Every one has the parameter's full shape; but moments of
-eight bits also have the scales of their blocks, `.exp_avg.scales`, flat.
+files: `layers.0.weight` in the compute dtype, `layers.0.weight.residual` (or `.master`), the
+moments that the optimizer keeps (`.exp_avg`, `.exp_avg_sq`, `.momentum_buffer`), `.gradient`. Every
+one has the parameter's full shape; but moments of eight bits also have the scales of their blocks,
+`.exp_avg.scales`, flat.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ import torch
 from infinity.checkpoint.safetensors_format import TensorInfo
 from infinity.ops.dynamic_8bit import BLOCK_NUMEL, num_scales
 from infinity.state.partition import Partition, Share
-from infinity.state.units import Piece, TensorFacts, TensorSpec, Unit
+from infinity.state.units import MOMENT_PIECES, Piece, TensorFacts, TensorSpec, Unit
 
 # Pieces that are streamed; gradients are few and taken one by one.
-STREAMED = (Piece.PARAMETERS, Piece.MASTER, Piece.EXP_AVG, Piece.EXP_AVG_SQ)
+STREAMED = (Piece.PARAMETERS, Piece.MASTER, *MOMENT_PIECES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +77,7 @@ def state_tensors(
         yield weight
         if spec.state_offset < 0:
             continue
-        for piece in (Piece.MASTER, Piece.EXP_AVG, Piece.EXP_AVG_SQ):
+        for piece in (Piece.MASTER, *MOMENT_PIECES):
             dtype = unit.dtype(piece)
             # A residual beside fp32 weights is zero, always.
             is_zero = (

@@ -68,18 +68,19 @@ from infinity.checkpoint.state_recut import Recut, Source, recut
 from infinity.checkpoint.state_save import Stateful
 from infinity.engine.engine import Engine
 from infinity.engine.gradients import in_memory_order
-from infinity.engine.optimizer import AdamW
+from infinity.engine.optimizer import OffloadedOptimizer
 from infinity.engine.registry import engine_of
 from infinity.engine.state_access import StateAccess
 from infinity.errors import ConfigError, CorruptionError, UnsupportedError, corrupt
 from infinity.ops.dynamic_8bit import BLOCK_NUMEL
 from infinity.state.store import NvmeHome
-from infinity.state.units import Piece, TensorSpec, Unit
+from infinity.state.units import MOMENT_PIECES, Piece, TensorSpec, Unit
 from infinity.storage.page_reader import PageReader
 
 if TYPE_CHECKING:
     from _hashlib import HASH
 
+_MOMENT_ENDS = tuple(f".{piece.value}" for piece in MOMENT_PIECES)
 _MIXTURE = "the model is a mixture of two states now: do not train on, load another checkpoint"
 
 
@@ -97,7 +98,7 @@ class Loaded:
 def load(
     path: str | os.PathLike[str],
     model: nn.Module,
-    optimizer: AdamW | None = None,
+    optimizer: OffloadedOptimizer | None = None,
     *,
     scheduler: Stateful | None = None,
 ) -> Loaded:
@@ -263,9 +264,16 @@ class Checkpoint:
                 check_extent(self.path / file.name, extent)
 
     def _check_moments(self, expected: Mapping[str, TensorInfo]) -> None:
-        """Raises ConfigError where moments are kept in another format than the model's."""
+        """Raises ConfigError where moments are others than the model's, or in another format."""
+        mine, saved = _moments_in(expected), _moments_in([*self._places, *self._linked])
+        if mine and saved and mine != saved:
+            raise ConfigError(
+                f"{self.path} is of another optimizer: of a parameter it has {saved or 'nothing'}, "
+                f"and the model has room for {mine or 'nothing'}; set optimizer.name, and "
+                "optimizer.momentum for sgd, as they were for that run"
+            )
         for name, info in expected.items():
-            if name.endswith((".exp_avg", ".exp_avg_sq")) and self.has(name):
+            if name.endswith(_MOMENT_ENDS) and self.has(name):
                 there = self._info_of(name).dtype
                 if (there is torch.uint8) != (info.dtype is torch.uint8):
                     word = "8bit" if there is torch.uint8 else "float32"
@@ -296,6 +304,12 @@ class Checkpoint:
 
     def extent_of(self, name: str) -> Extent:
         return self._places[name][2]
+
+
+def _moments_in(names: Iterable[str]) -> str:
+    """Which moments there are among names of tensors."""
+    there = {name.rpartition(".")[2] for name in names}
+    return " and ".join(piece.value for piece in MOMENT_PIECES if piece.value in there)
 
 
 def _expected(state: StateAccess) -> Iterator[StateTensor]:
@@ -330,14 +344,14 @@ def _compare_names(expected: set[str], there: set[str], path: Path) -> None:
         if any(".tiles." in name for name in missing + surplus):
             what += ["moments of eight bits need schedule.tile as it was for that run"]
         raise ConfigError(
-            f"{path} is a checkpoint of another model, precision or set of trainable parameters: "
-            + "; ".join(what)
+            f"{path} is a checkpoint of another model, optimizer, precision or set of trainable "
+            "parameters: " + "; ".join(what)
         )
 
 
 def _check_program(
     program: Mapping[str, Any],
-    optimizer: AdamW | None,
+    optimizer: OffloadedOptimizer | None,
     scheduler: Stateful | None,
     path: Path,
 ) -> None:

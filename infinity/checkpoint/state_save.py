@@ -47,7 +47,7 @@ from infinity.checkpoint.state_manifest import (
 from infinity.checkpoint.state_random import random_state
 from infinity.engine.durability import is_elsewhere
 from infinity.engine.engine import Engine
-from infinity.engine.optimizer import AdamW
+from infinity.engine.optimizer import OffloadedOptimizer
 from infinity.engine.rank_group import Together
 from infinity.engine.registry import engine_of
 from infinity.engine.state_access import StateAccess
@@ -66,7 +66,7 @@ class Stateful(Protocol):
 def save(
     directory: str | os.PathLike[str],
     model: nn.Module,
-    optimizer: AdamW | None = None,
+    optimizer: OffloadedOptimizer | None = None,
     *,
     scheduler: Stateful | None = None,
     step: int | None = None,
@@ -103,7 +103,7 @@ def save(
 def async_save(
     directory: str | os.PathLike[str],
     model: nn.Module,
-    optimizer: AdamW | None = None,
+    optimizer: OffloadedOptimizer | None = None,
     *,
     scheduler: Stateful | None = None,
     step: int | None = None,
@@ -191,7 +191,7 @@ def _copying_directory(engine: Engine, directory: Path, step: int) -> Path | Non
 
 def commit(
     model: nn.Module,
-    optimizer: AdamW | None = None,
+    optimizer: OffloadedOptimizer | None = None,
     *,
     scheduler: Stateful | None = None,
     step: int | None = None,
@@ -230,7 +230,7 @@ class _Program:
     @classmethod
     def of(
         cls,
-        optimizer: AdamW | None,
+        optimizer: OffloadedOptimizer | None,
         scheduler: Stateful | None,
         step: int | None,
         extra: Mapping[str, Any] | None,

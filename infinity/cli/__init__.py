@@ -68,13 +68,8 @@ class _LazyGroup(TyperGroup):
             # A pipe that is closed ends other programs' output without a word: so it does ours.
             if ctx.params.get("traceback") or isinstance(error, BrokenPipeError):
                 raise
-            print_error(f"error: {error}")
-            raise typer.Exit(2) from None
-        except OSError as error:
-            named = storage_error(error)
-            if named is None or ctx.params.get("traceback"):
-                raise
-            print_error(f"error: {named}")
+            named = error if isinstance(error, InfinityError) else storage_error(error)
+            print_error(f"error: {named or error}")
             raise typer.Exit(2) from None
 
 

@@ -139,12 +139,13 @@ def _model(config: SwapConfig, name: str | None, params: str | None) -> Any:
 
     from infinity.plan import load_model, scaled_gpt
     from infinity.plan.model import model_of_config, model_of_shape
+    from infinity.state.moments import moments_of
 
     dtype = getattr(torch, config.precision.compute_dtype)
     if name is not None:
-        return load_model(name, dtype, config.precision.moments)
+        return load_model(name, dtype, moments_of(config))
     if params is not None:
-        return model_of_shape(scaled_gpt(parse_count(params)), dtype, config.precision.moments)
+        return model_of_shape(scaled_gpt(parse_count(params)), dtype, moments_of(config))
     config.require("model", "data", "train")
     require_transformers("infinity plan of a file's [model]")
     return model_of_config(config)

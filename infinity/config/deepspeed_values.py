@@ -257,7 +257,8 @@ def adam_w_mode(value: Any, facts: Facts) -> Outcome:
         return Outcome("ignored", "decoupled weight decay, as here")
     if facts.get("optimizer.params.weight_decay", 0) == 0:
         return Outcome("ignored", "without weight decay the two modes are one")
-    return Outcome("refused", "weight decay as an L2 term is not there, only the decoupled one")
+    reason = "weight decay is added to the gradient"
+    return Outcome("mapped", reason, {"optimizer.name": "adam"})
 
 
 def bias_correction(value: Any, _: Facts) -> Outcome:

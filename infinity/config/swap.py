@@ -11,7 +11,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, get_args
 
-from pydantic import Field, PrivateAttr, ValidationError, ValidationInfo, field_validator
+from pydantic import (
+    Field,
+    PrivateAttr,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from infinity.config import problems
 from infinity.config.schema import (
@@ -48,7 +55,7 @@ from infinity.errors import ConfigError
 IO_ENGINE_VARIABLE = "INFINITY_IO_ENGINE"
 COMMITS_NAME, COPYING_NAME = "commits", "copying"  # In the first swap directory.
 # Chunks that one move of the optimizer holds of each kind of state.
-_NUM_CHUNKS = {"master": 1, "moments": 2, "gradients": 1}
+_NUM_CHUNKS = {"master": 1, "gradients": 1}
 
 SectionName = Literal["model", "data", "train"]
 
@@ -135,29 +142,32 @@ class SwapConfig(Section):
     @classmethod
     def _within_host(cls, schedule: Schedule, info: ValidationInfo) -> Schedule:
         tiers: Tiers | None = info.data.get("tiers")
-        placement: Placement | None = info.data.get("placement")
         budget = tiers.host.capacity.nbytes if tiers else None
         if budget is None:
             return schedule
         faults = []
-        window, chunk, host = schedule.window, schedule.update_chunk, write_nbytes(budget)
+        window, host = schedule.window, write_nbytes(budget)
         if window != "auto" and window > budget:
             text = f"expected at most tiers.host.capacity, {host}; got {write_nbytes(window)}"
             faults.append(fault(text, "window"))
-        num_chunks = sum(
-            count
-            for kind, count in _NUM_CHUNKS.items()
-            if placement and "nvme" in getattr(placement, kind)
-        )
-        # A default chunk is the engine's to shrink; one that was asked for has to fit.
-        if "update_chunk" in schedule.model_fields_set and num_chunks * chunk > budget:
-            text = (
-                f"{num_chunks} chunks of {write_nbytes(chunk)}, one for each kind of state on "
-                f"nvme, do not fit tiers.host.capacity, {host}"
-            )
-            faults.append(fault(text, "update_chunk"))
         refuse_all(faults)
         return schedule
+
+    @model_validator(mode="after")
+    def _chunks_within_host(self) -> SwapConfig:
+        """A default chunk is the engine's to shrink; one that was asked for has to fit."""
+        budget, chunk = self.tiers.host.capacity.nbytes, self.schedule.update_chunk
+        if budget is None or "update_chunk" not in self.schedule.model_fields_set:
+            return self
+        counts = {**_NUM_CHUNKS, "moments": self.optimizer.num_moments}
+        num_chunks = sum(n for kind, n in counts.items() if "nvme" in getattr(self.placement, kind))
+        if num_chunks * chunk > budget:
+            text = (
+                f"{num_chunks} chunks of {write_nbytes(chunk)}, one for each kind of state on "
+                f"nvme, do not fit tiers.host.capacity, {write_nbytes(budget)}"
+            )
+            refuse_all([fault(text, "schedule", "update_chunk")])
+        return self
 
     @field_validator("checkpoint")
     @classmethod

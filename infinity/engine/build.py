@@ -61,6 +61,7 @@ from infinity.ranks.rendezvous import Group, find_group, process_group
 from infinity.ranks.store import RankedStore
 from infinity.schedule.executor import Executor
 from infinity.state.budgets import Budgets
+from infinity.state.moments import moments_of
 from infinity.state.store import StateStore
 from infinity.state.tiles import fit
 from infinity.state.units import TensorFacts, Unit, layout_unit
@@ -193,7 +194,7 @@ def _lay_out(
         anatomy = dissect(model, rule)
         if not anatomy.units:
             raise ConfigError(f"{type(model).__name__} has no parameters; nothing to offload")
-        moments = config.precision.moments
+        moments = moments_of(config)
         laid_out = [
             layout_unit(index, name, [facts_of(each, dtypes) for each in members], moments)
             for index, (name, members) in enumerate(anatomy.units)

@@ -1,11 +1,11 @@
-"""AdamW as users know it, over state that rests on tiers."""
+"""An optimizer as users know it, over state that rests on tiers."""
 
 from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -14,48 +14,51 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from infinity.engine.engine import Engine
 from infinity.engine.handles import Handle
 from infinity.engine.interrupts import uninterrupted
+from infinity.engine.optimizer_state import OptimizerState
 from infinity.engine.registry import engine_of, owner_of
 from infinity.engine.slot import Slot
 from infinity.engine.tiling import tiles_of
 from infinity.engine.update import StepRecord
-from infinity.errors import ConfigError, NonFiniteError, UnsupportedError
-from infinity.ops.adamw import AdamWSettings
+from infinity.errors import ConfigError, InfinityError, NonFiniteError, UnsupportedError
+from infinity.ops.optimizers import Settings
+from infinity.state.moments import moments_of
 from infinity.state.tiles import name_of_whole
+from infinity.state.units import TensorSpec
 
 
-class AdamW(torch.optim.Optimizer):
-    """`torch.optim.AdamW` for an offloaded model; the same bits as its fused implementation.
+class OffloadedOptimizer(torch.optim.Optimizer):
+    """What the optimizers of `infinity.engine.optimizers` have in common: all but their rule.
 
-    `params` is the model, its parameters, or groups of them, as for any torch optimizer.
-    Learning-rate schedulers work on `param_groups`. `max_grad_norm` clips the global 2-norm,
-    exactly as `torch.nn.utils.clip_grad_norm_` before the step would; `grad_norm` then holds the
-    norm of the last step (fp32 scalar), as it does with `always_norm`. `error_if_nonfinite` raises
-    NonFiniteError before anything is changed.
+    Options of every one:
 
-    Source: Loshchilov and Hutter, "Decoupled weight decay regularization", 2019.
+    max_grad_norm: clips the global 2-norm, exactly as `torch.nn.utils.clip_grad_norm_` before the
+        step would; `grad_norm` then holds the norm of the last step (fp32 scalar)
+    always_norm: computes `grad_norm` also where nothing is clipped
+    error_if_nonfinite: raises NonFiniteError before anything is changed
+    skip_if_nonfinite: makes no step where the norm is not finite, as a GradScaler does;
+        `step_was_skipped` then says so, until the next step
     """
 
+    name: ClassVar[str]  # As `[optimizer] name` has it.
+    moments: ClassVar[frozenset[str]]  # The most that the rule keeps of a parameter.
     # Accelerate leaves an optimizer alone that is prepared already.
     _is_accelerate_prepared = True
-    step_was_skipped = False
 
     def __init__(
         self,
         params: nn.Module | Iterable[Any],
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 1e-2,
+        defaults: dict[str, Any],
         *,
-        max_grad_norm: float | None = None,
-        always_norm: bool = False,
-        error_if_nonfinite: bool = False,
+        max_grad_norm: float | None,
+        always_norm: bool,
+        error_if_nonfinite: bool,
+        skip_if_nonfinite: bool,
     ) -> None:
-        _check(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, max_grad_norm=max_grad_norm)
-        if isinstance(params, nn.Module):
-            engine_of(params).reset()  # A forward that was interrupted may hold parameters still.
-            params = [parameter for parameter in params.parameters() if parameter.requires_grad]
-        defaults = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
+        if max_grad_norm is not None and not max_grad_norm > 0:
+            raise ConfigError(f"expected max_grad_norm > 0 or None, got {max_grad_norm}")
+        if error_if_nonfinite and skip_if_nonfinite:
+            raise ConfigError("expected one of error_if_nonfinite and skip_if_nonfinite, got both")
+        self.check_group(defaults)
         self._slots: dict[int, Slot] = {}
         # By id of the handle: a parameter steps when it has a gradient.
         self._steps: dict[int, int] = {}
@@ -63,8 +66,38 @@ class AdamW(torch.optim.Optimizer):
         self.max_grad_norm = max_grad_norm
         self.always_norm = always_norm
         self.error_if_nonfinite = error_if_nonfinite
+        self.skip_if_nonfinite = skip_if_nonfinite
+        self.step_was_skipped = False
         self.grad_norm: torch.Tensor | None = None
-        super().__init__(params, defaults)
+        super().__init__(self._trainable(params), defaults)
+        self.state = OptimizerState(self)  # type: ignore[assignment]
+
+    @staticmethod
+    def _trainable(params: nn.Module | Iterable[Any]) -> list[Any]:
+        if not isinstance(params, nn.Module):
+            found = list(params)
+        else:
+            engine_of(params).reset()  # A forward that was interrupted may hold parameters still.
+            found = [parameter for parameter in params.parameters() if parameter.requires_grad]
+        if not found:
+            raise ConfigError(
+                "expected parameters to train, got none: every parameter of the model is frozen, "
+                "or the list is empty"
+            )
+        return found
+
+    # -- What a rule says ------------------------------------------------------------------------
+
+    @classmethod
+    def check_group(cls, group: dict[str, Any]) -> None:
+        """Raises ConfigError for settings that the rule cannot have."""
+        raise NotImplementedError
+
+    def settings_of(self, group: dict[str, Any], slot: Slot, step: int) -> Settings:
+        """What one step of one parameter uses; `step` counts from 1."""
+        raise NotImplementedError
+
+    # -- Groups ----------------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         params = param_group["params"]
@@ -72,11 +105,8 @@ class AdamW(torch.optim.Optimizer):
             [params] if isinstance(params, torch.Tensor) else list(params)
         )
         param_group["params"] = params = [tile for each in params for tile in tiles_of(each)]
-        for key in ("amsgrad", "maximize", "capturable", "differentiable"):
-            if param_group.get(key):
-                raise UnsupportedError(f"infinity.AdamW has no {key!r}; leave it out")
-        settings = {key: param_group.get(key, value) for key, value in self.defaults.items()}
-        _check(**settings, max_grad_norm=self.max_grad_norm)
+        refuse_options(self, param_group)
+        self.check_group({**self.defaults, **param_group})
         for place, item in enumerate(params):
             name, parameter = item if isinstance(item, tuple) else (None, item)
             slot = self._find(parameter)  # Frozen ones never get a gradient.
@@ -84,14 +114,35 @@ class AdamW(torch.optim.Optimizer):
             self._slots[id(slot.handle)] = slot
             slot.optimizer = weakref.ref(self)
         super().add_param_group(param_group)
+        for slot in self._slots.values():
+            self._check_room(self.settings_of(self.param_groups[-1], slot, step=1).state_names)
+            break
+
+    def _check_room(self, needed: Iterable[str]) -> None:
+        """Raises ConfigError unless the model was offloaded with room for these moments, and with
+        none that no group of this rule could use."""
+        assert self._engine is not None
+        config = self._engine.config
+        reserved = {piece.value for piece in moments_of(config).pieces}
+        if set(needed) <= reserved <= self.moments:
+            return
+        word = type(self).__name__
+        kept = " and ".join(sorted(needed)) or "no moments"
+        momentum = ", and optimizer.momentum as it is here" if self.name == "sgd" and needed else ""
+        raise ConfigError(
+            f"infinity.{word} keeps {kept} of a parameter, and the model was offloaded with room "
+            f"for {' and '.join(sorted(reserved)) or 'none'}, by optimizer.name = "
+            f'"{config.optimizer.name}"; set optimizer.name = "{self.name}"{momentum} in the '
+            "configuration of infinity.offload"
+        )
 
     def _find(self, parameter: Any) -> Slot:
         engine = owner_of(parameter)
         if engine is None:
             raise ConfigError(
                 f"expected parameters of an offloaded model, got {type(parameter).__name__}; "
-                "build the optimizer after infinity.offload(model, config), and add adapters and "
-                "heads before it"
+                "build the optimizer after infinity.offload(model, config), and attach adapters "
+                "and new heads before that"
             )
         if self._engine is not None and engine is not self._engine:
             raise ConfigError(
@@ -107,22 +158,38 @@ class AdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        assert self._engine is not None
-        self._engine.begin_step()
+        if self.engine.is_closed:
+            raise InfinityError(
+                f"{type(self).__name__}.step() after the engine was closed: the model's state is "
+                "gone. Make the steps before close()"
+            )
+        self.engine.begin_step()
         factor = self._clip()
+        if self.step_was_skipped:
+            return loss
         settings, steps = {}, {}
         for group in self.param_groups:
             for handle in group["params"]:
                 slot = self._slots[id(handle)]
-                if self._engine.has_gradient(slot):
+                if self.engine.has_gradient(slot):
                     self._refuse_successor(slot)
                     steps[id(handle)] = self._steps.get(id(handle), 0) + 1
-                    settings[slot.spec] = _settings(group, steps[id(handle)])
+                    settings[slot.spec] = self.settings_of(group, slot, steps[id(handle)])
         if settings:
+            self._check_room({name for each in settings.values() for name in each.state_names})
             with uninterrupted():
-                self._engine.step(StepRecord(settings, factor))
+                self.engine.step(StepRecord(settings, factor))
                 self._steps.update(steps)  # A step that was refused has not been made.
+                self._note_step(settings)
         return loss
+
+    def _note_step(self, settings: Mapping[TensorSpec, Settings]) -> None:
+        """A step with these settings was made."""
+
+    @property
+    def engine(self) -> Engine:
+        assert self._engine is not None, "there is no optimizer without a parameter"
+        return self._engine
 
     def _refuse_successor(self, slot: Slot) -> None:
         if slot.optimizer is None or slot.optimizer() is not self:
@@ -133,19 +200,23 @@ class AdamW(torch.optim.Optimizer):
 
     def _clip(self) -> torch.Tensor | None:
         """The factor gradients are multiplied by, after the norm was looked at."""
-        self.grad_norm = None
-        if self.max_grad_norm is None and not self.always_norm and not self.error_if_nonfinite:
+        self.grad_norm, self.step_was_skipped = None, False
+        looks = self.always_norm or self.error_if_nonfinite or self.skip_if_nonfinite
+        if self.max_grad_norm is None and not looks:
             return None
-        assert self._engine is not None
         mine = {id(slot) for slot in self._slots.values()}
         # In the model's order, like clip_grad_norm_(model.parameters()), whatever the groups are.
-        ordered = [slot for slot in self._engine.slots if id(slot) in mine]
-        norms = self._engine.gradient_norms(ordered)
+        ordered = [slot for slot in self.engine.slots if id(slot) in mine]
+        norms = self.engine.gradient_norms(ordered)
         if not norms:
             self.grad_norm = torch.tensor(0.0)
             return None
         self.grad_norm = torch.linalg.vector_norm(torch.stack(list(norms.values())))
-        if self.error_if_nonfinite and not torch.isfinite(self.grad_norm):
+        is_finite = bool(torch.isfinite(self.grad_norm))
+        if self.skip_if_nonfinite and not is_finite:
+            self.step_was_skipped = True
+            return None
+        if self.error_if_nonfinite and not is_finite:
             culprits = [name for name, norm in norms.items() if not torch.isfinite(norm)]
             raise NonFiniteError(
                 "the gradient norm",
@@ -156,20 +227,45 @@ class AdamW(torch.optim.Optimizer):
             return None
         return torch.clamp(self.max_grad_norm / (self.grad_norm + 1e-6), max=1.0)
 
-    def clip_grad_norm_(self, max_norm: float | None) -> torch.Tensor:
+    def clip_grad_norm_(
+        self, max_norm: float | None, *, error_if_nonfinite: bool | None = None
+    ) -> torch.Tensor:
         """Clips from the next step on, and returns the norm of the gradients as they are now.
 
         In the place of `torch.nn.utils.clip_grad_norm_` in loops that call it before every step.
-        None, 0 and infinity clip nothing.
+        None, 0 and infinity clip nothing. `error_if_nonfinite`: for this call; by default as the
+        optimizer has it.
         """
         self.max_grad_norm = max_norm if max_norm and math.isfinite(max_norm) else None
-        always_norm, self.always_norm = self.always_norm, True
+        kept = self.always_norm, self.error_if_nonfinite, self.skip_if_nonfinite
+        self.always_norm = True
+        if error_if_nonfinite is not None:
+            self.error_if_nonfinite = error_if_nonfinite
+            self.skip_if_nonfinite = self.skip_if_nonfinite and not error_if_nonfinite
         try:
             self._clip()
         finally:
-            self.always_norm = always_norm
+            self.always_norm, self.error_if_nonfinite, self.skip_if_nonfinite = kept
+            self.step_was_skipped = False  # It is the step that is skipped.
         assert self.grad_norm is not None
         return self.grad_norm
+
+    # -- State -----------------------------------------------------------------------------------
+
+    def slots_of(self, parameter: Any) -> list[Slot]:
+        """Of one parameter, or of the tiles that it stands as; those that this optimizer has."""
+        found = self.engine.slots_of([parameter]) if owner_of(parameter) is self._engine else []
+        return [slot for slot in found if id(slot.handle) in self._slots]
+
+    def step_of(self, slot: Slot) -> int:
+        return self._steps.get(id(slot.handle), 0)
+
+    def state_names_of(self, slot: Slot) -> list[str]:
+        """What `state` shows of a parameter, as torch's optimizer has it after as many steps."""
+        if not self.step_of(slot):
+            return []
+        group = next(g for g in self.param_groups if any(h is slot.handle for h in g["params"]))
+        return ["step", *self.settings_of(group, slot, self.step_of(slot)).state_names]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets the gradients, or with `set_to_none` false makes those that are there zero."""
@@ -224,10 +320,18 @@ class AdamW(torch.optim.Optimizer):
             | {"params": [names[id(handle)] for handle in group["params"]]}
             for group in self.param_groups
         ]
-        return {"groups": groups, "steps": {names[key]: step for key, step in self._steps.items()}}
+        steps = {names[key]: step for key, step in self._steps.items()}
+        return {"name": self.name, "groups": groups, "steps": steps}
 
     def check_named_state(self, state: dict[str, Any]) -> None:
-        """Raises ConfigError where the groups of `state` are not this optimizer's."""
+        """Raises ConfigError where `state` is of another rule, or its groups are not this
+        optimizer's."""
+        name = state.get("name", "adamw")
+        if name != self.name:
+            raise ConfigError(
+                f'expected the state of "{self.name}", got that of "{name}"; go on with the '
+                f'optimizer that the run was saved with, optimizer.name = "{name}"'
+            )
         saved = [group["params"] for group in state["groups"]]
         mine = [group["params"] for group in self.named_state()["groups"]]
         if saved != mine and list(map(_wholes, saved)) != list(map(_wholes, mine)):
@@ -259,15 +363,17 @@ class AdamW(torch.optim.Optimizer):
 def _refuse_others(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """An optimizer of another kind could change parameters one by one, and would keep its state
     outside of every budget."""
-    if isinstance(optimizer, AdamW):
+    if isinstance(optimizer, OffloadedOptimizer):
         return
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            if isinstance(parameter, Handle):
+            handle = tiles_of(parameter)[0]
+            if isinstance(handle, Handle):
                 raise UnsupportedError(
                     f"{type(optimizer).__name__} would keep its state of "
-                    f"{parameter.name_in_model!r} outside of the tiers; train an offloaded model "
-                    "with infinity.AdamW"
+                    f"{handle.name_in_model!r} outside of the tiers; train an offloaded model "
+                    "with infinity.AdamW, Adam, SGD or Lion, and one under a Trainer after "
+                    "infinity.integrations.hf.prepare_trainer(trainer)"
                 )
 
 
@@ -279,29 +385,25 @@ def _wholes(names: list[str]) -> list[str]:
     return list(dict.fromkeys(map(name_of_whole, names)))
 
 
-def _settings(group: dict[str, Any], step: int) -> AdamWSettings:
-    beta1, beta2 = group["betas"]
-    return AdamWSettings(
-        lr=float(group["lr"]),
-        beta1=float(beta1),
-        beta2=float(beta2),
-        eps=float(group["eps"]),
-        weight_decay=float(group["weight_decay"]),
-        step=step,
-    )
+def refuse_options(optimizer: OffloadedOptimizer, options: Mapping[str, Any]) -> None:
+    """Raises UnsupportedError for options of torch's optimizers that change the result or the way
+    of use, and are not there. `fused` and `foreach` only say which of torch's kernels to take."""
+    for key in ("amsgrad", "maximize", "capturable", "differentiable"):
+        if options.get(key):
+            word = type(optimizer).__name__
+            raise UnsupportedError(f"infinity.{word} has no {key!r}; leave it out")
 
 
-def _check(
-    *,
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-    max_grad_norm: float | None,
-) -> None:
-    if lr < 0 or eps < 0 or weight_decay < 0:
-        raise ConfigError(f"expected {lr=}, {eps=} and {weight_decay=} to be at least 0")
-    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-        raise ConfigError(f"expected two betas in [0, 1), got {betas}")
-    if max_grad_norm is not None and max_grad_norm <= 0:
-        raise ConfigError(f"expected max_grad_norm > 0 or None, got {max_grad_norm}")
+def check_number(name: str, value: Any, *, below: float | None = None) -> None:
+    """Raises ConfigError unless `value` is a finite number of at least 0, and less than `below`."""
+    number = float(value)
+    if not (math.isfinite(number) and number >= 0 and (below is None or number < below)):
+        most = "" if below is None else f" and below {below:g}"
+        raise ConfigError(f"expected {name} to be a finite number of at least 0{most}, got {value}")
+
+
+def check_betas(betas: Any) -> None:
+    if len(betas) != 2:
+        raise ConfigError(f"expected two betas, got {betas}")
+    for beta in betas:
+        check_number("each of betas", beta, below=1.0)

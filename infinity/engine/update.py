@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -419,7 +419,8 @@ class Updater:
                 group = record.settings[part.tensor], part.tensor.facts.dtype
                 groups.setdefault(group, []).append(part)
             for (settings, _), slices in groups.items():
-                spans = [span for part in slices for span in _spans(stage, weights, part)]
+                moments = [Piece(name) for name in settings.state_names]
+                spans = [span for part in slices for span in _spans(stage, weights, part, moments)]
                 if settings.step == 1:  # Whatever an optimizer before this one has left.
                     for span in spans:
                         _forget(span, settings)
@@ -440,7 +441,7 @@ class Updater:
 
     def _write_back(self, stage: _Stage) -> None:
         chunk = stage.chunk
-        for piece in (Piece.EXP_AVG, Piece.EXP_AVG_SQ, Piece.MASTER):
+        for piece in (*chunk.unit.moments.pieces, Piece.MASTER):
             if piece not in stage.arrays or self._store.resting(chunk.unit, piece) is not None:
                 continue
             assert stage.berth is not None
@@ -455,9 +456,11 @@ class Updater:
             )
 
 
-def _spans(stage: _Stage, weights: torch.Tensor, part: Slice) -> Iterator[Span]:
-    """A slice's arrays: fp32 weight, or bf16 weight with its residual, or fp32 master. One span, or
-    with moments of eight bits one for every granule."""
+def _spans(
+    stage: _Stage, weights: torch.Tensor, part: Slice, pieces: Sequence[Piece]
+) -> Iterator[Span]:
+    """A slice's arrays: fp32 weight, or bf16 weight with its residual, or fp32 master; and the
+    moments in `pieces`. One span, or with moments of eight bits one for every granule."""
     unit = stage.chunk.unit
     whole = _range(stage, part)
     weight = _weight_slice(weights, part)
@@ -465,18 +468,18 @@ def _spans(stage: _Stage, weights: torch.Tensor, part: Slice) -> Iterator[Span]:
         weight = stage.arrays[Piece.MASTER][whole]
     master = stage.arrays[Piece.MASTER][whole] if weight.dtype is torch.bfloat16 else None
     gradient = stage.arrays[Piece.GRADIENTS][whole]
-    moments = [stage.arrays[piece] for piece in (Piece.EXP_AVG, Piece.EXP_AVG_SQ)]
-    if not unit.is_8bit(Piece.EXP_AVG):
-        exp_avg, exp_avg_sq = (moment[whole] for moment in moments)
-        yield Span(weight, gradient, (exp_avg, exp_avg_sq), master)
+    moments = [stage.arrays[piece] for piece in pieces]
+    if not moments or not unit.moments.is_8bit:
+        yield Span(weight, gradient, tuple(moment[whole] for moment in moments), master)
         return
     numel = stage.chunk.stop - stage.chunk.start
     granules = (states_within(moment, numel, whole.start, whole.stop) for moment in moments)
-    for (first, exp_avg), (_, exp_avg_sq) in zip(*granules, strict=True):
-        start = first - whole.start
-        each = slice(start, start + exp_avg.numel())
+    for of_granule in zip(*granules, strict=True):
+        start = of_granule[0][0] - whole.start
+        states = tuple(state for _, state in of_granule)
+        each = slice(start, start + states[0].numel())
         residual = None if master is None else master[each]
-        yield Span(weight[each], gradient[each], (exp_avg, exp_avg_sq), residual)
+        yield Span(weight[each], gradient[each], states, residual)
 
 
 def _range(stage: _Stage, part: Slice) -> slice:

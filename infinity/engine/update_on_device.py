@@ -14,9 +14,9 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from infinity.ops.adamw import AdamWSettings, has_torch_bits
 from infinity.ops.optimizers import Settings, reference_span_
 from infinity.ops.span import Span
+from infinity.ops.torch_kernels import is_native
 from infinity.tiers.device import Copy, DeviceAdapter
 
 # Elements on the device at once, three times: arrays of 16 bytes each, and ten times 8 bytes that
@@ -28,7 +28,7 @@ def can_update_on_device(spans: Sequence[Span], settings: Settings) -> bool:
     """Whether the device would give the bits that the host gives."""
     if spans[0].is_8bit:
         return False  # Its tables are on the host.
-    return spans[0].is_split or not isinstance(settings, AdamWSettings) or has_torch_bits()
+    return spans[0].is_split or is_native(settings)
 
 
 def update_on_device(

@@ -26,7 +26,7 @@ from infinity.schedule.step import Rates, drive_rates
 from infinity.schedule.update_place import UpdatePlace, choose, settled
 from infinity.sizes import MIB, align_down
 from infinity.state.budgets import Budgets
-from infinity.state.units import STATE_GRANULE, STATE_ITEM_NBYTES, Piece, Unit
+from infinity.state.units import STATE_GRANULE, STATE_ITEM_NBYTES, Unit
 from infinity.tiers.device import DeviceAdapter
 from infinity.tiers.host import HostTier
 
@@ -54,7 +54,7 @@ def place_updates(
 
     Called while nothing else is lent from the host tier.
     """
-    updated = [unit for unit in units if unit.nbytes(Piece.EXP_AVG)]
+    updated = [unit for unit in units if unit.has_state]
     place = settled(
         config.schedule.update_on,
         config.precision.moments,

@@ -27,8 +27,9 @@ import infinity
 from infinity.checkpoint.safetensors_export import export_safetensors
 from infinity.checkpoint.state_load import load
 from infinity.checkpoint.state_save import save
-from infinity.engine.optimizer import AdamW
-from infinity.engine.registry import engine_of
+from infinity.engine.optimizer import OffloadedOptimizer
+from infinity.engine.optimizers import AdamW
+from infinity.engine.registry import engine_of, owner_of
 from infinity.errors import ConfigError, InfinityError, StorageError, UnsupportedError
 from infinity.sizes import GIB, parse_nbytes
 
@@ -48,8 +49,8 @@ def prepare_trainer(trainer: T, config: Any = None) -> T:
 
     The model is offloaded already, or it is now, as `config` says. The optimizer is infinity.AdamW
     with the groups, the learning rate and the betas of `trainer.args`, and clips to
-    `args.max_grad_norm`; or the infinity.AdamW that was given to the Trainer. The precision is the
-    model's: load it in bfloat16 for that, and leave `args.bf16` false.
+    `args.max_grad_norm`; or the optimizer of infinity that was given to the Trainer. The precision
+    is the model's: load it in bfloat16 for that, and leave `args.bf16` false.
 
     Checkpoints hold, beside what Trainer writes, `infinity/`: everything an exact continuation
     needs. `save_model` and checkpoints export weights shard by shard. Raises ConfigError for
@@ -63,13 +64,14 @@ def prepare_trainer(trainer: T, config: Any = None) -> T:
         )
     given: Any = trainer
     _check_arguments(given.args)
-    if given.optimizer is not None and not isinstance(given.optimizer, AdamW):
+    if given.optimizer is not None and not isinstance(given.optimizer, OffloadedOptimizer):
         raise ConfigError(
-            f"expected infinity.AdamW as the Trainer's optimizer, got "
+            f"expected infinity.AdamW, Adam, SGD or Lion as the Trainer's optimizer, got "
             f"{type(given.optimizer).__name__}; leave `optimizers` out, or give (infinity.AdamW("
             "model, ...), scheduler)"
         )
     _offload(given.model, config)
+    _refuse_strays(given.model)
     _stream_exports(given.model)
     cls = type(given)
     if issubclass(cls, OffloadedTrainer):
@@ -96,6 +98,23 @@ def _check_arguments(args: Any) -> None:
     wrong = [f"args.{name}: {text}" for is_wrong, name, text in faults if is_wrong]
     if wrong:
         raise ConfigError("an offloaded model cannot be trained so: " + "; ".join(wrong))
+
+
+def _refuse_strays(model: nn.Module) -> None:
+    """Raises ConfigError for parameters to train that came to the model after it was offloaded.
+    Frozen ones stay in memory and are used as they are: TRL adds a reference adapter so."""
+    strays = [
+        name
+        for name, each in model.named_parameters()
+        if each.requires_grad and owner_of(each) is None
+    ]
+    if strays:
+        raise ConfigError(
+            f"{strays[0]!r} and {len(strays) - 1} more were added to the model after "
+            "infinity.offload, which does not know them. Attach adapters before: "
+            "get_peft_model(model, peft_config), infinity.offload(model, config), then the "
+            "trainer, without peft_config"
+        )
 
 
 def _offload(model: nn.Module, config: Any) -> None:
@@ -226,7 +245,7 @@ class OffloadedTrainer:
 
 
 def prepare_accelerator(
-    accelerator: Any, model: nn.Module, optimizer: AdamW, config: Any = None
+    accelerator: Any, model: nn.Module, optimizer: OffloadedOptimizer, config: Any = None
 ) -> tuple[nn.Module, AcceleratedOptimizer]:
     """For a loop of your own with accelerate, in the place of `accelerator.prepare(model, ...)`.
 

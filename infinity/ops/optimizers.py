@@ -12,13 +12,14 @@ from typing import Protocol
 import torch
 
 from infinity.ops.adam import AdamSettings
-from infinity.ops.adamw import AdamWSettings, has_torch_bits, torch_adamw_
+from infinity.ops.adamw import AdamWSettings
 from infinity.ops.dynamic_8bit import State8Bit, decode, encode_
 from infinity.ops.lion import LionSettings
 from infinity.ops.native import apply_rule
 from infinity.ops.sgd import SGDSettings
 from infinity.ops.span import Span, check_spans
 from infinity.ops.split_master import join, split
+from infinity.ops.torch_kernels import is_native, torch_step_
 
 REFERENCE_LANES = 8  # Elements in one vector of torch's kernels, whose bits these are.
 _CANONICAL_NAN = torch.tensor(0xFFC00000 - 2**32, dtype=torch.int32).view(torch.float32)
@@ -91,17 +92,18 @@ def update_(
 def step_(
     spans: Sequence[Span], settings: Settings, *, grad_scale: torch.Tensor | None = None
 ) -> None:
-    """`update_` with the bits of this torch: where its AdamW rounds otherwise than the native one
-    (another processor, another build), fp32 spans go through torch's own kernel."""
-    is_native = not isinstance(settings, AdamWSettings) or has_torch_bits()
-    if is_native or spans[0].is_split or spans[0].is_8bit:  # The latter equal nothing of torch's.
+    """`update_` with the bits of this torch: where its kernel rounds otherwise than the native one
+    (another processor, another build), fp32 spans go through torch's own."""
+    if (
+        is_native(settings) or spans[0].is_split or spans[0].is_8bit
+    ):  # The latter equal nothing of torch's.
         update_(spans, settings, grad_scale=1.0 if grad_scale is None else grad_scale)
         return
     gradients = [span.gradient.float() for span in spans]
     if grad_scale is not None:
         gradients = [gradient * grad_scale for gradient in gradients]
-    exp_avgs, exp_avg_sqs = zip(*(_fp32_states(span, settings) for span in spans), strict=True)
-    torch_adamw_([span.weight for span in spans], gradients, exp_avgs, exp_avg_sqs, settings)
+    states = [_fp32_states(span, settings) for span in spans]
+    torch_step_([span.weight for span in spans], gradients, states, settings)
 
 
 def reference_update_(

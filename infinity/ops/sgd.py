@@ -34,7 +34,7 @@ class SGDSettings:
 
     @property
     def state_names(self) -> tuple[str, ...]:
-        return ("momentum",) if self.momentum else ()
+        return ("momentum_buffer",) if self.momentum else ()
 
     def coefficients(self) -> tuple[float, ...]:
         plain = (float(self.lr), self.weight_decay)

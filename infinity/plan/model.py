@@ -14,7 +14,7 @@ import torch
 from pydantic import Field
 
 from infinity.plan.files import Table, read_table
-from infinity.state.units import MomentFormat, TensorFacts, Unit, layout_unit
+from infinity.state.units import OF_ADAM, Moments, TensorFacts, Unit, layout_unit
 
 
 class LatentAttention(Table):
@@ -90,7 +90,7 @@ class Model:
         return sum(site.active_params for site in self.sites)
 
 
-def load_model(name: str, dtype: torch.dtype, moments: str = MomentFormat.FLOAT32) -> Model:
+def load_model(name: str, dtype: torch.dtype, moments: Moments = OF_ADAM) -> Model:
     """A shipped model by name, or a file by path. Raises ConfigError with what is there."""
     return model_of_shape(read_table(ModelShape, "models", name), dtype, moments)
 
@@ -113,9 +113,7 @@ def scaled_gpt(num_params: int) -> ModelShape:
     )
 
 
-def model_of_shape(
-    shape: ModelShape, dtype: torch.dtype, moments: str = MomentFormat.FLOAT32
-) -> Model:
+def model_of_shape(shape: ModelShape, dtype: torch.dtype, moments: Moments = OF_ADAM) -> Model:
     """Units and sites, in the order of the forward."""
     units: list[Unit] = []
     sites: list[SiteWork] = []
@@ -220,6 +218,7 @@ def model_of_config(config: Any) -> Model:
     from infinity.engine.build import facts_of
     from infinity.engine.discover import dissect
     from infinity.engine.dtypes import Dtypes
+    from infinity.state.moments import moments_of
     from infinity.tiers.ranges import rounded_nbytes
     from infinity.training.model import build_model, plan_model
 
@@ -232,7 +231,7 @@ def model_of_config(config: Any) -> Model:
             index,
             name,
             [facts_of(each, dtypes) for each in members],
-            config.precision.moments,
+            moments_of(config),
         )
         for index, (name, members) in enumerate(anatomy.units)
     )

@@ -20,7 +20,7 @@ import torch
 
 from infinity.api import offload
 from infinity.config import SwapConfig
-from infinity.engine.optimizer import AdamW
+from infinity.engine.optimizers import AdamW
 from infinity.engine.registry import engine_of
 from infinity.errors import CapacityError
 from infinity.observe.timeline import laid_out

@@ -38,7 +38,7 @@ def with_tiles(model: Model, limit_nbytes: int | None) -> Model:
         first = len(units)
         left, tiles = _cut(unit, limit_nbytes)
         for name, tensors in [(unit.name, left)] * bool(left) + tiles:
-            units.append(layout_unit(len(units), name, tensors))
+            units.append(layout_unit(len(units), name, tensors, unit.moments))
         parts.append((tuple(range(first, first + bool(left))), _to_end(first + bool(left), units)))
     held = [_held_nbytes([parts[unit] for unit in site.units], units) for site in model.sites]
     return replace(

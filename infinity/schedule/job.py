@@ -127,7 +127,7 @@ def updated_nbytes(unit: Unit) -> int:
     """What the optimizer's pass over a unit reads and writes."""
     if not unit.state_numel:
         return 0
-    moments_nbytes = unit.nbytes(Piece.EXP_AVG) + unit.nbytes(Piece.EXP_AVG_SQ)
+    moments_nbytes = sum(unit.nbytes(piece) for piece in unit.moments.pieces)
     changed_nbytes = unit.trainable_nbytes + moments_nbytes + unit.nbytes(Piece.MASTER)
     return 2 * changed_nbytes + unit.nbytes(Piece.GRADIENTS)
 

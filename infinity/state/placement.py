@@ -15,7 +15,13 @@ from dataclasses import dataclass
 
 from infinity.errors import CapacityError
 from infinity.sizes import HUGE_PAGE_NBYTES, PAGE_NBYTES, align_down, align_up, format_nbytes
-from infinity.state.units import STATE_GRANULE, STATE_ITEM_NBYTES, Piece, Unit
+from infinity.state.units import (
+    MOMENT_PIECES,
+    STATE_GRANULE,
+    STATE_ITEM_NBYTES,
+    Piece,
+    Unit,
+)
 from infinity.tiers.ranges import rounded_nbytes
 
 # By traffic per step: parameters move twice per micro-batch, gradients once, the rest once a step.
@@ -23,8 +29,7 @@ _PLACING_ORDER = (
     Piece.PARAMETERS,
     Piece.GRADIENTS,
     Piece.MASTER,
-    Piece.EXP_AVG,
-    Piece.EXP_AVG_SQ,
+    *MOMENT_PIECES,
 )
 
 _BUDGET_KEYS = {"device": "tiers.device.capacity", "host": "tiers.host.capacity"}
@@ -113,7 +118,7 @@ _GRANULE_NBYTES = STATE_GRANULE * STATE_ITEM_NBYTES
 _LEAST_BERTHS = 3  # One being read, one updated, one written, where there is room.
 _SMOOTH_BERTHS = 12
 _EFFICIENT_CHUNK_NBYTES = 2 << 20  # Smaller requests cost bandwidth and CPU.
-STATE_PIECES = (Piece.GRADIENTS, Piece.EXP_AVG, Piece.EXP_AVG_SQ, Piece.MASTER)
+STATE_PIECES = (Piece.GRADIENTS, *MOMENT_PIECES, Piece.MASTER)
 
 
 def least_chunk_nbytes(units: Sequence[Unit]) -> int:
@@ -163,7 +168,11 @@ def smallest_working_nbytes(
     held_nbytes = max(held_nbytes, weights_nbytes) if are_weights_away else 0
     gradients_nbytes = 2 * _most(units, Piece.GRADIENTS) if "gradients" in streamed else 0
     master_nbytes = _most(units, Piece.MASTER) if "master" in streamed else 0
-    travelling = sum(piece.kind in streamed for piece in STATE_PIECES)
+    travelling = sum(
+        piece.kind in streamed
+        for piece in STATE_PIECES
+        if piece not in MOMENT_PIECES or any(piece in unit.moments.pieces for unit in units)
+    )
     chunk_nbytes = max(min(chunk_nbytes, _SMALLEST_CHUNK_NBYTES), least_chunk_nbytes(units))
     working_nbytes = max(
         held_nbytes + gradients_nbytes + staged_nbytes + summed_nbytes,

@@ -7,9 +7,10 @@ ones. Everything here is a pure function of shapes and dtypes.
 Layout of a unit (docs/formats/unit.md):
   parameters   every tensor in its own dtype, trainable ones first, then, on a page of their own,
                the frozen ones; each tensor starts at a multiple of TENSOR_ALIGNMENT_NBYTES
-  exp_avg, exp_avg_sq, gradients
-               fp32 arrays over the trainable tensors only, all with the same element offsets; the
-               moments may be of eight bits instead (docs/formats/moments_8bit.md)
+  moments, gradients
+               fp32 arrays over the trainable tensors only, all with the same element offsets; which
+               moments there are is the optimizer's business (`Moments`), and they may be of eight
+               bits instead (docs/formats/moments_8bit.md)
   master       what the parameters lack of their fp32 master, at the same element offsets: a 16-bit
                residual beside bf16 parameters (docs/formats/split_master.md), beside fp16 ones all
                of the fp32 value, beside fp32 ones nothing
@@ -53,12 +54,32 @@ class Piece(StrEnum):
     MASTER = "master"  # what narrower parameters lack of the fp32 value that is updated
     EXP_AVG = "exp_avg"  # first moment
     EXP_AVG_SQ = "exp_avg_sq"  # second moment
+    MOMENTUM_BUFFER = "momentum_buffer"  # SGD's
     GRADIENTS = "gradients"  # fp32, summed over the backward passes of a step
 
     @property
     def kind(self) -> str:
         """The name by which `[placement]` speaks of it."""
-        return "moments" if self in (Piece.EXP_AVG, Piece.EXP_AVG_SQ) else self.value
+        return "moments" if self in MOMENT_PIECES else self.value
+
+
+# Of all optimizers; which of them there are is said by `Moments`. Named as torch's own state is.
+MOMENT_PIECES = (Piece.EXP_AVG, Piece.EXP_AVG_SQ, Piece.MOMENTUM_BUFFER)
+
+
+@dataclass(frozen=True, slots=True)
+class Moments:
+    """What an optimizer keeps of every trainable element, beside the master."""
+
+    pieces: tuple[Piece, ...] = (Piece.EXP_AVG, Piece.EXP_AVG_SQ)
+    format: MomentFormat = MomentFormat.FLOAT32
+
+    @property
+    def is_8bit(self) -> bool:
+        return self.format is MomentFormat.EIGHT_BIT and bool(self.pieces)
+
+
+OF_ADAM = Moments()
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +122,7 @@ class Unit:
     weight_nbytes: int
     state_numel: int
     master_dtype: torch.dtype | None  # int16: a residual; fp32: the whole value; None: no master.
-    moments: MomentFormat = MomentFormat.FLOAT32
+    moments: Moments = OF_ADAM
     pieces: frozenset[Piece] | None = None  # Those that rest on this rank; None: all of them.
 
     @property
@@ -110,19 +131,26 @@ class Unit:
 
     def dtype(self, piece: Piece) -> torch.dtype | None:
         """Of the elements of a piece of state; None when the unit has none of it."""
+        if piece.kind == "moments" and piece not in self.moments.pieces:
+            return None
         if self.is_8bit(piece):
             return torch.uint8
         return self.master_dtype if piece is Piece.MASTER else torch.float32
 
     def is_8bit(self, piece: Piece) -> bool:
         """Whether the piece is codes with scales among them."""
-        return piece.kind == "moments" and self.moments is MomentFormat.EIGHT_BIT
+        return piece in self.moments.pieces and self.moments.is_8bit
 
     @property
     def granule_numel(self) -> int:
         """Chunks start at multiples of this: there every piece is at a page."""
-        is_8bit = self.moments is MomentFormat.EIGHT_BIT
-        return moments_8bit.GRANULE_NUMEL if is_8bit else STATE_GRANULE
+        return moments_8bit.GRANULE_NUMEL if self.moments.is_8bit else STATE_GRANULE
+
+    @property
+    def has_state(self) -> bool:
+        """Whether its optimizer's state is kept here, if there is any."""
+        is_kept = self.pieces is None or Piece.MASTER in self.pieces
+        return self.state_numel > 0 and is_kept
 
     def nbytes(self, piece: Piece, numel: int | None = None) -> int:
         """Bytes of the piece, or of `numel` elements of a piece of state that start a chunk; 0 when
@@ -142,15 +170,14 @@ class Unit:
 
 
 def layout_unit(
-    index: int, name: str, tensors: Sequence[TensorFacts], moments: str = MomentFormat.FLOAT32
+    index: int, name: str, tensors: Sequence[TensorFacts], moments: Moments = OF_ADAM
 ) -> Unit:
     """Places the tensors of one unit. Order among trainable and among frozen ones is kept.
 
     Raises UnsupportedError for a trainable tensor whose dtype has no fp32 optimizer state.
     """
     # A block of codes that share a scale belongs to one tensor.
-    is_8bit = moments == MomentFormat.EIGHT_BIT
-    alignment = BLOCK_NUMEL if is_8bit else STATE_ALIGNMENT
+    alignment = BLOCK_NUMEL if moments.is_8bit else STATE_ALIGNMENT
     specs: list[TensorSpec] = []
     offset_nbytes = state_offset = 0
     for facts in (facts for facts in tensors if facts.is_trainable):
@@ -178,7 +205,7 @@ def layout_unit(
         ),  # Empty tensors need a place too.
         state_numel=align_up(state_offset, STATE_GRANULE),
         master_dtype=_master_dtype({spec.facts.dtype for spec in specs if spec.state_offset >= 0}),
-        moments=MomentFormat(moments),
+        moments=moments,
     )
 
 

@@ -16,6 +16,8 @@ import torch
 
 import infinity
 from infinity.config import Optimizer, Train
+from infinity.engine.optimizer import OffloadedOptimizer
+from infinity.engine.optimizers import OPTIMIZERS
 from infinity.engine.registry import engine_of
 from infinity.engine.tiling import named_parameters_of
 from infinity.errors import NonFiniteError
@@ -52,6 +54,20 @@ def parameter_groups(model: torch.nn.Module, optimizer: Optimizer) -> list[dict[
         {"params": rest, "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
+
+
+def make_optimizer(model: torch.nn.Module, options: Optimizer) -> OffloadedOptimizer:
+    """The optimizer of `[optimizer]`, over the trainable parameters."""
+    own = set(options.keys) & {"betas", "eps", "momentum", "dampening", "nesterov"}
+    return OPTIMIZERS[options.name](
+        parameter_groups(model, options),
+        lr=options.lr,
+        weight_decay=options.weight_decay,
+        max_grad_norm=options.max_grad_norm,
+        always_norm=True,
+        error_if_nonfinite=True,
+        **{key: getattr(options, key) for key in own},
+    )
 
 
 def make_scheduler(

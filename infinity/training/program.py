@@ -44,7 +44,7 @@ from infinity.errors import ConfigError, InfinityError, NonFiniteError
 from infinity.training.allocator import give_back, keep_freed_memory
 from infinity.training.data import Batches, Tokenizer, open_batches, open_tokenizer
 from infinity.training.interrupt import Interrupt
-from infinity.training.loop import Loop, parameter_groups
+from infinity.training.loop import Loop, make_optimizer
 from infinity.training.model import ModelPlan, build_model, plan_model, stream_weights
 from infinity.training.output import MARKER_NAME, SUMMARY_NAME, OutputDirectory
 from infinity.training.ranks import JobRank, job_rank
@@ -225,17 +225,7 @@ class _Run:
                 self._trace_plan, self._engine.counters.tracer, self._reporter.note
             )
         give_back()
-        options = self._config.optimizer
-        self._optimizer = infinity.AdamW(
-            parameter_groups(self._model, options),
-            lr=options.lr,
-            betas=options.betas,
-            eps=options.eps,
-            weight_decay=options.weight_decay,
-            max_grad_norm=options.max_grad_norm,
-            always_norm=True,
-            error_if_nonfinite=True,
-        )
+        self._optimizer = make_optimizer(self._model, self._config.optimizer)
         self._loop = Loop(
             self._model,
             self._optimizer,

@@ -131,7 +131,7 @@ def _newest_before(config: SwapConfig, path: Path) -> Path | None:
 def identity_of(config: SwapConfig, batches: Batches, *, num_ranks: int = 1) -> dict[str, Any]:
     """What the numbers of a run depend on, by dotted key: goes into `extra` of a checkpoint."""
     table = config.to_dict()
-    facts = {f"optimizer.{key}": value for key, value in table["optimizer"].items()}
+    facts = {f"optimizer.{key}": table["optimizer"][key] for key in config.optimizer.keys}
     facts |= {f"precision.{key}": value for key, value in table["precision"].items()}
     facts |= {f"data.{key}": table["data"][key] for key in _DATA_KEYS}
     facts |= {f"train.{key}": table["train"][key] for key in _TRAIN_KEYS}

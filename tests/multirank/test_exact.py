@@ -47,6 +47,9 @@ OTHERS = [
     Case(1, reduce_dtype="bfloat16", accumulation=2, steps=2),
     Case(3, reduce_dtype="bfloat16", simulated=True, steps=2),
     Case(3, lazy_ranks=(1,)),
+    *(Case(s, optimizer=name) for s, name in enumerate(("adam", "momentum", "lion"), 1)),
+    Case(3, NVME, optimizer="momentum", compute="bfloat16", lazy_ranks=(0,)),
+    Case(3, NVME, optimizer="sgd", skips=True),
     Case(1, model="experts", lazy_ranks=(0,)),
     # Every rank decides for itself where it updates.
     Case(3, simulated=True, update_on=("host", "device")),

@@ -20,11 +20,13 @@ from torch import Tensor, nn
 import infinity
 from infinity.ops.split_master import split
 from infinity.testing import SimulatedDevice
+from tests.lion import PlainLion
 
 from .models import Blocks, Experts, WideBlocks, batch, loss_of
 
 MODELS = {"blocks": Blocks, "experts": Experts, "wide": WideBlocks}
 LR = 1e-2
+MOMENTUM = 0.9
 NVME = dict.fromkeys(("parameters", "master", "moments", "gradients"), "nvme")
 MIXED = {"parameters": "device", "master": "nvme", "moments": "host", "gradients": "nvme"}
 
@@ -49,6 +51,7 @@ class Case:
     micro_batch: int | None = None
     tile: int | None = None
     moments: str = "float32"
+    optimizer: str = "adamw"  # Or another name, with a momentum if it is "momentum".
     inbox: int | str = "auto"
     reduce_dtype: str = "auto"
     budgets: str = "node"
@@ -99,7 +102,10 @@ def offloaded(
         "tiers": {"host": {"capacity": case.capacity}, "device": {"kind": "cpu"}},
         "placement": {"master": "host", "moments": "host", "parameters": "host"} | case.placement,
         "precision": {"compute": case.compute, "moments": case.moments},
+        "optimizer": {"name": case.optimizer},
     }
+    if case.optimizer == "momentum":
+        config["optimizer"] = {"name": "sgd", "momentum": MOMENTUM}
     rank = dist.get_rank() if dist.is_initialized() else 0
     config["schedule"] = {
         "update_on": case.update_on[rank % len(case.update_on)],
@@ -124,6 +130,22 @@ def train(rank: int, case: Case) -> Run:
         infinity.engine_of(model).close()
 
 
+def make_optimizer(model: nn.Module, case: Case, **options: Any) -> Any:
+    if case.optimizer == "momentum":
+        return infinity.SGD(model, lr=LR, momentum=MOMENTUM, **options)
+    classes = {"adamw": infinity.AdamW, "adam": infinity.Adam, "sgd": infinity.SGD}
+    return classes.get(case.optimizer, infinity.Lion)(model, lr=LR, **options)
+
+
+def plain_optimizer(parameters: Iterable[Any], case: Case) -> torch.optim.Optimizer:
+    if case.optimizer == "lion":
+        return PlainLion(parameters, lr=LR, betas=(0.9, 0.99), weight_decay=0.0)
+    if case.optimizer == "momentum":
+        return torch.optim.SGD(parameters, lr=LR, momentum=MOMENTUM, fused=True)
+    classes: dict[str, Any] = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}
+    return classes.get(case.optimizer, torch.optim.SGD)(parameters, lr=LR, fused=True)
+
+
 def counted_in_a_step(
     model: nn.Module, rank: int, case: Case, names: Iterable[str]
 ) -> dict[str, float]:
@@ -145,7 +167,7 @@ def counted_in_a_step(
 
 
 def train_model(model: nn.Module, rank: int, case: Case) -> Run:
-    optimizer = infinity.AdamW(model, lr=LR, max_grad_norm=case.max_norm)
+    optimizer = make_optimizer(model, case, max_grad_norm=case.max_norm)
     run = Run()
     for step in range(case.steps):
         run.losses += one_step(model, optimizer, rank, case, step)
@@ -158,9 +180,7 @@ def train_model(model: nn.Module, rank: int, case: Case) -> Run:
     return run
 
 
-def one_step(
-    model: nn.Module, optimizer: infinity.AdamW, rank: int, case: Case, step: int
-) -> list[float]:
+def one_step(model: nn.Module, optimizer: Any, rank: int, case: Case, step: int) -> list[float]:
     """The losses of its micro-batches."""
     dtype, batches = getattr(torch, case.compute), micro_batches(case, rank, step)
 
@@ -199,7 +219,7 @@ def expected(case: Case, count: int) -> list[Run]:
     wide = dict(MODELS[case.model]().named_parameters())
     masters = {n: nn.Parameter(wide[n].detach().clone()) for n in parameters}
     _round(parameters, masters)
-    optimizer = torch.optim.AdamW(masters.values(), lr=LR, fused=True)
+    optimizer = plain_optimizer(masters.values(), case)
     runs = [Run() for _ in range(count)]
     for step in range(case.steps):
         given: dict[str, list[tuple[int, int, Tensor]]] = {name: [] for name in parameters}

@@ -316,7 +316,7 @@ def test_codes_may_start_anywhere_in_memory(simd: str) -> None:
 
 
 def test_step_takes_the_native_update_whatever_torch_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("infinity.ops.optimizers.has_torch_bits", lambda: False)
+    monkeypatch.setattr("infinity.ops.torch_kernels.has_torch_bits", lambda: False)
     span = make_span(300, 1, ADAMW, is_8bit=True)
     reference = clone(span)
     step_([span], ADAMW)

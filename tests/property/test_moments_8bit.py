@@ -9,7 +9,15 @@ from hypothesis import strategies as st
 from infinity.ops.dynamic_8bit import BLOCK_NUMEL, num_scales
 from infinity.sizes import MIB, PAGE_NBYTES
 from infinity.state.moments_8bit import GRANULE_NUMEL, piece_nbytes, states_within
-from infinity.state.units import STATE_GRANULE, Piece, TensorFacts, chunk_unit, layout_unit
+from infinity.state.units import (
+    STATE_GRANULE,
+    MomentFormat,
+    Moments,
+    Piece,
+    TensorFacts,
+    chunk_unit,
+    layout_unit,
+)
 
 sizes = st.lists(
     st.one_of(
@@ -34,7 +42,7 @@ def test_chunks_cover_every_code_and_scale_once(numels: list[int], chunk_mib: in
     facts = [
         TensorFacts(f"t{i}", (numel,), (1,), torch.bfloat16, True) for i, numel in enumerate(numels)
     ]
-    unit = layout_unit(0, "unit", facts, "8bit")
+    unit = layout_unit(0, "unit", facts, Moments(format=MomentFormat.EIGHT_BIT))
     assert unit.state_numel % STATE_GRANULE == 0
     owners = torch.zeros(unit.nbytes(Piece.EXP_AVG), dtype=torch.uint8)
     stop = stop_nbytes = 0

@@ -184,6 +184,14 @@ def test_what_the_optimizer_leaves_out_is_deepspeeds_default(
     assert (config.optimizer.weight_decay, config.optimizer.lr) == (weight_decay, lr)
 
 
+def test_weight_decay_as_an_l2_term_is_that_of_adam() -> None:
+    params = {"weight_decay": 0.1, "adam_w_mode": False}
+    found = SwapConfig.from_deepspeed({"optimizer": {"params": params, "type": "Adam"}}).optimizer
+    assert (found.name, found.weight_decay) == ("adam", 0.1)
+    found = SwapConfig.from_deepspeed({"optimizer": {"type": "Adam"}}).optimizer
+    assert found.name == "adamw", "without a weight decay the two are one"
+
+
 def test_the_scheduler_overrules_the_learning_rate_whatever_the_order() -> None:
     table = {
         "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.02}},

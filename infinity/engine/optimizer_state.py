@@ -1,0 +1,190 @@
+"""`optimizer.state`: moments on their tiers, read when they are asked for.
+
+Plain PyTorch keeps a dict of tensors there. Here nothing is kept: a moment that is asked for is
+fetched, as a copy of fp32 on the host. A change of a copy would be lost, so it is refused.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from infinity.engine.slot import Slot
+from infinity.errors import UnsupportedError
+from infinity.ops.dynamic_8bit import State8Bit, decode
+from infinity.state.units import Piece
+
+if TYPE_CHECKING:
+    from infinity.engine.engine import Engine
+    from infinity.engine.optimizer import OffloadedOptimizer
+
+_READ_ONLY = (
+    "{} would change a fetched copy of optimizer.state and be lost; clone it to change it. "
+    "infinity.checkpoint.load brings back moments, a new optimizer starts with zeros"
+)
+
+
+class FetchedMoment(torch.Tensor):
+    """A moment as it was when it was fetched. Refuses to be changed in place, as do its views."""
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        function: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            fetched = [each for each in tree_leaves((args, kwargs)) if isinstance(each, cls)]
+            before = [each._version for each in fetched]
+            answer = function(*args, **kwargs)
+            if before != [each._version for each in fetched]:
+                raise UnsupportedError(
+                    _READ_ONLY.format(getattr(function, "__name__", str(function)))
+                )
+            memory = {each.untyped_storage().data_ptr() for each in fetched}
+            if hasattr(answer, "setflags"):  # A numpy array over the same memory.
+                answer.setflags(write=False)
+
+            def guarded(tensor: torch.Tensor) -> torch.Tensor:
+                is_view = tensor.untyped_storage().data_ptr() in memory
+                return tensor.as_subclass(cls if is_view else torch.Tensor)
+
+            return tree_map_only(torch.Tensor, guarded, answer)
+
+
+class ParameterState:
+    """What the optimizer keeps of one parameter: `step`, and its moments by torch's names."""
+
+    def __init__(self, optimizer: OffloadedOptimizer, slots: list[Slot]) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self._slots = slots
+
+    def _owner(self) -> OffloadedOptimizer:
+        optimizer = self._optimizer()
+        assert optimizer is not None, "the optimizer is gone"
+        return optimizer
+
+    def keys(self) -> list[str]:
+        return self._owner().state_names_of(self._slots[0])
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if name not in self.keys():
+            raise KeyError(name)
+        owner = self._owner()
+        if name == "step":
+            return torch.tensor(float(owner.step_of(self._slots[0])))
+        parts = [read_moment(owner.engine, slot, Piece(name)) for slot in self._slots]
+        whole = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return whole.as_subclass(FetchedMoment)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self[name] if name in self.keys() else default
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.keys()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.keys())
+
+    def __len__(self) -> int:
+        return len(self.keys())
+
+    def items(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return ((name, self[name]) for name in self.keys())
+
+    def values(self) -> Iterator[torch.Tensor]:
+        return (value for _, value in self.items())
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        raise UnsupportedError(_READ_ONLY.format(f"optimizer.state[p][{name!r}] = ..."))
+
+    def __delitem__(self, name: str) -> None:
+        raise UnsupportedError(_READ_ONLY.format(f"del optimizer.state[p][{name!r}]"))
+
+    def __repr__(self) -> str:
+        return f"<state of {self._slots[0].name!r} on tiers: {', '.join(self.keys())}>"
+
+
+class OptimizerState:
+    """`optimizer.state`: of every parameter that has made a step. Not a dict, so that nobody who
+    walks through dicts fetches the moments of a whole model."""
+
+    def __init__(self, optimizer: OffloadedOptimizer) -> None:
+        self._optimizer = weakref.ref(optimizer)
+
+    def _owner(self) -> OffloadedOptimizer:
+        optimizer = self._optimizer()
+        assert optimizer is not None, "the optimizer is gone"
+        return optimizer
+
+    def __getitem__(self, parameter: Any) -> ParameterState:
+        slots = self._owner().slots_of(parameter)
+        if not slots:
+            raise KeyError("not a parameter of this optimizer")
+        return ParameterState(self._owner(), slots)
+
+    def get(self, parameter: Any, default: Any = None) -> Any:
+        slots = self._owner().slots_of(parameter)
+        return ParameterState(self._owner(), slots) if slots else default
+
+    def __contains__(self, parameter: Any) -> bool:
+        owner = self._owner()
+        slots = owner.slots_of(parameter)
+        return bool(slots) and bool(owner.state_names_of(slots[0]))
+
+    def __iter__(self) -> Iterator[Any]:
+        groups = self._owner().param_groups
+        return (each for group in groups for each in group["params"] if each in self)
+
+    def keys(self) -> list[Any]:
+        return list(self)
+
+    def values(self) -> Iterator[ParameterState]:
+        return (self[parameter] for parameter in self)
+
+    def items(self) -> Iterator[tuple[Any, ParameterState]]:
+        return ((parameter, self[parameter]) for parameter in self)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __setitem__(self, parameter: Any, value: Any) -> None:
+        """Takes back what was read, as who moves optimizers between devices puts it."""
+        if not isinstance(value, ParameterState) or value._slots != self[parameter]._slots:
+            raise UnsupportedError(_READ_ONLY.format("optimizer.state[p] = ..."))
+
+    def __delitem__(self, parameter: Any) -> None:
+        raise UnsupportedError(_READ_ONLY.format("del optimizer.state[p]"))
+
+    def clear(self) -> None:
+        raise UnsupportedError(_READ_ONLY.format("optimizer.state.clear()"))
+
+    def __repr__(self) -> str:
+        return f"<state of {len(self)} parameters on tiers>"
+
+
+def read_moment(engine: Engine, slot: Slot, piece: Piece) -> torch.Tensor:
+    """A copy on the host: fp32, in the parameter's shape and strides."""
+    if engine.num_ranks > 1:
+        raise UnsupportedError(
+            f"the state of {slot.name!r} is divided over ranks; "
+            "infinity.checkpoint.optimizer_state_dict(model, optimizer), called by all of them, "
+            "puts it together"
+        )
+    facts, numel = slot.spec.facts, slot.spec.numel
+    flat = torch.empty(numel)
+    with engine.at_rest("optimizer.state") as state:
+        for part in state.parts(slot.unit, piece):
+            if part.spec is slot.spec:
+                values = part.values
+                if part.scales is not None:
+                    values = decode(State8Bit(values, part.scales), piece.value)
+                flat[part.start : part.start + values.numel()] = values
+    return flat.as_strided(facts.shape, facts.stride)

@@ -1,0 +1,249 @@
+"""The optimizers there are: torch's signatures, and one rule each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar
+
+from torch import nn
+
+from infinity.engine.optimizer import (
+    OffloadedOptimizer,
+    check_betas,
+    check_number,
+    refuse_options,
+)
+from infinity.engine.slot import Slot
+from infinity.errors import ConfigError
+from infinity.ops.adam import AdamSettings
+from infinity.ops.adamw import AdamWSettings
+from infinity.ops.lion import LionSettings
+from infinity.ops.optimizers import Settings
+from infinity.ops.sgd import SGDSettings
+from infinity.state.tiles import name_of_whole
+from infinity.state.units import TensorSpec
+
+
+class AdamW(OffloadedOptimizer):
+    """`torch.optim.AdamW` for an offloaded model; the same bits as its fused implementation.
+
+    `params` is the model, its parameters, or groups of them, as for any torch optimizer.
+    Learning-rate schedulers work on `param_groups`. `fused` and `foreach` are accepted and change
+    nothing; `capturable`, `differentiable`, `maximize` and `amsgrad` are refused. `options`: see
+    `OffloadedOptimizer`.
+
+    Source: Loshchilov and Hutter, "Decoupled weight decay regularization", 2019.
+    """
+
+    name: ClassVar[str] = "adamw"
+    moments: ClassVar[frozenset[str]] = frozenset({"exp_avg", "exp_avg_sq"})
+    _rule: ClassVar[type[AdamWSettings | AdamSettings]] = AdamWSettings
+
+    def __init__(
+        self,
+        params: nn.Module | Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        max_grad_norm: float | None = None,
+        always_norm: bool = False,
+        error_if_nonfinite: bool = False,
+        skip_if_nonfinite: bool = False,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+    ) -> None:
+        given = {"amsgrad": amsgrad, "maximize": maximize, "capturable": capturable}
+        refuse_options(self, given | {"differentiable": differentiable})
+        defaults = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
+        super().__init__(
+            params, defaults, max_grad_norm=max_grad_norm, always_norm=always_norm,
+            error_if_nonfinite=error_if_nonfinite, skip_if_nonfinite=skip_if_nonfinite,
+        )  # fmt: skip
+
+    @classmethod
+    def check_group(cls, group: dict[str, Any]) -> None:
+        for key in ("lr", "eps", "weight_decay"):
+            check_number(key, group[key])
+        check_betas(group["betas"])
+
+    def settings_of(self, group: dict[str, Any], slot: Slot, step: int) -> Settings:
+        beta1, beta2 = group["betas"]
+        return self._rule(
+            lr=float(group["lr"]),
+            beta1=float(beta1),
+            beta2=float(beta2),
+            eps=float(group["eps"]),
+            weight_decay=float(group["weight_decay"]),
+            step=step,
+        )
+
+
+class Adam(AdamW):
+    """`torch.optim.Adam` for an offloaded model; the same bits as its fused implementation. Weight
+    decay is added to the gradient. Everything else is as `infinity.AdamW` has it.
+
+    Source: Kingma and Ba, "Adam: a method for stochastic optimization", 2015.
+    """
+
+    name: ClassVar[str] = "adam"
+    _rule: ClassVar[type[AdamWSettings | AdamSettings]] = AdamSettings
+
+    def __init__(
+        self,
+        params: nn.Module | Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        *,
+        decoupled_weight_decay: bool = False,
+        **options: Any,
+    ) -> None:
+        if decoupled_weight_decay:
+            raise ConfigError("expected decoupled_weight_decay=False; that rule is infinity.AdamW")
+        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, **options)
+
+
+class SGD(OffloadedOptimizer):
+    """`torch.optim.SGD` for an offloaded model; the same bits as its fused implementation.
+
+    The configuration of `infinity.offload` says `optimizer.name = "sgd"`, and with a momentum also
+    `optimizer.momentum`: without one there is no state beside weights and gradients. `options`: see
+    `OffloadedOptimizer`.
+
+    Source: Sutskever et al., "On the importance of initialization and momentum in deep learning",
+    2013, in the form that torch.optim.SGD documents.
+    """
+
+    name: ClassVar[str] = "sgd"
+    moments: ClassVar[frozenset[str]] = frozenset({"momentum_buffer"})
+
+    def __init__(
+        self,
+        params: nn.Module | Iterable[Any],
+        lr: float = 1e-3,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        *,
+        max_grad_norm: float | None = None,
+        always_norm: bool = False,
+        error_if_nonfinite: bool = False,
+        skip_if_nonfinite: bool = False,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        differentiable: bool = False,
+        fused: bool | None = None,
+    ) -> None:
+        refuse_options(self, {"maximize": maximize, "differentiable": differentiable})
+        defaults = {
+            "lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay,
+            "nesterov": nesterov,
+        }  # fmt: skip
+        # Specs of parameters whose momentum has begun: that is with the gradient of its first step.
+        self._begun: set[TensorSpec] = set()
+        super().__init__(
+            params, defaults, max_grad_norm=max_grad_norm, always_norm=always_norm,
+            error_if_nonfinite=error_if_nonfinite, skip_if_nonfinite=skip_if_nonfinite,
+        )  # fmt: skip
+
+    @classmethod
+    def check_group(cls, group: dict[str, Any]) -> None:
+        for key in ("lr", "momentum", "weight_decay"):
+            check_number(key, group[key])
+        if group["nesterov"] and (not group["momentum"] > 0 or group["dampening"] != 0):
+            raise ConfigError(
+                "nesterov expects a momentum above 0 and no dampening, got momentum="
+                f"{group['momentum']} and dampening={group['dampening']}"
+            )
+
+    def settings_of(self, group: dict[str, Any], slot: Slot, step: int) -> Settings:
+        momentum = float(group["momentum"])
+        # The rule looks at `step` to begin the momentum; one that was 0 before begins later.
+        if momentum:
+            step = max(step, 2) if slot.spec in self._begun else 1
+        return SGDSettings(
+            lr=float(group["lr"]),
+            momentum=momentum,
+            dampening=float(group["dampening"]),
+            weight_decay=float(group["weight_decay"]),
+            nesterov=bool(group["nesterov"]),
+            step=step,
+        )
+
+    def _note_step(self, settings: Mapping[TensorSpec, Settings]) -> None:
+        self._begun.update(spec for spec, each in settings.items() if each.state_names)
+
+    def state_names_of(self, slot: Slot) -> list[str]:
+        return ["momentum_buffer"] if slot.spec in self._begun else []
+
+    def named_state(self) -> dict[str, Any]:
+        begun = [slot.name for slot in self._slots.values() if slot.spec in self._begun]
+        return super().named_state() | {"begun": begun}
+
+    def restore_named_state(self, state: dict[str, Any]) -> None:
+        super().restore_named_state(state)
+        begun = {name_of_whole(name) for name in state["begun"]}
+        slots = self._slots.values()
+        self._begun = {slot.spec for slot in slots if name_of_whole(slot.name) in begun}
+
+
+class Lion(OffloadedOptimizer):
+    """Lion for an offloaded model: steps of one size, in the direction of the sign of an
+    interpolated momentum. torch has none; the arithmetic is that of `infinity.ops.lion`.
+
+    The configuration of `infinity.offload` says `optimizer.name = "lion"`. `options`: see
+    `OffloadedOptimizer`.
+
+    Source: Chen et al., "Symbolic discovery of optimization algorithms", 2023.
+    """
+
+    name: ClassVar[str] = "lion"
+    moments: ClassVar[frozenset[str]] = frozenset({"exp_avg"})
+
+    def __init__(
+        self,
+        params: nn.Module | Iterable[Any],
+        lr: float = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        *,
+        max_grad_norm: float | None = None,
+        always_norm: bool = False,
+        error_if_nonfinite: bool = False,
+        skip_if_nonfinite: bool = False,
+    ) -> None:
+        defaults = {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay}
+        super().__init__(
+            params, defaults, max_grad_norm=max_grad_norm, always_norm=always_norm,
+            error_if_nonfinite=error_if_nonfinite, skip_if_nonfinite=skip_if_nonfinite,
+        )  # fmt: skip
+
+    @classmethod
+    def check_group(cls, group: dict[str, Any]) -> None:
+        for key in ("lr", "weight_decay"):
+            check_number(key, group[key])
+        check_betas(group["betas"])
+
+    def settings_of(self, group: dict[str, Any], slot: Slot, step: int) -> Settings:
+        beta1, beta2 = group["betas"]
+        return LionSettings(
+            lr=float(group["lr"]),
+            beta1=float(beta1),
+            beta2=float(beta2),
+            weight_decay=float(group["weight_decay"]),
+            step=step,
+        )
+
+
+OPTIMIZERS: dict[str, type[OffloadedOptimizer]] = {
+    each.name: each for each in (AdamW, Adam, SGD, Lion)
+}

@@ -1,0 +1,168 @@
+"""TRL's trainers, plain and offloaded: equal to the bit in fp32, with all weights and with LoRA.
+
+One module, because importing TRL takes as long as all of its tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+import infinity
+from infinity.errors import ConfigError, UnsupportedError
+from infinity.integrations.hf import prepare_trainer
+
+trl = pytest.importorskip("trl", reason="pip install trl")
+datasets = pytest.importorskip("datasets", reason="pip install datasets")
+
+WORDS = [
+    "a",
+    "man",
+    "a",
+    "plan",
+    "a",
+    "canal",
+    "panama",
+    "was",
+    "it",
+    "a",
+    "car",
+    "or",
+    "a",
+    "cat",
+    "i",
+    "saw",
+    "do",
+    "geese",
+    "see",
+    "god",
+]
+LORA = LoraConfig(
+    r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", lora_dropout=0.1,
+    init_lora_weights=False,
+)  # fmt: skip
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    known = ["<pad>", "<eos>", *dict.fromkeys(WORDS)]
+    words = Tokenizer(models.WordLevel({w: i for i, w in enumerate(known)}, unk_token="<eos>"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=words, pad_token="<pad>", eos_token="<eos>", unk_token="<eos>"
+    )
+
+
+def make_model(*, lora: bool, tied: bool = False) -> Any:
+    torch.manual_seed(7)
+    config = LlamaConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, vocab_size=32, max_position_embeddings=64, pad_token_id=0,
+        eos_token_id=1, bos_token_id=1, tie_word_embeddings=tied,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config)
+    return get_peft_model(model, LORA) if lora else model
+
+
+def texts(count: int, start: int) -> list[str]:
+    return [" ".join(WORDS[(start + i) % 9 : (start + i) % 9 + 3 + i % 4]) for i in range(count)]
+
+
+def common(directory: Path, **options: Any) -> dict[str, Any]:
+    return {
+        "output_dir": str(directory), "max_steps": 3, "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2, "learning_rate": 1e-2, "max_grad_norm": 0.5,
+        "logging_steps": 1, "save_strategy": "no", "report_to": [], "use_cpu": True, "bf16": False,
+        "disable_tqdm": True, "seed": 11,
+    } | options  # fmt: skip
+
+
+def sft(model: Any, directory: Path, reference: Any, **more: Any) -> Any:
+    data = datasets.Dataset.from_dict({"text": texts(24, 0)})
+    return trl.SFTTrainer(
+        model=model, args=trl.SFTConfig(max_length=16, **common(directory)), train_dataset=data,
+        processing_class=tokenizer(), **more,
+    )  # fmt: skip
+
+
+def dpo(model: Any, directory: Path, reference: Any) -> Any:
+    columns = {"prompt": texts(24, 0), "chosen": texts(24, 3), "rejected": texts(24, 5)}
+    return trl.DPOTrainer(
+        model=model, ref_model=reference, args=trl.DPOConfig(max_length=24, **common(directory)),
+        train_dataset=datasets.Dataset.from_dict(columns), processing_class=tokenizer(),
+    )  # fmt: skip
+
+
+def grpo(model: Any, directory: Path, reference: Any) -> Any:
+    def reward(completion_ids: list[list[int]], **unused: Any) -> list[float]:
+        return [float(sum(ids) % 7) for ids in completion_ids]
+
+    args = trl.GRPOConfig(num_generations=2, max_completion_length=4, beta=0.0, **common(directory))
+    return trl.GRPOTrainer(
+        model=model, args=args, reward_funcs=reward, processing_class=tokenizer(),
+        train_dataset=datasets.Dataset.from_dict({"prompt": texts(24, 0)}),
+    )  # fmt: skip
+
+
+def swap(directory: Path) -> dict[str, Any]:
+    nvme = [{"path": str(directory), "capacity": "64MiB"}]
+    return {"tiers": {"host": {"capacity": "16MiB", "huge_pages": False}, "nvme": nvme}}
+
+
+def in_memory() -> dict[str, Any]:
+    return {"tiers": {"host": {"capacity": "16MiB", "huge_pages": False}}}
+
+
+def history(trainer: Any) -> list[dict[str, Any]]:
+    """What was logged of every step, without times."""
+    timed = ("time", "runtime", "per_second", "flos")
+    return [
+        {k: v for k, v in row.items() if not any(word in k for word in timed)}
+        for row in trainer.state.log_history
+    ]
+
+
+@pytest.mark.parametrize("kind", ["full", "tied", "lora"])
+@pytest.mark.parametrize("make_trainer", [sft, dpo, grpo])
+def test_a_trainer_of_trl_gives_the_same_run(
+    make_trainer: Callable[..., Any], kind: str, tmp_path: Path
+) -> None:
+    """Losses, norms and rewards of every step, and every weight at the end."""
+    options = {"lora": kind == "lora", "tied": kind == "tied"}
+    has_reference = make_trainer is dpo and kind != "lora"
+    reference = make_model(**options) if has_reference else None
+    plain = make_trainer(make_model(**options), tmp_path / "plain", reference)
+    plain.train()
+    if has_reference:
+        reference = infinity.offload(make_model(**options), in_memory())
+    model = infinity.offload(make_model(**options), swap(tmp_path / "swap"))
+    mine = prepare_trainer(make_trainer(model, tmp_path / "mine", reference))
+    mine.train()
+    rows = history(mine)
+    assert rows == history(plain)
+    assert sum("grad_norm" in row for row in rows) == 3
+    engine = infinity.engine_of(model)
+    found = dict(mine.model.named_parameters())  # With the reference adapter that TRL adds.
+    found |= {name: engine.read_parameter(name) for name in engine.parameter_names()}
+    for name, parameter in plain.model.named_parameters():
+        assert torch.equal(found[name], parameter), name
+    for each in filter(None, (model, reference)):
+        infinity.engine_of(each).close()
+
+
+def test_what_trl_would_do_with_an_offloaded_model_by_itself_is_refused(tmp_path: Path) -> None:
+    with infinity.engine_of(infinity.offload(make_model(lora=False), in_memory())) as engine:
+        trainer = sft(engine.model, tmp_path / "a", None)
+        with pytest.raises((UnsupportedError, ConfigError), match="prepare_trainer"):
+            trainer.train()
+    with (
+        infinity.engine_of(infinity.offload(make_model(lora=False), in_memory())) as engine,
+        pytest.raises(ConfigError, match="Attach adapters before"),
+    ):
+        prepare_trainer(sft(engine.model, tmp_path / "b", None, peft_config=LORA))
