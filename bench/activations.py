@@ -2,7 +2,8 @@
 
     python bench/activations.py --path /mnt/nvme0 --save bench/results/activations.json --plot a.png
 
-A GPT-like model goes layer by layer through micro-batches of one size (`infinity.accumulate`), on
+A GPT-like model goes layer by layer through micro-batches of one size
+(`infinity.forward_backward`), on
 the simulated device, whose memory is apart from the host's. Every case is a process of its own:
 
 * *device*: what the process takes beside the arena, by its largest resident size, above what it
@@ -99,11 +100,11 @@ def run(where: str, tokens: int, path: Path) -> dict[str, Any]:
         source = torch.Generator().manual_seed(1)
         ids = torch.randint(VOCABULARY, (tokens // SEQUENCE, SEQUENCE), generator=source)
         micro_batches = list(ids.split(MICRO_BATCH_TOKENS // SEQUENCE))
-        losses = infinity.accumulate(
+        losses = infinity.forward_backward(
             model, lambda each: model(ids=each, labels=each) / len(micro_batches), micro_batches
         )
         engine = infinity.engine_of(model)
-        arena_nbytes = engine.parts.pool._host.capacity_nbytes
+        arena_nbytes = engine.pool._host.capacity_nbytes
         answer = {
             "loss": sum(map(float, losses)),
             "device_nbytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

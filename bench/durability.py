@@ -77,7 +77,7 @@ def gpt2(config: dict[str, Any], shape: str, sequence: int) -> Any:
         n_positions=sequence, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
         bos_token_id=0, eos_token_id=0,
     )  # fmt: skip
-    with infinity.init(config):
+    with infinity.init_empty_weights(config):
         model = GPT2LMHeadModel(architecture)
     model = infinity.offload(model, config, seed=0).train()
     model.gradient_checkpointing_enable({"use_reentrant": False})

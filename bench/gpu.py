@@ -153,7 +153,7 @@ def llama(layers: int, hidden: int, sequence: int) -> LlamaForCausalLM:
 def offloaded(sizes: Sizes, layers: int, window: bool, config: Any, there: torch.device) -> Any:
     table = {"precision": {"compute": "bfloat16"}, **config}
     shape = sizes.hidden, sizes.sequence
-    with infinity.init(table):
+    with infinity.init_empty_weights(table):
         model = llama(layers, *shape)
     if window:
         block_nbytes = 2 * sum(p.numel() for p in model.model.layers[0].parameters())
@@ -303,8 +303,8 @@ def updates(
         model = offloaded(sizes, sizes.layers, True, config, there).train()
         engine = infinity.engine_of(model)
         if place == "auto":
-            found["auto"] = asdict(engine.parts.update_place)
-            console.print(f"auto: updates {engine.parts.update_place}")
+            found["auto"] = asdict(engine.update_device)
+            console.print(f"auto: updates {engine.update_device}")
         else:
             optimizer: Any = infinity.AdamW(model, lr=1e-5)
             tokens = (min(sizes.tokens), max(sizes.tokens))
@@ -345,7 +345,7 @@ def large(
     micro_batches = list(ids.split(max(sizes.micro_batch_tokens // sizes.sequence, 1)))
 
     def step() -> None:
-        infinity.accumulate(
+        infinity.forward_backward(
             model,
             lambda each: model(input_ids=each, labels=each).loss / len(micro_batches),
             micro_batches,

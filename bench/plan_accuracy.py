@@ -119,8 +119,8 @@ def configuration(case: Case, directory: Path) -> dict[str, Any]:
             "paths": ["python-stdlib"], "sequence_length": case.sequence, "max_bytes": "1MB",
         },
         "train": {
-            "steps": case.steps, "batch_size": case.batch, "accumulation": case.accumulation,
-            "activation_checkpointing": True,
+            "steps": case.steps, "batch_size": case.batch, "gradient_accumulation_steps":
+            case.accumulation, "activation_checkpointing": True,
         },
         "output": {"directory": str(directory / "output"), "export": False},
         **case.more,

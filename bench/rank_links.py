@@ -19,9 +19,9 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from infinity.distributed import transport as transport_module
+from infinity.distributed.transport import Peer, PeerTransport
 from infinity.observe import Counters
-from infinity.ranks import links as links_module
-from infinity.ranks.links import Links, Peer
 from infinity.sizes import MIB
 
 _SO_MAX_PACING_RATE = 47  # socket(7); not in the module `socket`.
@@ -70,35 +70,35 @@ class Shelf:
 def run(rank: int, peers: list[Peer], listener: socket.socket, words: Any) -> None:
     if words.rate:
         pace_sockets(words.rate * 1_000_000)
-    links = Links(rank, peers, listener, Counters())
-    links.open(Shelf(words.shard * MIB))
+    transport = PeerTransport(rank, peers, listener, Counters())
+    transport.open(Shelf(words.shard * MIB))
     sink, part = bytearray(words.shard * MIB), bytes(MIB)
     waits: dict[int, list[float]] = {0: [], words.given: []}
     for turn in range(2 * words.turns):
         given = words.given * (turn % 2)
-        links.all_gather("begin", b"")
+        transport.all_gather("begin", b"")
         if rank == 0:
             for tensor in range(given):
-                links.put(1, tensor, 0, 0, memoryview(part), meanwhile=lambda: None)
+                transport.put(1, tensor, 0, 0, memoryview(part), meanwhile=lambda: None)
             start_s = time.monotonic()
-            links.get(1, 0, 0, [memoryview(sink)]).wait()
+            transport.get(1, 0, 0, [memoryview(sink)]).wait()
             waits[given].append(time.monotonic() - start_s)
-        links.all_gather("end", b"")
+        transport.all_gather("end", b"")
     if rank == 0:
         for given, seconds in waits.items():
             median_ms = 1e3 * statistics.median(seconds)
             print(f"{words.shard} MiB asked for behind {given:3} MiB given: {median_ms:7.2f} ms")
-    links.close()
+    transport.close()
 
 
 def pace_sockets(rate_nbytes: int) -> None:
-    prepare = links_module._prepare
+    prepare = transport_module._prepare
 
     def prepared(connection: socket.socket) -> None:
         prepare(connection)
         connection.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, rate_nbytes)
 
-    links_module._prepare = prepared
+    transport_module._prepare = prepared
 
 
 if __name__ == "__main__":

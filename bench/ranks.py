@@ -12,7 +12,7 @@ larger where ranks share processors and run apart.
 
 A second table has what crosses the link between a rank's host and its device in a step of stage 3,
 on simulated devices with room for half of the model: one by one, every device gets all weights
-from its own host; between devices, each host brings 1/N (ranks.exchange).
+from its own host; between devices, each host brings 1/N (distributed.exchange).
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ def main() -> None:
         for count in words.ranks
         for stage in ((1, 2, 3) if count > 1 else (3,))
     ]
-    links = [
+    transport = [
         measure(3, count, words, exchange)
         for count in words.ranks
         for exchange in (("one_sided", "collective") if count > 1 else ("one_sided",))
     ]
-    report(rows, links, words)
+    report(rows, transport, words)
     if words.plot:
-        plot(rows, links, words.compute, words.plot)
+        plot(rows, transport, words.compute, words.plot)
 
 
 def measure(
@@ -114,8 +114,8 @@ def train(
     from transformers import GPT2Config, GPT2LMHeadModel, logging
 
     import infinity
+    from infinity.distributed.exchange import Buffers
     from infinity.testing import SimulatedDevice
-    from infinity.tiers.exchange import Buffers
 
     torch.set_num_threads(1)
     store = dist.FileStore(str(Path(scratch) / "rendezvous"), count)
@@ -129,7 +129,7 @@ def train(
     model = GPT2LMHeadModel(shape)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     config: dict[str, Any] = {
-        "ranks": {"stage": stage},
+        "distributed": {"zero_stage": stage},
         "tiers": {"host": {"capacity": words.host}, "device": {"kind": "cpu"}},
         "precision": {"compute": words.compute},
     }
@@ -138,7 +138,7 @@ def train(
     device = None
     if exchange is not None:
         device = SimulatedDevice(rank, delay_s=0.0)
-        config["ranks"]["exchange"] = exchange
+        config["distributed"]["exchange"] = exchange
         block_nbytes = sum(parameter.numel() for parameter in model.transformer.h[0].parameters())
         buffers = Buffers(count, block_nbytes * item_nbytes(words.compute))
         kept_nbytes = buffers.nbytes if exchange == "collective" else 0
@@ -161,7 +161,7 @@ def train(
     found = {
         "num_parameters": num_parameters,
         "resting_nbytes": sum(sum(tiers.values()) for tiers in placed.values()),
-        "arena_high_water_nbytes": engine.parts.pool._host.high_water_nbytes,
+        "arena_high_water_nbytes": engine.pool._host.high_water_nbytes,
         "inbox_high_water_nbytes": after.get("ranks_inbox_high_water_nbytes", 0),
         "given_nbytes": grown(before, after, "ranks_reduced_nbytes"),
         "gathered_nbytes": grown(before, after, "ranks_gathered_nbytes"),
@@ -179,7 +179,7 @@ def grown(before: dict[str, float], after: dict[str, float], name: str) -> float
 
 
 def report(
-    rows: list[dict[str, Any]], links: list[dict[str, Any]], words: argparse.Namespace
+    rows: list[dict[str, Any]], transport: list[dict[str, Any]], words: argparse.Namespace
 ) -> None:
     table = Table(title="bytes per parameter, of the rank that has most")
     for title in (
@@ -208,7 +208,7 @@ def report(
     crossed = Table(title="bytes per parameter over a rank's own link, stage 3, one step")
     for title in ("ranks", "exchange", "to the device", "to the host", "operations of all ranks"):
         crossed.add_column(title, justify="right")
-    for row in links:
+    for row in transport:
         numel = row["num_parameters"]
         crossed.add_row(
             str(row["ranks"]),
@@ -223,10 +223,14 @@ def report(
         options = {k: str(v) for k, v in vars(words).items() if k not in ("save", "plot")}
         content = {"question": __doc__.splitlines()[0], "options": options, "machine": machine}
         words.save.parent.mkdir(parents=True, exist_ok=True)
-        words.save.write_text(json.dumps(content | {"rows": rows, "links": links}, indent=1) + "\n")
+        words.save.write_text(
+            json.dumps(content | {"rows": rows, "links": transport}, indent=1) + "\n"
+        )
 
 
-def plot(rows: list[dict[str, Any]], links: list[dict[str, Any]], compute: str, path: Path) -> None:
+def plot(
+    rows: list[dict[str, Any]], transport: list[dict[str, Any]], compute: str, path: Path
+) -> None:
     """Bytes per parameter over the number of ranks: counted as points, formulas as lines; and what
     comes to a device over its own link."""
     from infinity.bench.plots import check
@@ -246,13 +250,13 @@ def plot(rows: list[dict[str, Any]], links: list[dict[str, Any]], compute: str, 
             color=line.get_color(),
             label=f"stage {stage}",
         )
-    alone = next(row for row in links if row["ranks"] == 1)
+    alone = next(row for row in transport if row["ranks"] == 1)
     alone_nbytes = alone["link_in_nbytes"] / alone["num_parameters"]
     for exchange, fall in (("one_sided", 0), ("collective", 1)):
         (line,) = crossed.plot(
             counts, [alone_nbytes / count**fall for count in counts], "--", linewidth=1
         )
-        mine = [row for row in links if row["ranks"] == 1 or row["exchange"] == exchange]
+        mine = [row for row in transport if row["ranks"] == 1 or row["exchange"] == exchange]
         crossed.plot(
             [row["ranks"] for row in mine],
             [row["link_in_nbytes"] / row["num_parameters"] for row in mine],

@@ -99,7 +99,7 @@ def train(
         resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
     )  # fmt: skip
     start_s = time.perf_counter()
-    with infinity.init(config):
+    with infinity.init_empty_weights(config):
         model = GPT2LMHeadModel(shape)
     infinity.offload(model, config).train()
     setup_s = time.perf_counter() - start_s
@@ -110,7 +110,7 @@ def train(
     say(f"  ready after {setup_s:.0f} s")
     for number in range(steps + 2):
         io, start_s = process_io(), time.perf_counter()
-        infinity.accumulate(model, lambda ids: model(input_ids=ids, labels=ids).loss, [ids])
+        infinity.forward_backward(model, lambda ids: model(input_ids=ids, labels=ids).loss, [ids])
         optimizer.step()
         optimizer.zero_grad()
         rounds.append({"seconds": time.perf_counter() - start_s, **moved_since(io)})

@@ -6,7 +6,8 @@
 
 A GPT-2-like model in bfloat16 trains twice in one process, by turns: once with everything on the
 host, once with parameters, masters and moments on NVMe through a host budget. Same kernels, same
-micro-batches layer by layer (`infinity.accumulate`), same recomputation, same allocator settings;
+micro-batches layer by layer (`infinity.forward_backward`), same recomputation, same allocator
+settings;
 the losses must be equal to the last bit. C is the step in memory; B is the time that the bytes of
 the other step take in the same run, when reads and writes of that mix are all that happens. A step
 cannot be faster than the larger of the two.
@@ -98,7 +99,7 @@ class Side:
             n_positions=words.sequence, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
             use_cache=False,
         )  # fmt: skip
-        with infinity.init(config):
+        with infinity.init_empty_weights(config):
             model = GPT2LMHeadModel(shape)
         self.model = infinity.offload(model, config, seed=0).train()
         self.optimizer = infinity.AdamW(self.model, lr=1e-4, max_grad_norm=1.0)
@@ -108,7 +109,7 @@ class Side:
     def step(self, micro_batches: list[torch.Tensor]) -> dict[str, float]:
         """One optimizer step; what it took and moved."""
         counters, io, start_s = self.engine.counters.snapshot(), process_io(), time.perf_counter()
-        losses = infinity.accumulate(
+        losses = infinity.forward_backward(
             self.model,
             lambda ids: self.model(input_ids=ids, labels=ids).loss / len(micro_batches),
             micro_batches,
@@ -178,13 +179,13 @@ def bare_s(read_nbytes: int, written_nbytes: int, words: argparse.Namespace) -> 
         [extents] = volume.reserve([512 << 20])
         places = (512 << 20) // PIECE_NBYTES
 
-        def submit(operation: str, number: int, berth: int) -> Any:
+        def submit(operation: str, number: int, slot: int) -> Any:
             move = volume.read if operation == "read" else volume.write
             return move(
                 extents,
                 offset_nbytes=number % places * PIECE_NBYTES,
                 nbytes=PIECE_NBYTES,
-                address=arena.address + berth * PIECE_NBYTES,
+                address=arena.address + slot * PIECE_NBYTES,
                 priority=Priority.STATE,
             )
 

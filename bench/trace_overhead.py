@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 
-from infinity.observe import Counters, Lane
+from infinity.observe import Counters, Track
 
 _REPEATS = 7
 _EVENTS = 20_000
@@ -41,11 +41,11 @@ def main() -> None:
             pass
 
     def during() -> None:
-        with tracer.during(Lane.ENGINE, "enter"):
+        with tracer.during(Track.ENGINE, "enter"):
             pass
 
     def site() -> None:
-        tracer.begin((1,), Lane.SITES, "block")
+        tracer.begin((1,), Track.SITES, "block")
         tracer.end((1,))
 
     def timed() -> None:

@@ -29,7 +29,7 @@ from infinity.ops.lion import LionSettings
 from infinity.ops.native import apply_rule, instruction_sets
 from infinity.ops.optimizers import update_
 from infinity.ops.sgd import SGDSettings
-from infinity.ops.span import Span
+from infinity.ops.span import StateSpan
 from infinity.ops.split_master import split
 from infinity.storage.arena import Arena
 
@@ -88,19 +88,19 @@ class Arrays:
         return self._memory[start : self._taken_nbytes].view(dtype)
 
     @property
-    def fp32(self) -> Span:
-        return Span(self.weight, self.gradient, (self.exp_avg, self.exp_avg_sq))
+    def fp32(self) -> StateSpan:
+        return StateSpan(self.weight, self.gradient, (self.exp_avg, self.exp_avg_sq))
 
-    def split(self, gradient: torch.Tensor) -> Span:
+    def split(self, gradient: torch.Tensor) -> StateSpan:
         states = (self.split_exp_avg, self.split_exp_avg_sq)
-        return Span(self.narrow_weight, gradient, states, self.residual)
+        return StateSpan(self.narrow_weight, gradient, states, self.residual)
 
     @property
-    def fp32_8bit(self) -> Span:
-        return Span(self.weight, self.gradient, self.states_8bit)
+    def fp32_8bit(self) -> StateSpan:
+        return StateSpan(self.weight, self.gradient, self.states_8bit)
 
-    def split_8bit(self, gradient: torch.Tensor) -> Span:
-        return Span(self.narrow_weight, gradient, self.states_8bit, self.residual)
+    def split_8bit(self, gradient: torch.Tensor) -> StateSpan:
+        return StateSpan(self.narrow_weight, gradient, self.states_8bit, self.residual)
 
 
 def make_cases(arrays: Arrays, threads: int) -> list[Case]:
@@ -109,16 +109,16 @@ def make_cases(arrays: Arrays, threads: int) -> list[Case]:
     fp32 = arrays.fp32
     split_fp32 = arrays.split(arrays.gradient)
     split_bf16 = arrays.split(arrays.narrow_gradient)
-    one_state = Span(arrays.weight, arrays.gradient, (arrays.exp_avg,))
+    one_state = StateSpan(arrays.weight, arrays.gradient, (arrays.exp_avg,))
     sgd = SGDSettings(
         lr=1e-6, momentum=0.9, dampening=0.0, weight_decay=0.01, nesterov=False, step=2
     )
     lion = LionSettings(lr=1e-6, beta1=0.9, beta2=0.99, weight_decay=0.01, step=2)
 
-    def stream(span: Span) -> Callable[[], object]:
+    def stream(span: StateSpan) -> Callable[[], object]:
         return lambda: apply_rule("stream", [span], [0.0], grad_scale=1e-30, threads=threads)
 
-    def native(span: Span, settings: object) -> Callable[[], object]:
+    def native(span: StateSpan, settings: object) -> Callable[[], object]:
         return lambda: update_([span], settings, threads=threads)
 
     def torch_fused() -> None:

@@ -2,7 +2,7 @@
 
     import infinity
 
-    with infinity.init("swap.toml"):
+    with infinity.init_empty_weights("swap.toml"):
         model = AutoModelForCausalLM.from_config(config)
     infinity.offload(model, "swap.toml", weights="path/to/hf-checkpoint")
     optimizer = infinity.AdamW(model, lr=1e-5, max_grad_norm=1.0)
@@ -17,7 +17,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from infinity import checkpoint
-    from infinity.api import SGD, Adam, AdamW, Lion, accumulate, engine_of, gather, init, offload
+    from infinity.api import (
+        SGD,
+        Adam,
+        AdamW,
+        Lion,
+        engine_of,
+        forward_backward,
+        gather,
+        init_empty_weights,
+        offload,
+    )
     from infinity.config import SwapConfig
 
 __version__ = "0.1.0"
@@ -28,11 +38,11 @@ __all__ = [
     "AdamW",
     "Lion",
     "SwapConfig",
-    "accumulate",
     "checkpoint",
     "engine_of",
+    "forward_backward",
     "gather",
-    "init",
+    "init_empty_weights",
     "offload",
 ]
 
@@ -42,10 +52,10 @@ _HOMES = {
     "AdamW": "infinity.api",
     "Lion": "infinity.api",
     "SwapConfig": "infinity.config",
-    "accumulate": "infinity.api",
+    "forward_backward": "infinity.api",
     "engine_of": "infinity.api",
     "gather": "infinity.api",
-    "init": "infinity.api",
+    "init_empty_weights": "infinity.api",
     "offload": "infinity.api",
 }
 

@@ -15,16 +15,24 @@ from torch import nn
 
 from infinity.config import SwapConfig
 from infinity.engine.build import LoadPlan, OwnDevice, TileRows, build
-from infinity.engine.discover import UnitRule
 from infinity.engine.engine import Engine
-from infinity.engine.initialise import init
+from infinity.engine.meta_init import init_empty_weights
 from infinity.engine.optimizers import SGD, Adam, AdamW, Lion
 from infinity.engine.registry import engine_of, owner_of
 from infinity.engine.replace import calling_place, make_room, remember
 from infinity.errors import ConfigError
+from infinity.modules.discover import UnitRule
 
 __all__ = [
-    "SGD", "Adam", "AdamW", "Engine", "Lion", "accumulate", "engine_of", "gather", "init",
+    "SGD",
+    "Adam",
+    "AdamW",
+    "Engine",
+    "Lion",
+    "engine_of",
+    "forward_backward",
+    "gather",
+    "init_empty_weights",
     "offload",
 ]  # fmt: skip
 
@@ -47,7 +55,7 @@ def offload(
     From then on the model is used as before: forward, backward, `eval()`, `generate()`. Parameters
     appear in a module only while it runs; elsewhere they are handles of true shape and dtype.
 
-    model: any module; its parameters real, or on meta as `infinity.init` leaves them
+    model: any module; its parameters real, or on meta as `infinity.init_empty_weights` leaves them
     config: a swap-tier file's path, a dict, a SwapConfig, or None for the defaults
     weights: a directory of safetensors in Hugging Face layout, streamed in tensor by tensor; or a
         function from a parameter's name to its value, asked once for every parameter
@@ -63,7 +71,8 @@ def offload(
     group: the data-parallel ranks that state is divided over: a process group, or the slice of a
         device mesh, `mesh["dp"]`; None takes all ranks of torch.distributed, if it is initialized
     model_parallel_group: ranks that compute every layer together, from the same inputs, such as
-        `mesh["tp"]`: each keeps a part of the layer inputs that `infinity.accumulate` puts aside
+        `mesh["tp"]`: each keeps a part of the layer inputs that `infinity.forward_backward` puts
+        aside
 
     With several ranks, build the same model with the same weights on each of them and call
     `optimizer.step()` equally often; see docs/RANKS.md.
@@ -86,7 +95,7 @@ def offload(
         plan = weight_source(weights).plan(model, ignore=ignore)
     adopted = None
     if resume is not None:
-        from infinity.checkpoint.state_adopt import plan_adoption
+        from infinity.checkpoint.run.adopt import plan_adoption
 
         adopted = plan_adoption(resolved, resume, group)
     place = calling_place()
@@ -110,7 +119,7 @@ class _Asked:
     def load(
         self, write: Callable[[str, torch.Tensor], None], tile_rows: TileRows | None = None
     ) -> None:
-        from infinity.checkpoint.import_checks import refuse_codes
+        from infinity.checkpoint.huggingface.import_checks import refuse_codes
 
         for name, dtype in self.dtypes.items():
             value = self.value_of(name)
@@ -123,7 +132,7 @@ class _Asked:
             write(name, value)
 
 
-def accumulate(
+def forward_backward(
     model: nn.Module,
     loss_of: Callable[[Any], torch.Tensor],
     micro_batches: Iterable[Any],
@@ -134,7 +143,7 @@ def accumulate(
     once for its forward and once for its backward, however many micro-batches there are. Between
     the two the inputs of the blocks wait where `[placement] activations` says; the forward of a
     block is repeated in its backward, so memory for activations is that of one block and one
-    micro-batch, or `schedule.tile_strands` of them where the block has tiles.
+    micro-batch, or `schedule.tile_micro_batches` of them where the block has tiles.
 
     loss_of: calls the model, once, and returns a scalar loss, already divided by the number of
         micro-batches if their mean is wanted
@@ -153,7 +162,7 @@ def accumulate(
     a program of your own wants MALLOC_ARENA_MAX=1 in its environment; `infinity train` sees to it.
     """
     engine = engine_of(model)
-    return engine.accumulate([partial(_loss, loss_of, batch) for batch in micro_batches])
+    return engine.forward_backward([partial(_loss, loss_of, batch) for batch in micro_batches])
 
 
 def _loss(loss_of: Callable[[Any], torch.Tensor], batch: Any) -> torch.Tensor:
@@ -190,5 +199,5 @@ def gather(
         if owner is None:
             raise ConfigError("gather expects parameters of one offloaded model")
         engine = owner
-    with engine.gather(engine.slots_of(tensors), modify=modify):
+    with engine.gather(engine.params_of(tensors), modify=modify):
         yield

@@ -99,7 +99,7 @@ class Infinity:
             "placement": dict.fromkeys(("parameters", "master", "moments"), "nvme"),
             "precision": {"compute": "bfloat16"},
         }
-        self._accumulate = infinity.accumulate
+        self._accumulate = infinity.forward_backward
         self._words = words
         self.model = infinity.offload(plain_model(words), config)
         self.optimizer = infinity.AdamW(

@@ -12,7 +12,7 @@ from typing import Literal
 
 from infinity.bench import pattern
 from infinity.bench.lab import Lab
-from infinity.bench.measure import Group, Result, Sample, clock
+from infinity.bench.measure import ContenderGroup, Measurement, Result, clock
 from infinity.bench.nvme import EXTENT_NBYTES
 from infinity.bench.scratch import DIRECTORY_NAME, check_room, remove_directory
 from infinity.bench.transfer import next_seed
@@ -44,7 +44,7 @@ class VolumeTransfer:
         self._seed = next_seed()
         self._write()
 
-    def run(self) -> Sample:
+    def run(self) -> Measurement:
         memory = self._arena.memory(0, self._nbytes)
         if self._operation == "read":
             pattern.poison(memory)
@@ -56,7 +56,7 @@ class VolumeTransfer:
             pattern.poison(memory)
             self._read()
         ok = pattern.matches(memory, offset_nbytes=0, seed=self._seed)
-        return Sample(self._nbytes, seconds, cpu_s, ok=ok)
+        return Measurement(self._nbytes, seconds, cpu_s, ok=ok)
 
     def _write(self) -> None:
         pattern.fill(self._arena.memory(0, self._nbytes), offset_nbytes=0, seed=self._seed)
@@ -101,7 +101,7 @@ def verify(lab: Lab, directory: Path) -> Iterator[Result]:
                     ("verify = false", "verify = true"), volumes, strict=True
                 )
             )
-            group = Group(
+            group = ContenderGroup(
                 f"verify {operation}",
                 f"{format_nbytes(nbytes)} in {format_nbytes(EXTENT_NBYTES)}, {directory}",
                 [checked],

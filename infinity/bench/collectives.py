@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from infinity.bench.lab import Effort
-from infinity.bench.measure import Group, Result, Sample, clock
+from infinity.bench.measure import ContenderGroup, Measurement, Result, clock
 from infinity.bench.runner import run_group
 from infinity.sizes import MIB, align_down, format_nbytes
 
@@ -25,7 +25,7 @@ _scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 @dataclass
-class Ranks:
+class RankProcesses:
     """This process among the others, and memory for one collective of `nbytes` (fp32)."""
 
     nbytes: int
@@ -42,13 +42,13 @@ class Ranks:
 class Collective:
     """One operation. Every rank calls `run` at the same time; the slowest rank's time counts."""
 
-    def __init__(self, name: str, ranks: Ranks) -> None:
+    def __init__(self, name: str, ranks: RankProcesses) -> None:
         self.name = name
         self._ranks = ranks
         self._transfer, self._compare, share = _OPERATIONS[name]
         self._nbytes = int(ranks.nbytes * share(ranks.count))
 
-    def run(self) -> Sample:
+    def run(self) -> Measurement:
         ranks = self._ranks
         ranks.whole.fill_(ranks.rank + 1)
         ranks.shard.fill_(ranks.rank + 1)
@@ -63,41 +63,41 @@ class Collective:
         ok = self._compare(ranks)
         slowest = torch.tensor([seconds, float(not ok)], device=ranks.device)
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
-        return Sample(self._nbytes, slowest[0].item(), cpu_s, ok=not slowest[1].item())
+        return Measurement(self._nbytes, slowest[0].item(), cpu_s, ok=not slowest[1].item())
 
 
 def sweep(effort: Effort, device: torch.device) -> Iterator[Result]:
     """Every collective and the exchange take turns, per size. The same on every rank."""
     for nbytes in _SIZES_NBYTES:
-        ranks = Ranks(min(nbytes, effort.nbytes), device)
+        ranks = RankProcesses(min(nbytes, effort.nbytes), device)
         *subjects, exchange = [Collective(name, ranks) for name in _OPERATIONS]
         case = f"{format_nbytes(ranks.nbytes)}, {ranks.count} ranks, {dist.get_backend()}"
-        group = Group("collectives", case, subjects, [exchange], {"nbytes": ranks.nbytes})
+        group = ContenderGroup("collectives", case, subjects, [exchange], {"nbytes": ranks.nbytes})
         yield run_group(group, rounds=effort.rounds)
 
 
-def _all_gather(ranks: Ranks) -> None:
+def _all_gather(ranks: RankProcesses) -> None:
     _gather_single(ranks.whole, ranks.shard)
 
 
-def _is_gathered(ranks: Ranks) -> bool:
+def _is_gathered(ranks: RankProcesses) -> bool:
     wanted = torch.arange(1.0, ranks.count + 1, device=ranks.device)
     return bool((ranks.whole.view(ranks.count, -1) == wanted[:, None]).all())
 
 
-def _reduce_scatter(ranks: Ranks) -> None:
+def _reduce_scatter(ranks: RankProcesses) -> None:
     _scatter_single(ranks.shard, ranks.whole)
 
 
-def _all_reduce(ranks: Ranks) -> None:
+def _all_reduce(ranks: RankProcesses) -> None:
     dist.all_reduce(ranks.whole)
 
 
-def _total(ranks: Ranks) -> float:
+def _total(ranks: RankProcesses) -> float:
     return ranks.count * (ranks.count + 1) / 2
 
 
-def _exchange(ranks: Ranks) -> None:
+def _exchange(ranks: RankProcesses) -> None:
     """Each rank sends all to the next and receives from the one before: no arithmetic."""
     source = (ranks.rank - 1) % ranks.count
     target = (ranks.rank + 1) % ranks.count
@@ -110,7 +110,7 @@ def _exchange(ranks: Ranks) -> None:
         work.wait()
 
 
-def _is_exchanged(ranks: Ranks) -> bool:
+def _is_exchanged(ranks: RankProcesses) -> bool:
     half = ranks.whole.numel() // 2
     source = (ranks.rank - 1) % ranks.count
     return bool((ranks.whole[half : 2 * half] == source + 1).all())
@@ -118,7 +118,8 @@ def _is_exchanged(ranks: Ranks) -> bool:
 
 # name -> operation, comparison, and the share of the whole that one link carries.
 _OPERATIONS: dict[
-    str, tuple[Callable[[Ranks], None], Callable[[Ranks], bool], Callable[[int], float]]
+    str,
+    tuple[Callable[[RankProcesses], None], Callable[[RankProcesses], bool], Callable[[int], float]],
 ] = {
     "all-gather": (_all_gather, _is_gathered, lambda n: (n - 1) / n),
     "reduce-scatter": (

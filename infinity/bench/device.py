@@ -12,8 +12,8 @@ import torch
 
 from infinity.bench import pattern
 from infinity.bench.lab import Lab
-from infinity.bench.measure import Contender, Group, Result, Sample, clock
-from infinity.bench.nvme import Site
+from infinity.bench.measure import Contender, ContenderGroup, Measurement, Result, clock
+from infinity.bench.nvme import DriveSite
 from infinity.bench.scratch import STILL_SEED
 from infinity.bench.transfer import EngineTransfer, FileSet, plan_moves, prepare
 from infinity.sizes import MIB, format_nbytes
@@ -35,7 +35,7 @@ class ArenaToDevice:
         self._host = torch.frombuffer(arena.memory(0, nbytes), dtype=torch.uint8)
         self._there = device.allocate(nbytes)
 
-    def run(self) -> Sample:
+    def run(self) -> Measurement:
         half_nbytes = {"in": self._nbytes, "out": 0, "both": self._nbytes // 2}[self._direction]
         # [0, half) goes in, [half, end) comes out of the device, whither it is brought first.
         pattern.fill(self._arena.memory(0, self._nbytes), offset_nbytes=0, seed=STILL_SEED)
@@ -56,7 +56,7 @@ class ArenaToDevice:
                 copy.wait()
 
         seconds, cpu_s = clock(transfer)
-        return Sample(self._nbytes, seconds, cpu_s, ok=self._compare(half_nbytes))
+        return Measurement(self._nbytes, seconds, cpu_s, ok=self._compare(half_nbytes))
 
     def _compare(self, half_nbytes: int) -> bool:
         self._host[:half_nbytes].zero_()
@@ -94,7 +94,7 @@ class PinnedCopy:
         self._streams = [torch.cuda.Stream(torch_device) if is_cuda else None for _ in range(2)]
         self._nbytes = nbytes
 
-    def run(self) -> Sample:
+    def run(self) -> Measurement:
         def transfer() -> None:
             for (source, target), stream in zip(self._pairs, self._streams, strict=True):
                 if stream is None:
@@ -107,7 +107,7 @@ class PinnedCopy:
 
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        return Sample(self._nbytes, *clock(transfer))
+        return Measurement(self._nbytes, *clock(transfer))
 
 
 class NvmeToDevice:
@@ -123,7 +123,7 @@ class NvmeToDevice:
         self._host = torch.frombuffer(files.arena.memory(0, nbytes), dtype=torch.uint8)
         self._there = device.allocate(nbytes)
 
-    def run(self) -> Sample:
+    def run(self) -> Measurement:
         prepare(self._files, self._moves, STILL_SEED)
         self._there.zero_()
         self._device.synchronize()
@@ -143,7 +143,7 @@ class NvmeToDevice:
         self._device.copy(self._there, self._host).wait()
         memory = self._files.arena.memory(0, self._nbytes)
         ok = pattern.matches(memory, offset_nbytes=0, seed=STILL_SEED)
-        return Sample(self._nbytes, seconds, cpu_s, ok=ok)
+        return Measurement(self._nbytes, seconds, cpu_s, ok=ok)
 
 
 def copies(lab: Lab, device: DeviceAdapter) -> Iterator[Result]:
@@ -151,7 +151,7 @@ def copies(lab: Lab, device: DeviceAdapter) -> Iterator[Result]:
     nbytes = lab.effort.nbytes
     for direction in ("in", "out", "both"):
         words = {"in": "host to device", "out": "device to host", "both": "both ways at once"}
-        group = Group(
+        group = ContenderGroup(
             "device copy",
             f"{words[direction]}, {format_nbytes(nbytes)}",
             [ArenaToDevice(device, lab.arena, direction, nbytes)],
@@ -161,7 +161,7 @@ def copies(lab: Lab, device: DeviceAdapter) -> Iterator[Result]:
         yield lab.measure(group, lab.effort.rounds)
 
 
-def pipeline(site: Site, device: DeviceAdapter, extent_nbytes: int) -> Iterator[Result]:
+def pipeline(site: DriveSite, device: DeviceAdapter, extent_nbytes: int) -> Iterator[Result]:
     """The whole way, held against the drive alone: the device should cost nothing on top."""
     lab = site.lab
     nbytes = lab.effort.nbytes
@@ -170,7 +170,7 @@ def pipeline(site: Site, device: DeviceAdapter, extent_nbytes: int) -> Iterator[
         ceiling: Contender = EngineTransfer(
             "drive to host alone", files, "read", nbytes=nbytes, extent_nbytes=extent_nbytes
         )
-        group = Group(
+        group = ContenderGroup(
             "nvme to device",
             f"{format_nbytes(nbytes)} in {format_nbytes(extent_nbytes)}, {site.name}",
             [NvmeToDevice(device, files, nbytes, extent_nbytes)],

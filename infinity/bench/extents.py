@@ -13,32 +13,38 @@ import random
 from collections.abc import Iterator, Sequence
 
 from infinity.bench import fio
-from infinity.bench.measure import Contender, Group, Result
-from infinity.bench.nvme import EXTENT_NBYTES, Site, has_raw_ring
+from infinity.bench.measure import Contender, ContenderGroup, Result
+from infinity.bench.nvme import EXTENT_NBYTES, DriveSite, has_raw_ring
 from infinity.bench.raw_ring import RawRing
-from infinity.bench.transfer import EngineTransfer, FileSet, Move, MovesTransfer, TransferKind
+from infinity.bench.transfer import (
+    EngineTransfer,
+    FileSet,
+    MovesTransfer,
+    TransferKind,
+    TransferMove,
+)
 from infinity.sizes import KIB, format_nbytes
 
 SMALL_NBYTES = 64 * KIB
 _MAX_DEPTH = 256  # of small blocks in the engine's window
 
 
-def side_by_side(kind: TransferKind, nbytes: int) -> list[Move]:
+def side_by_side(kind: TransferKind, nbytes: int) -> list[TransferMove]:
     """Extents that are neighbours in the file and shuffled in memory."""
     places = _shuffled(nbytes // SMALL_NBYTES)
     return [_move(kind, block, place) for block, place in enumerate(places)]
 
 
-def apart(kind: TransferKind, nbytes: int) -> list[Move]:
+def apart(kind: TransferKind, nbytes: int) -> list[TransferMove]:
     """Extents that are neighbours in memory: every other block of the file, in random order."""
     blocks = _shuffled(nbytes // SMALL_NBYTES)
     return [_move(kind, 2 * block, place) for place, block in enumerate(blocks)]
 
 
-def _move(kind: TransferKind, block: int, place: int) -> Move:
+def _move(kind: TransferKind, block: int, place: int) -> TransferMove:
     assert kind != "mixed"
     region = "still" if kind == "read" else "busy"
-    return Move(kind, region, block * SMALL_NBYTES, SMALL_NBYTES, place * SMALL_NBYTES)
+    return TransferMove(kind, region, block * SMALL_NBYTES, SMALL_NBYTES, place * SMALL_NBYTES)
 
 
 def _shuffled(count: int) -> list[int]:
@@ -48,7 +54,7 @@ def _shuffled(count: int) -> list[int]:
     return order
 
 
-def extents(site: Site, kind: TransferKind) -> Iterator[Result]:
+def extents(site: DriveSite, kind: TransferKind) -> Iterator[Result]:
     """Three groups: side by side against large extents, apart in one request, apart one by one."""
     lab = site.lab
     nbytes = min(lab.effort.sweep_nbytes, lab.effort.nbytes // 2)
@@ -57,7 +63,7 @@ def extents(site: Site, kind: TransferKind) -> Iterator[Result]:
     with lab.engine() as engine, contextlib.ExitStack() as stack:
         files = FileSet(engine, site.scratch, lab.arena)
 
-        def ring(name: str, moves: Sequence[Move]) -> list[Contender]:
+        def ring(name: str, moves: Sequence[TransferMove]) -> list[Contender]:
             """With as much in flight as the engine has."""
             if not has_raw_ring():
                 return []
@@ -69,10 +75,12 @@ def extents(site: Site, kind: TransferKind) -> Iterator[Result]:
                 return []
             return [site.fio(kind, fio.FioSettings(SMALL_NBYTES, depth, access), 2 * nbytes)]
 
-        def group(case: str, subjects: Sequence[Contender], ceilings: Sequence[Contender]) -> Group:
+        def group(
+            case: str, subjects: Sequence[Contender], ceilings: Sequence[Contender]
+        ) -> ContenderGroup:
             labels = site.labels(kind, extent_nbytes=SMALL_NBYTES, depth=lab.io.queue_depth)
             case = f"{many} in 64 KiB, {case}"
-            return Group(f"extents {kind}", case, subjects, ceilings, labels, site.note)
+            return ContenderGroup(f"extents {kind}", case, subjects, ceilings, labels, site.note)
 
         near, far = side_by_side(kind, nbytes), apart(kind, nbytes)
         in_order = sorted(far, key=lambda move: move.offset_nbytes)

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from infinity.bench.measure import Sample
-from infinity.bench.scratch import Share
+from infinity.bench.measure import Measurement
+from infinity.bench.scratch import SpaceShare
 from infinity.bench.transfer import QUANTILES, TransferKind
 from infinity.errors import UnsupportedError
 from infinity.sizes import MIB, format_nbytes
@@ -62,7 +62,7 @@ def version() -> str | None:
 
 
 def command(
-    shares: Sequence[Share],
+    shares: Sequence[SpaceShare],
     kind: TransferKind,
     settings: FioSettings,
     *,
@@ -108,7 +108,7 @@ def environment(*, huge_pages: bool) -> dict[str, str]:
     return {**os.environ, "GLIBC_TUNABLES": word}
 
 
-def parse(answer: Mapping[str, Any]) -> Sample:
+def parse(answer: Mapping[str, Any]) -> Measurement:
     """The sample in fio's JSON: jobs ran at once, so the slowest one's time counts.
 
     Raises UnsupportedError when a job reports an error.
@@ -125,7 +125,7 @@ def parse(answer: Mapping[str, Any]) -> Sample:
     if len(jobs) == 1 and jobs[0]["read"]["io_bytes"] == nbytes:
         found = jobs[0]["read"]["lat_ns"].get("percentile", {})
         latency_s = {round(float(key) / 100, 6): value / 1e9 for key, value in found.items()}
-    return Sample(nbytes, seconds, cpu_s, latency_s=latency_s)
+    return Measurement(nbytes, seconds, cpu_s, latency_s=latency_s)
 
 
 class Fio:
@@ -133,7 +133,7 @@ class Fio:
 
     def __init__(
         self,
-        shares: Sequence[Share],
+        shares: Sequence[SpaceShare],
         kind: TransferKind,
         settings: FioSettings,
         *,
@@ -146,7 +146,7 @@ class Fio:
         self.command = command(shares, kind, settings, direct=direct, nbytes=nbytes)
         self._environment = environment(huge_pages=huge_pages)
 
-    def run(self) -> Sample:
+    def run(self) -> Measurement:
         """Raises UnsupportedError with what fio said when it fails."""
         done = subprocess.run(
             self.command, capture_output=True, text=True, check=False, env=self._environment

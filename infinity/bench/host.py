@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from infinity.bench.lab import Lab
-from infinity.bench.measure import Contender, Group, Result, Sample, clock
+from infinity.bench.measure import Contender, ContenderGroup, Measurement, Result, clock
 from infinity.ops.adamw import AdamWSettings, adamw_
 from infinity.sizes import MIB, PAGE_NBYTES, align_down, format_nbytes
 from infinity.storage.arena import Arena
@@ -43,12 +43,12 @@ class StreamingCopy:
         self._moved_nbytes = 2 * slice_nbytes * num_threads
         self._threads = concurrent.futures.ThreadPoolExecutor(num_threads)
 
-    def run(self) -> Sample:
+    def run(self) -> Measurement:
         def transfer() -> None:
             for _ in self._threads.map(lambda each: ctypes.memmove(*each), self._slices):
                 pass
 
-        return Sample(self._moved_nbytes, *clock(transfer))
+        return Measurement(self._moved_nbytes, *clock(transfer))
 
 
 class StreamingScale:
@@ -59,9 +59,9 @@ class StreamingScale:
     def __init__(self, arena: Arena) -> None:
         self._values = _tensor(arena, 0, arena.capacity_nbytes).view(torch.float32)
 
-    def run(self) -> Sample:
+    def run(self) -> Measurement:
         self._values.fill_(1.0)  # What the arena held before may be denormal: slow to multiply.
-        return Sample(2 * self._values.nbytes, *clock(lambda: self._values.mul_(0.5)))
+        return Measurement(2 * self._values.nbytes, *clock(lambda: self._values.mul_(0.5)))
 
 
 class ArenaCopy:
@@ -73,11 +73,11 @@ class ArenaCopy:
         self._source = _tensor(arena, 0, nbytes)
         self._target = _tensor(arena, nbytes + _GAP_NBYTES, nbytes)
 
-    def run(self) -> Sample:
+    def run(self) -> Measurement:
         self._target.zero_()
         seconds, cpu_s = clock(lambda: self._target.copy_(self._source))
         ok = torch.equal(self._source, self._target)
-        return Sample(2 * self._source.nbytes, seconds, cpu_s, ok=ok)
+        return Measurement(2 * self._source.nbytes, seconds, cpu_s, ok=ok)
 
 
 class OptimizerPass:
@@ -96,7 +96,7 @@ class OptimizerPass:
             for index in range(4)
         ]
 
-    def run(self) -> Sample:
+    def run(self) -> Measurement:
         weight, gradient, exp_avg, exp_avg_sq = self._state
         start = torch.linspace(-1, 1, _TILE_NBYTES // 4)
         for tensor in (weight, gradient):
@@ -109,7 +109,7 @@ class OptimizerPass:
 
         seconds, cpu_s = clock(transfer)
         ok = torch.equal(weight[-len(start) :], _stepped(start))
-        return Sample(28 * weight.numel(), seconds, cpu_s, ok=ok)
+        return Measurement(28 * weight.numel(), seconds, cpu_s, ok=ok)
 
 
 def copies(lab: Lab) -> Iterator[Result]:
@@ -133,7 +133,7 @@ def _measure(
 ) -> Result:
     size = format_nbytes(lab.arena.capacity_nbytes)
     case = f"{size} of arena, {torch.get_num_threads()} threads"
-    return lab.measure(Group(section, case, subjects, ceilings), lab.effort.rounds)
+    return lab.measure(ContenderGroup(section, case, subjects, ceilings), lab.effort.rounds)
 
 
 def _stepped(start: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from infinity.bench.fio import CANDIDATES, FioSettings
-from infinity.bench.measure import Group, Result
+from infinity.bench.measure import ContenderGroup, Result
 from infinity.bench.runner import run_group
 from infinity.config.schema import Io
 from infinity.sizes import GIB, MIB
@@ -80,7 +80,7 @@ class Lab:
             ring_flags=ring_flags,
         )
 
-    def measure(self, group: Group, rounds: int, *, warm_ups: int = 1) -> Result:
+    def measure(self, group: ContenderGroup, rounds: int, *, warm_ups: int = 1) -> Result:
         what = f"{group.section}: {group.case}"
         return run_group(
             group,

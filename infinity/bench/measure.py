@@ -12,7 +12,7 @@ GB = 10**9
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class Measurement:
     """One timed transfer.
 
     `nbytes` is what moved, `cpu_s` the processor time of the whole process that moved it (None: not
@@ -37,11 +37,11 @@ class Contender(Protocol):
 
     name: str
 
-    def run(self) -> Sample: ...
+    def run(self) -> Measurement: ...
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class ContenderGroup:
     """Contenders that do the same work: `subjects` are ours, `ceilings` what they are held against.
 
     `section` is the test it belongs to, `case` the one line that a reader of the table needs,
@@ -60,8 +60,8 @@ class Group:
 class Result:
     """A group that was run: the samples of every contender, the i-th of each from one round."""
 
-    group: Group
-    samples: Mapping[str, Sequence[Sample]]
+    group: ContenderGroup
+    samples: Mapping[str, Sequence[Measurement]]
 
 
 def clock(transfer: Callable[[], object]) -> tuple[float, float]:

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from infinity.bench import fio
 from infinity.bench.lab import Lab
-from infinity.bench.measure import Contender, Group, Result
+from infinity.bench.measure import Contender, ContenderGroup, Result
 from infinity.bench.raw_ring import RawRing
-from infinity.bench.scratch import RegionName, Scratch
+from infinity.bench.scratch import BenchDirectory, RegionName
 from infinity.bench.statistics import summarize
 from infinity.bench.transfer import (
     EngineLatency,
@@ -33,10 +33,10 @@ _LATENCY_EXTENTS_NBYTES = (64 << 10, 1 * MIB, 8 * MIB)
 _NUM_BEHIND = 4  # write-backs of 16 MiB
 
 
-class Site:
+class DriveSite:
     """One set of directories under test: its scratch files, and fio's best settings for them."""
 
-    def __init__(self, lab: Lab, scratch: Scratch) -> None:
+    def __init__(self, lab: Lab, scratch: BenchDirectory) -> None:
         self.lab = lab
         self.scratch = scratch
         self._best_fio: dict[TransferKind, fio.FioSettings] = {}
@@ -79,9 +79,11 @@ class Site:
         if not self.lab.with_fio or kind in self._best_fio:
             return
         contenders = [self.fio(kind, settings) for settings in self.lab.effort.fio_candidates]
-        group = Group("fio search", f"{kind}, {self.name}", contenders, labels=self.labels(kind))
+        group = ContenderGroup(
+            "fio search", f"{kind}, {self.name}", contenders, labels=self.labels(kind)
+        )
         result = self.lab.measure(group, self.lab.effort.search_rounds, warm_ups=0)
-        best = max(contenders, key=lambda each: _gbps(result, each))
+        best = max(contenders, key=lambda each: _gb_per_s(result, each))
         if self.lab.arena.huge_page_nbytes and not self._best_fio and not best.huge_page_nbytes():
             self._fio_note = "fio had 4 KiB pages, the arena huge ones: its ceiling is too low"
         self._best_fio[kind] = best.settings
@@ -116,8 +118,8 @@ def has_raw_ring() -> bool:
 
 
 @contextlib.contextmanager
-def open_site(lab: Lab, directories: Sequence[Path]) -> Iterator[Site]:
-    """Scratch files on the directories for as long as the block runs."""
+def open_site(lab: Lab, directories: Sequence[Path]) -> Iterator[DriveSite]:
+    """BenchDirectory files on the directories for as long as the block runs."""
     lab.on_step(f"writing files in {', '.join(map(str, directories))}")
     weights = [
         weight
@@ -126,11 +128,11 @@ def open_site(lab: Lab, directories: Sequence[Path]) -> Iterator[Site]:
         )
         if directory in directories
     ]
-    with Scratch(lab.arena, directories, lab.effort.nbytes, weights=weights) as scratch:
-        yield Site(lab, scratch)
+    with BenchDirectory(lab.arena, directories, lab.effort.nbytes, weights=weights) as scratch:
+        yield DriveSite(lab, scratch)
 
 
-def bandwidth(site: Site, kind: TransferKind) -> Iterator[Result]:
+def bandwidth(site: DriveSite, kind: TransferKind) -> Iterator[Result]:
     """The headline: `nbytes` in extents of 16 MiB through the engine as configured."""
     lab, nbytes = site.lab, site.lab.effort.nbytes
     yield from site.best_fio(kind)
@@ -140,7 +142,7 @@ def bandwidth(site: Site, kind: TransferKind) -> Iterator[Result]:
             engine_label(lab, engine), files, kind,
             nbytes=nbytes, extent_nbytes=EXTENT_NBYTES,
         )  # fmt: skip
-        group = Group(
+        group = ContenderGroup(
             f"nvme {kind}",
             f"{format_nbytes(nbytes)} in {format_nbytes(EXTENT_NBYTES)}, {site.name}",
             [subject],
@@ -151,7 +153,7 @@ def bandwidth(site: Site, kind: TransferKind) -> Iterator[Result]:
         yield lab.measure(group, lab.effort.rounds)
 
 
-def sweep(site: Site, kind: TransferKind) -> Iterator[Result]:
+def sweep(site: DriveSite, kind: TransferKind) -> Iterator[Result]:
     """Every extent size at every depth. One group per size: the depths take turns with fio."""
     lab = site.lab
     yield from site.best_fio(kind)
@@ -173,7 +175,7 @@ def sweep(site: Site, kind: TransferKind) -> Iterator[Result]:
                     for depth, files in by_depth.items()
                 ]
                 files = next(iter(by_depth.values()))
-                group = Group(
+                group = ContenderGroup(
                     f"sweep {kind}",
                     f"extents of {format_nbytes(extent_nbytes)}, {site.name}",
                     subjects,
@@ -196,14 +198,14 @@ def stripes(lab: Lab) -> Iterator[Result]:
                         yield result
                         continue
                     group = result.group
-                    renamed = Group(
+                    renamed = ContenderGroup(
                         f"stripes {kind}", f"{count} paths", group.subjects, group.ceilings,
                         group.labels, "; ".join(filter(None, (group.note, shared))),
                     )  # fmt: skip
                     yield Result(renamed, result.samples)
 
 
-def latency(site: Site) -> Iterator[Result]:
+def latency(site: DriveSite) -> Iterator[Result]:
     """One demand read at a time: on an idle drive, and behind write-backs that never run dry."""
     lab = site.lab
     with lab.engine() as engine:
@@ -218,14 +220,14 @@ def latency(site: Site) -> Iterator[Result]:
             if lab.with_fio:
                 settings = fio.FioSettings(extent_nbytes, 1)
                 ceilings.append(site.fio("read", settings, extent_nbytes * count))
-            group = Group(
+            group = ContenderGroup(
                 "latency", f"reads of {format_nbytes(extent_nbytes)}, {site.name}",
                 subjects, ceilings, site.labels("read", extent_nbytes=extent_nbytes), site.note,
             )  # fmt: skip
             yield lab.measure(group, lab.effort.sweep_rounds, warm_ups=0)
 
 
-def _gbps(result: Result, contender: Contender) -> float:
+def _gb_per_s(result: Result, contender: Contender) -> float:
     return summarize([sample.gbps for sample in result.samples[contender.name]]).median
 
 

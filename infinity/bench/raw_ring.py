@@ -12,8 +12,8 @@ import itertools
 import os
 from collections.abc import Sequence
 
-from infinity.bench.measure import Sample, clock
-from infinity.bench.transfer import FileSet, Move, compare, next_seed, prepare
+from infinity.bench.measure import Measurement, clock
+from infinity.bench.transfer import FileSet, TransferMove, compare, next_seed, prepare
 from infinity.errors import StorageError
 from infinity.sizes import GIB
 from infinity.storage.engine import Operation, Segment
@@ -25,7 +25,9 @@ class RawRing:
     """The moves in their order, each a request to the kernel, `depth` of them in flight. A context
     manager."""
 
-    def __init__(self, name: str, files: FileSet, moves: Sequence[Move], *, depth: int) -> None:
+    def __init__(
+        self, name: str, files: FileSet, moves: Sequence[TransferMove], *, depth: int
+    ) -> None:
         self.name = name
         self._files = files
         self._nbytes = sum(move.nbytes for move in moves)
@@ -47,11 +49,11 @@ class RawRing:
     def close(self) -> None:
         self._stack.close()
 
-    def run(self) -> Sample:
+    def run(self) -> Measurement:
         seed = next_seed()
         prepare(self._files, self._moves, seed)
         seconds, cpu_s = clock(self._transfer)
-        return Sample(self._nbytes, seconds, cpu_s, ok=compare(self._files, self._moves, seed))
+        return Measurement(self._nbytes, seconds, cpu_s, ok=compare(self._files, self._moves, seed))
 
     def _open(self) -> None:
         scratch, arena = self._files.scratch, self._files.arena

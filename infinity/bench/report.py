@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from infinity.bench.measure import Result, Sample
-from infinity.bench.statistics import Summary, cpu_s_per_gb, paired_ratios, summarize, verdict
+from infinity.bench.measure import Measurement, Result
+from infinity.bench.statistics import SampleSummary, cpu_s_per_gb, paired_ratios, summarize, verdict
 
 FORMAT = 1
 
@@ -17,8 +17,8 @@ class Against:
     """A subject beside one ceiling: `share` is the bandwidth ratio, round by round."""
 
     name: str
-    gbps: Summary
-    share: Summary
+    gbps: SampleSummary
+    share: SampleSummary
     cpu_s_per_gb: float | None
     latency_s: Mapping[float, float]
 
@@ -31,7 +31,7 @@ class Row:
     case: str
     subject: str
     nbytes: int
-    gbps: Summary
+    gbps: SampleSummary
     cpu_s_per_gb: float | None
     ok: bool | None
     latency_s: Mapping[float, float]
@@ -102,15 +102,15 @@ def _row(fields: Mapping[str, Any]) -> Row:
         Against(
             **{
                 **each,
-                "gbps": Summary(**each["gbps"]),
-                "share": Summary(**each["share"]),
+                "gbps": SampleSummary(**each["gbps"]),
+                "share": SampleSummary(**each["share"]),
                 "latency_s": _numbered(each["latency_s"]),
             }
         )
         for each in fields["ceilings"]
     )
     changed = {
-        "gbps": Summary(**fields["gbps"]),
+        "gbps": SampleSummary(**fields["gbps"]),
         "latency_s": _numbered(fields["latency_s"]),
         "ceilings": ceilings,
     }
@@ -122,7 +122,7 @@ def _numbered(latency_s: Mapping[str, float] | Mapping[float, float]) -> dict[fl
     return {float(point): value for point, value in latency_s.items()}
 
 
-def _against(subject: Sequence[Sample], name: str, ceiling: Sequence[Sample]) -> Against:
+def _against(subject: Sequence[Measurement], name: str, ceiling: Sequence[Measurement]) -> Against:
     return Against(
         name,
         summarize([sample.gbps for sample in ceiling]),
@@ -132,7 +132,7 @@ def _against(subject: Sequence[Sample], name: str, ceiling: Sequence[Sample]) ->
     )
 
 
-def _median_latency(samples: Sequence[Sample]) -> dict[float, float]:
+def _median_latency(samples: Sequence[Measurement]) -> dict[float, float]:
     """The median over rounds of every quantile that all rounds took."""
     points = set.intersection(*(set(sample.latency_s) for sample in samples))
     return {

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from infinity.bench.measure import Group, Result, Sample
+from infinity.bench.measure import ContenderGroup, Measurement, Result
 
 
 def run_group(
-    group: Group,
+    group: ContenderGroup,
     *,
     rounds: int,
     warm_ups: int = 1,
@@ -22,7 +22,7 @@ def run_group(
     contenders = [*group.subjects, *group.ceilings]
     names = [contender.name for contender in contenders]
     assert len(set(names)) == len(names), f"two contenders of one name in {names}"
-    samples: dict[str, list[Sample]] = {name: [] for name in names}
+    samples: dict[str, list[Measurement]] = {name: [] for name in names}
     for index in range(-warm_ups, rounds):
         on_round(index)
         turn = index % len(contenders)

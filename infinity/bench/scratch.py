@@ -29,7 +29,7 @@ RegionName = Literal["still", "busy"]
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class SpaceShare:
     """The part of a region that lies in one file: contiguous, because a region is laid out once."""
 
     path: str
@@ -37,7 +37,7 @@ class Share:
     nbytes: int
 
 
-class Scratch:
+class BenchDirectory:
     """Two regions of `nbytes` striped over `directories`, filled. Not thread-safe.
 
     Makes `infinity-bench` below each directory, locked like any swap directory: two benchmarks on
@@ -64,7 +64,7 @@ class Scratch:
             self.close()
             raise
 
-    def __enter__(self) -> Scratch:
+    def __enter__(self) -> BenchDirectory:
         return self
 
     def __exit__(self, *unused: object) -> None:
@@ -74,7 +74,7 @@ class Scratch:
         """Removes the files and the directories that were made. Idempotent."""
         self._stack.close()
 
-    def shares(self, region: RegionName) -> list[Share]:
+    def shares(self, region: RegionName) -> list[SpaceShare]:
         """The contiguous part of a region in every file."""
         return shares_of(self.regions[region], self.file_paths)
 
@@ -106,14 +106,14 @@ class Scratch:
         volume.sync()
 
 
-def shares_of(extents: Sequence[Extent], file_paths: Sequence[str]) -> list[Share]:
+def shares_of(extents: Sequence[Extent], file_paths: Sequence[str]) -> list[SpaceShare]:
     """The range that `extents` cover in each file, in the order of the files."""
     shares = []
     for index, path in enumerate(file_paths):
         mine = [extent for extent in extents if extent.path_index == index]
         if mine:
             start_nbytes = min(extent.offset_nbytes for extent in mine)
-            shares.append(Share(path, start_nbytes, sum(extent.nbytes for extent in mine)))
+            shares.append(SpaceShare(path, start_nbytes, sum(extent.nbytes for extent in mine)))
     return shares
 
 

@@ -6,11 +6,11 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from infinity.bench.measure import GB, Sample
+from infinity.bench.measure import GB, Measurement
 
 
 @dataclass(frozen=True, slots=True)
-class Summary:
+class SampleSummary:
     """A median with the smallest and largest of `count` values."""
 
     median: float
@@ -19,11 +19,11 @@ class Summary:
     count: int
 
 
-def summarize(values: Sequence[float]) -> Summary:
-    return Summary(statistics.median(values), min(values), max(values), len(values))
+def summarize(values: Sequence[float]) -> SampleSummary:
+    return SampleSummary(statistics.median(values), min(values), max(values), len(values))
 
 
-def paired_ratios(subject: Sequence[Sample], ceiling: Sequence[Sample]) -> Summary:
+def paired_ratios(subject: Sequence[Measurement], ceiling: Sequence[Measurement]) -> SampleSummary:
     """Bandwidth of the subject over that of the ceiling, round by round.
 
     The median of ratios, not the ratio of medians: a spell that slows whole rounds cancels.
@@ -33,7 +33,7 @@ def paired_ratios(subject: Sequence[Sample], ceiling: Sequence[Sample]) -> Summa
     )
 
 
-def cpu_s_per_gb(samples: Sequence[Sample]) -> float | None:
+def cpu_s_per_gb(samples: Sequence[Measurement]) -> float | None:
     """CPU seconds over all rounds per decimal GB moved; None when a sample does not know.
 
     A sum, not a median: some report CPU time in whole milliseconds.
@@ -44,7 +44,7 @@ def cpu_s_per_gb(samples: Sequence[Sample]) -> float | None:
     return sum(times_s) * GB / sum(sample.nbytes for sample in samples)
 
 
-def verdict(samples: Sequence[Sample]) -> bool | None:
+def verdict(samples: Sequence[Measurement]) -> bool | None:
     """False when one comparison failed, True when all were made and held, else None."""
     if any(sample.ok is False for sample in samples):
         return False

@@ -36,7 +36,7 @@ def check_sections(names: Sequence[str], *, quick: bool) -> tuple[str, ...]:
 
 
 def run(lab: Lab, sections: Sequence[str]) -> Iterator[Result]:
-    """Results as they come. Scratch files live only while a drive's sections run."""
+    """Results as they come. BenchDirectory files live only while a drive's sections run."""
     if any(name in _ON_DRIVES for name in sections):
         for directory in lab.directories:
             with nvme.open_site(lab, [directory]) as site:
@@ -55,7 +55,7 @@ def run(lab: Lab, sections: Sequence[str]) -> Iterator[Result]:
         yield from _device(lab, sections)
 
 
-def _drive(site: nvme.Site, sections: Sequence[str]) -> Iterator[Result]:
+def _drive(site: nvme.DriveSite, sections: Sequence[str]) -> Iterator[Result]:
     for kind in nvme.KINDS:
         if kind in sections:
             yield from nvme.bandwidth(site, kind)

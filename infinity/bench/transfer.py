@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from infinity.bench import pattern
-from infinity.bench.measure import Sample, clock
-from infinity.bench.scratch import STILL_SEED, RegionName, Scratch
+from infinity.bench.measure import Measurement, clock
+from infinity.bench.scratch import STILL_SEED, BenchDirectory, RegionName
 from infinity.bench.statistics import quantiles
 from infinity.sizes import MIB, align_down
 from infinity.storage.arena import Arena
@@ -38,7 +38,7 @@ def next_seed() -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
+class TransferMove:
     """One extent: `nbytes` at `offset_nbytes` of a region, and at `place_nbytes` of the arena,
     without one at the same offset."""
 
@@ -53,7 +53,7 @@ class Move:
         return self.offset_nbytes if self.place_nbytes is None else self.place_nbytes
 
 
-def plan_moves(kind: TransferKind, *, nbytes: int, extent_nbytes: int) -> list[Move]:
+def plan_moves(kind: TransferKind, *, nbytes: int, extent_nbytes: int) -> list[TransferMove]:
     """The extents of one transfer, in order of offset.
 
     "mixed" is half reads of the still region's first half and half writes of the busy region's
@@ -62,22 +62,22 @@ def plan_moves(kind: TransferKind, *, nbytes: int, extent_nbytes: int) -> list[M
     if kind != "mixed":
         region: RegionName = "still" if kind == "read" else "busy"
         return [
-            Move(kind, region, at, min(extent_nbytes, nbytes - at))
+            TransferMove(kind, region, at, min(extent_nbytes, nbytes - at))
             for at in range(0, nbytes, extent_nbytes)
         ]
     half_nbytes = nbytes // 2
     turns = []
     for at in range(0, half_nbytes, extent_nbytes):
         size_nbytes = min(extent_nbytes, half_nbytes - at)
-        turns.append(Move("read", "still", at, size_nbytes))
-        turns.append(Move("write", "busy", half_nbytes + at, size_nbytes))
+        turns.append(TransferMove("read", "still", at, size_nbytes))
+        turns.append(TransferMove("write", "busy", half_nbytes + at, size_nbytes))
     return turns
 
 
 class FileSet:
     """The files of a scratch, opened in one engine; turns moves into segments."""
 
-    def __init__(self, engine: StorageEngine, scratch: Scratch, arena: Arena) -> None:
+    def __init__(self, engine: StorageEngine, scratch: BenchDirectory, arena: Arena) -> None:
         self.engine = engine
         self.scratch = scratch
         self.arena = arena
@@ -86,10 +86,10 @@ class FileSet:
             for path, is_direct in zip(scratch.file_paths, scratch.is_direct, strict=True)
         ]
 
-    def submit(self, move: Move, priority: Priority = Priority.STATE) -> Ticket:
+    def submit(self, move: TransferMove, priority: Priority = Priority.STATE) -> Ticket:
         return self.engine.submit(move.operation, self.segments(move), priority)
 
-    def segments(self, move: Move) -> list[Segment]:
+    def segments(self, move: TransferMove) -> list[Segment]:
         address = self.arena.address + move.place
         return [
             Segment(
@@ -107,7 +107,12 @@ class MovesTransfer:
     """`moves` through the engine: a request each, or one request for all of them."""
 
     def __init__(
-        self, name: str, files: FileSet, moves: Sequence[Move], *, in_one_request: bool = False
+        self,
+        name: str,
+        files: FileSet,
+        moves: Sequence[TransferMove],
+        *,
+        in_one_request: bool = False,
     ) -> None:
         self.name = name
         self._files = files
@@ -119,11 +124,11 @@ class MovesTransfer:
             segments = [segment for _, segments in self._requests for segment in segments]
             self._requests = [(moves[0].operation, segments)]
 
-    def run(self) -> Sample:
+    def run(self) -> Measurement:
         seed = next_seed()
         prepare(self._files, self._moves, seed)
         seconds, cpu_s = clock(self._transfer)
-        return Sample(self._nbytes, seconds, cpu_s, ok=compare(self._files, self._moves, seed))
+        return Measurement(self._nbytes, seconds, cpu_s, ok=compare(self._files, self._moves, seed))
 
     def _transfer(self) -> None:
         submit = self._files.engine.submit
@@ -162,12 +167,12 @@ class EngineLatency:
         # So many fit side by side that no two in flight overlap.
         write_nbytes = min(_WRITE_BACK_NBYTES, align_down(half_nbytes // max(behind, 1), MIB))
         self._writes = [
-            Move("write", "busy", at, write_nbytes)
+            TransferMove("write", "busy", at, write_nbytes)
             for at in range(half_nbytes, 2 * half_nbytes - write_nbytes + 1, write_nbytes)
         ]
         self._behind = behind
 
-    def run(self) -> Sample:
+    def run(self) -> Measurement:
         prepare(self._files, self._moves, STILL_SEED)
         self._queued: deque[Ticket] = deque()
         self._next_write = itertools.cycle(self._writes)
@@ -177,9 +182,9 @@ class EngineLatency:
             ticket.wait()
         ok = compare(self._files, self._moves, STILL_SEED)
         nbytes = sum(move.nbytes for move in self._moves)
-        return Sample(nbytes, seconds, cpu_s, ok=ok, latency_s=quantiles(times_s, QUANTILES))
+        return Measurement(nbytes, seconds, cpu_s, ok=ok, latency_s=quantiles(times_s, QUANTILES))
 
-    def _one(self, move: Move) -> float:
+    def _one(self, move: TransferMove) -> float:
         while self._queued and self._queued[0].done():
             self._queued.popleft().wait()
         while len(self._queued) < self._behind:
@@ -189,7 +194,7 @@ class EngineLatency:
         return time.perf_counter() - start_s
 
 
-def prepare(files: FileSet, moves: Sequence[Move], seed: int) -> None:
+def prepare(files: FileSet, moves: Sequence[TransferMove], seed: int) -> None:
     """Memory that proves the transfer: poison where bytes arrive, `seed` where they leave from."""
     for span in _spans(moves):
         memory = files.arena.memory(span.place, span.nbytes)
@@ -199,7 +204,7 @@ def prepare(files: FileSet, moves: Sequence[Move], seed: int) -> None:
             pattern.fill(memory, offset_nbytes=span.offset_nbytes, seed=seed)
 
 
-def compare(files: FileSet, moves: Sequence[Move], seed: int) -> bool:
+def compare(files: FileSet, moves: Sequence[TransferMove], seed: int) -> bool:
     """Whether memory and file hold what they should after the moves. Reads back what was written,
     into poisoned memory."""
     spans = _spans(moves)
@@ -219,9 +224,9 @@ def compare(files: FileSet, moves: Sequence[Move], seed: int) -> bool:
     )
 
 
-def _spans(moves: Sequence[Move]) -> list[Move]:
+def _spans(moves: Sequence[TransferMove]) -> list[TransferMove]:
     """The moves in the order of the region, those made one that go on in it and in memory."""
-    spans: list[Move] = []
+    spans: list[TransferMove] = []
     for move in sorted(moves, key=lambda each: (each.operation, each.offset_nbytes)):
         last = spans[-1] if spans else None
         if (

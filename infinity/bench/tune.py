@@ -22,9 +22,9 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from infinity.bench.lab import Lab
-from infinity.bench.measure import Group, Result, Sample
-from infinity.bench.nvme import EXTENT_NBYTES, KINDS, Site, open_site
-from infinity.bench.statistics import Summary, cpu_s_per_gb, summarize, verdict
+from infinity.bench.measure import ContenderGroup, Measurement, Result
+from infinity.bench.nvme import EXTENT_NBYTES, KINDS, DriveSite, open_site
+from infinity.bench.statistics import SampleSummary, cpu_s_per_gb, summarize, verdict
 from infinity.bench.transfer import EngineTransfer, FileSet, TransferKind
 from infinity.errors import StorageError
 from infinity.sizes import MIB, PAGE_NBYTES, format_nbytes
@@ -94,18 +94,18 @@ class PathBandwidth:
     """What one directory's drive does through the engine with the chosen settings, in GB/s."""
 
     path: str
-    read: Summary
-    write: Summary
-    mixed: Summary
+    read: SampleSummary
+    write: SampleSummary
+    mixed: SampleSummary
 
     @property
-    def combined_gbps(self) -> float:
+    def combined_gb_per_s(self) -> float:
         """Of reading and then writing the same bytes, which is what a step does to state."""
         return 2 / (1 / self.read.median + 1 / self.write.median)
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class TunedSetting:
     """The outcome: settings, the scores they were chosen by, and each path's bandwidth.
 
     `rings` is None, and `ring_scores` empty, where the thread engine was searched. `rounds` are
@@ -122,8 +122,8 @@ class Choice:
 
     def weights(self) -> list[float]:
         """Per path, the slowest 1.0: what `[[tiers.nvme]] weight` wants."""
-        slowest = min(path.combined_gbps for path in self.paths)
-        return [round(path.combined_gbps / slowest, 2) for path in self.paths]
+        slowest = min(path.combined_gb_per_s for path in self.paths)
+        return [round(path.combined_gb_per_s / slowest, 2) for path in self.paths]
 
 
 def scores(rates: Rates[Who]) -> dict[Who, float]:
@@ -188,7 +188,7 @@ def ring_setups(grants: Callable[[RingFlags], bool]) -> list[RingSetup]:
     return [setup for setup in RING_SETUPS if setup.flags == "auto" or setup.flags in granted[1:]]
 
 
-def search(lab: Lab, *, limit_s: float) -> Choice:
+def search(lab: Lab, *, limit_s: float) -> TunedSetting:
     """Searches on all directories at once, then measures each alone.
 
     Stops when the limit is reached, or when the choice has held through enough rounds; three rounds
@@ -227,11 +227,11 @@ def search(lab: Lab, *, limit_s: float) -> Choice:
         with open_site(lab, [directory]) as site:
             bandwidth, cpu = _bandwidth(site, settings)
             paths.append(bandwidth)
-    return Choice(best, found, rings, ring_scores, rounds, cpu, tuple(paths))
+    return TunedSetting(best, found, rings, ring_scores, rounds, cpu, tuple(paths))
 
 
 def _search(
-    site: Site,
+    site: DriveSite,
     candidates: Sequence[Who],
     settings_of: Callable[[Who], dict[str, Any]],
     deadline_s: float,
@@ -260,12 +260,12 @@ def _search(
 
 
 def _turns(
-    site: Site,
+    site: DriveSite,
     kind: TransferKind,
     running: Sequence[Who],
     settings_of: Callable[[Who], dict[str, Any]],
     rounds: int,
-) -> Iterator[tuple[Who, Sample]]:
+) -> Iterator[tuple[Who, Measurement]]:
     """One transfer of every candidate. Who begins moves on with the rounds."""
     lab = site.lab
     turn = rounds % len(running)
@@ -277,7 +277,7 @@ def _turns(
         yield who, sample
 
 
-def _bandwidth(site: Site, settings: Mapping[str, Any]) -> tuple[PathBandwidth, float | None]:
+def _bandwidth(site: DriveSite, settings: Mapping[str, Any]) -> tuple[PathBandwidth, float | None]:
     """The chosen settings on one path, and the CPU seconds per GB over all kinds."""
     lab, samples = site.lab, []
     summaries = {}
@@ -285,7 +285,7 @@ def _bandwidth(site: Site, settings: Mapping[str, Any]) -> tuple[PathBandwidth, 
         engine = stack.enter_context(lab.engine(**settings))
         files = FileSet(engine, site.scratch, lab.arena)
         subjects = [_transfer(site, files, kind, kind) for kind in KINDS]
-        group = Group("bandwidth", site.name, subjects)
+        group = ContenderGroup("bandwidth", site.name, subjects)
         result: Result = lab.measure(group, _BANDWIDTH_ROUNDS)
     for kind in KINDS:
         _check(result.samples[kind], f"{kind} with {settings}")
@@ -295,12 +295,12 @@ def _bandwidth(site: Site, settings: Mapping[str, Any]) -> tuple[PathBandwidth, 
     return PathBandwidth(path, **summaries), cpu_s_per_gb(samples)
 
 
-def _transfer(site: Site, files: FileSet, kind: TransferKind, name: str) -> EngineTransfer:
+def _transfer(site: DriveSite, files: FileSet, kind: TransferKind, name: str) -> EngineTransfer:
     nbytes = site.lab.effort.nbytes
     return EngineTransfer(name, files, kind, nbytes=nbytes, extent_nbytes=EXTENT_NBYTES)
 
 
-def _check(samples: Sequence[Sample], what: str) -> None:
+def _check(samples: Sequence[Measurement], what: str) -> None:
     if verdict(samples) is False:
         raise StorageError(
             5,
@@ -311,7 +311,7 @@ def _check(samples: Sequence[Sample], what: str) -> None:
         )
 
 
-def to_toml(choice: Choice, paths: Sequence[str], remark: str) -> str:
+def to_toml(choice: TunedSetting, paths: Sequence[str], remark: str) -> str:
     """The fragment: [io] and one [[tiers.nvme]] per path, as the configuration names it."""
     lines = [
         f"# {remark}",
@@ -330,9 +330,9 @@ def to_toml(choice: Choice, paths: Sequence[str], remark: str) -> str:
         if len(paths) > 1:
             lines.append(f"weight = {weight}")
         for kind in KINDS:
-            summary: Summary = getattr(bandwidth, kind)
+            summary: SampleSummary = getattr(bandwidth, kind)
             spread = f"{summary.low:.2f} - {summary.high:.2f} over {summary.count} rounds"
-            lines.append(f"{kind}_gbps = {summary.median:.2f}  # {spread}")
+            lines.append(f"{kind}_gb_per_s = {summary.median:.2f}  # {spread}")
     return "\n".join(lines) + "\n"
 
 

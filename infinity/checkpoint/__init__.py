@@ -14,16 +14,16 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from infinity.checkpoint.checkpoint_export import export_checkpoint_safetensors
-    from infinity.checkpoint.dcp_export import export_checkpoint_dcp, export_dcp
-    from infinity.checkpoint.dcp_import import import_dcp
-    from infinity.checkpoint.safetensors_export import export_safetensors
-    from infinity.checkpoint.safetensors_import import WeightSource, weight_source
-    from infinity.checkpoint.state_copy import Saving
-    from infinity.checkpoint.state_export import optimizer_state_dict
-    from infinity.checkpoint.state_inspect import inspect
-    from infinity.checkpoint.state_load import load
-    from infinity.checkpoint.state_save import async_save, commit, save
+    from infinity.checkpoint.dcp.export_state import export_checkpoint_dcp, export_dcp
+    from infinity.checkpoint.dcp.import_state import import_dcp
+    from infinity.checkpoint.huggingface.export_weights import export_safetensors
+    from infinity.checkpoint.huggingface.from_checkpoint import export_checkpoint_safetensors
+    from infinity.checkpoint.huggingface.import_weights import WeightSource, weight_source
+    from infinity.checkpoint.run.copy import Saving
+    from infinity.checkpoint.run.inspection import inspect
+    from infinity.checkpoint.run.load import load
+    from infinity.checkpoint.run.optimizer_export import optimizer_state_dict
+    from infinity.checkpoint.run.save import async_save, commit, save
 
 __all__ = [
     "Saving",
@@ -43,20 +43,20 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Saving": "state_copy",
-    "WeightSource": "safetensors_import",
-    "async_save": "state_save",
-    "commit": "state_save",
-    "export_checkpoint_dcp": "dcp_export",
-    "export_checkpoint_safetensors": "checkpoint_export",
-    "export_dcp": "dcp_export",
-    "export_safetensors": "safetensors_export",
-    "import_dcp": "dcp_import",
-    "inspect": "state_inspect",
-    "load": "state_load",
-    "optimizer_state_dict": "state_export",
-    "save": "state_save",
-    "weight_source": "safetensors_import",
+    "Saving": "run.copy",
+    "WeightSource": "huggingface.import_weights",
+    "async_save": "run.save",
+    "commit": "run.save",
+    "export_checkpoint_dcp": "dcp.export_state",
+    "export_checkpoint_safetensors": "huggingface.from_checkpoint",
+    "export_dcp": "dcp.export_state",
+    "export_safetensors": "huggingface.export_weights",
+    "import_dcp": "dcp.import_state",
+    "inspect": "run.inspection",
+    "load": "run.load",
+    "optimizer_state_dict": "run.optimizer_export",
+    "save": "run.save",
+    "weight_source": "huggingface.import_weights",
 }
 
 

@@ -13,7 +13,7 @@ from infinity.errors import ConfigError
 from infinity.sizes import format_nbytes, parse_nbytes
 
 if TYPE_CHECKING:
-    from infinity.config.source import Source
+    from infinity.config.source import ConfigSource
 
 
 def export(
@@ -40,7 +40,7 @@ def export(
             "output directory, if the checkpoint is below that.",
         ),
     ] = None,
-    max_shard: Annotated[
+    max_shard_size: Annotated[
         str, typer.Option("--max-shard", metavar="SIZE", help="Largest safetensors file.")
     ] = "2GiB",
 ) -> None:
@@ -50,10 +50,10 @@ def export(
     checkpoints the newest is taken.
     """
     from infinity.checkpoint import export_checkpoint_dcp, export_checkpoint_safetensors
-    from infinity.checkpoint.state_directory import find_checkpoint
+    from infinity.checkpoint.run.directory import find_checkpoint
     from infinity.training.settle import settle
 
-    max_shard_nbytes = _nbytes(max_shard)
+    max_shard_nbytes = _nbytes(max_shard_size)
     found = find_checkpoint(checkpoint)
     loaded = _config_of_run(found) if config is None else SwapConfig.load(config)
     loaded = None if loaded is None else settle(loaded)
@@ -101,10 +101,10 @@ def _config_of_run(checkpoint: Path) -> SwapConfig | None:
     return None
 
 
-def _source_of(marker: Path) -> Source:
-    from infinity.config import Source
+def _source_of(marker: Path) -> ConfigSource:
+    from infinity.config import ConfigSource
 
-    return Source("file", str(marker), marker.parent)
+    return ConfigSource("file", str(marker), marker.parent)
 
 
 def _model_on_meta(config: SwapConfig) -> Any:

@@ -12,7 +12,7 @@ from infinity.cli import print_error
 from infinity.sizes import format_nbytes
 
 if TYPE_CHECKING:
-    from infinity.checkpoint.state_inspect import Inspection
+    from infinity.checkpoint.run.inspection import Inspection
     from infinity.storage.swap_inspect import SwapContents
 
 
@@ -42,9 +42,9 @@ def inspect(
     Without --verify only manifests, names and lengths are looked at. Ends with exit code 1 when
     something is damaged.
     """
-    from infinity.checkpoint.state_directory import list_checkpoints
-    from infinity.checkpoint.state_inspect import inspect as examine
-    from infinity.checkpoint.state_manifest import MANIFEST_NAME
+    from infinity.checkpoint.run.directory import list_checkpoints
+    from infinity.checkpoint.run.inspection import inspect as examine
+    from infinity.checkpoint.run.manifest import MANIFEST_NAME
     from infinity.errors import ConfigError
     from infinity.storage.swap_inspect import examine as examine_swap
 
@@ -101,7 +101,7 @@ def _commit_places(directory: Path) -> list[Path]:
 
 
 def _remove(directory: Path, swaps: list[SwapContents]) -> None:
-    from infinity.checkpoint.state_removal import remove_own
+    from infinity.checkpoint.run.removal import remove_own
     from infinity.storage.swap_inspect import remove_stale
 
     # First those in use: they refuse, and commits are those of all ranks.

@@ -117,7 +117,7 @@ def _has_nvme(hardware: str | None) -> bool:
 
 def _load(config: Path | None, overrides: list[str], *, has_nvme: bool) -> SwapConfig:
     from infinity.cli.train import override
-    from infinity.config.source import Source, read_file
+    from infinity.config.source import ConfigSource, read_file
     from infinity.training.settle import settle
 
     if config is not None:
@@ -125,7 +125,7 @@ def _load(config: Path | None, overrides: list[str], *, has_nvme: bool) -> SwapC
     else:
         import copy
 
-        table, source = copy.deepcopy(_DEFAULTS), Source()
+        table, source = copy.deepcopy(_DEFAULTS), ConfigSource()
         if has_nvme:
             table["tiers"]["nvme"] = [{"path": "/mnt/nvme"}]
             table["placement"] = {kind: ["host", "nvme"] for kind in _KINDS}
@@ -161,7 +161,7 @@ def _batch(
 ) -> Any:
     """That of the file, where it trains the file's model; the options go first."""
     from infinity.plan import Batch
-    from infinity.schedule.job import UNKNOWN_BATCH, batch_of
+    from infinity.simulate.job import UNKNOWN_BATCH, batch_of
 
     own = UNKNOWN_BATCH if by_name else batch_of(config)
     if own == UNKNOWN_BATCH:

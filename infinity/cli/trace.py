@@ -10,9 +10,9 @@ from typing import Annotated
 import typer
 
 from infinity.observe import chrome
+from infinity.observe import timeline_plot as gantt
+from infinity.observe.step_summary import Stall, StepSummary, summarize
 from infinity.sizes import format_nbytes
-from infinity.trace import gantt
-from infinity.trace.summary import Stall, StepSummary, summarize
 
 _LEAST_SHARE = 0.001  # Of the step; a stall below it is not worth a line.
 
@@ -57,10 +57,10 @@ def lines_of(step: StepSummary) -> list[str]:
     if step.bound is not None:
         resource = step.bound.resource
         lines[0] += f", {step.bound.name}: {resource} busy {step.bound.share:.0%}"
-    width = max(len(lane) for lane in ["other", *(use.lane for use in step.lanes)])
-    for use in step.lanes:
+    width = max(len(track) for track in ["other", *(use.track for use in step.tracks)])
+    for use in step.tracks:
         moved = f"  {format_nbytes(use.nbytes)}" if use.nbytes else ""
-        lines.append(f"  {use.lane:<{width}}  {use.share:>4.0%}  {_time(use.busy_s):>9}{moved}")
+        lines.append(f"  {use.track:<{width}}  {use.share:>4.0%}  {_time(use.busy_s):>9}{moved}")
     other_share = step.other_s / step.length_s
     lines.append(f"  {'other':<{width}}  {other_share:>4.0%}  {_time(step.other_s):>9}")
     largest = [stall for stall in step.largest if stall.share >= _LEAST_SHARE]

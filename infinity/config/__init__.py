@@ -22,7 +22,7 @@ from infinity.config.schema import (
     Tiers,
     Train,
 )
-from infinity.config.source import Source
+from infinity.config.source import ConfigSource
 from infinity.config.swap import Resolved, SwapConfig
 from infinity.config.values import Capacity
 
@@ -31,6 +31,7 @@ __all__ = [
     "SCHEMA",
     "Capacity",
     "Checkpoint",
+    "ConfigSource",
     "Data",
     "DataSource",
     "DeviceTier",
@@ -47,7 +48,6 @@ __all__ = [
     "Resolved",
     "Sample",
     "Schedule",
-    "Source",
     "SwapConfig",
     "TierName",
     "Tiers",

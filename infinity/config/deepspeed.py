@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from infinity.config.deepspeed_keys import RULES, Rule
 from infinity.config.deepspeed_values import AUTO, Facts, Outcome
 from infinity.config.problems import InvalidConfigError, Problem
-from infinity.config.source import Source
+from infinity.config.source import ConfigSource
 from infinity.config.values import nearest
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def translate(table: Mapping[str, Any]) -> Translation:
     return Translation(entries, settings, {} if is_complete else train)
 
 
-def configuration_of(found: Translation, source: Source) -> SwapConfig:
+def configuration_of(found: Translation, source: ConfigSource) -> SwapConfig:
     """The configuration of a translation. Raises ConfigError that names both files' keys."""
     from infinity.config.swap import SwapConfig
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from infinity.config import deepspeed_values as values
-from infinity.config.deepspeed_values import Convert, Facts, Outcome, Verdict, says_nothing
+from infinity.config.deepspeed_values import Convert, Decision, Facts, Outcome, says_nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class Rule:
     """
 
     key: str
-    usual: Verdict
+    usual: Decision
     ours: str
     reason: str
     convert: Convert
@@ -62,12 +62,12 @@ _EXACT = "an approximation of traffic between ranks; weights and gradients are m
 
 RULES: tuple[Rule, ...] = (
     # Batch
-    _mapped("train_batch_size", "train.batch_size or train.accumulation",
+    _mapped("train_batch_size", "train.batch_size or train.gradient_accumulation_steps",
             "as far as the other two do not say it", values.train_batch),
     Rule("train_micro_batch_size_per_gpu", "same", "train.batch_size", "sequences of one forward",
          values.micro_batch),
-    Rule("gradient_accumulation_steps", "same", "train.accumulation", "backward passes of a step",
-         values.accumulation),
+    Rule("gradient_accumulation_steps", "same", "train.gradient_accumulation_steps",
+         "backward passes of a step", values.accumulation),
     _ignored("managed_gradient_accumulation", "optimizer.step() is yours to call"),
     Rule("gradient_clipping", "same", "optimizer.max_grad_norm", "the global 2-norm; 0 is off",
          values.clipping),

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from infinity.config.values import show_value
 from infinity.sizes import GIB, KIB, PAGE_NBYTES
 
-Verdict = Literal["same", "mapped", "ignored", "refused"]
+Decision = Literal["same", "mapped", "ignored", "refused"]
 
 AUTO = "auto"
 # DeepSpeed's own defaults of keys that count only together with another one.
@@ -33,7 +33,7 @@ _ADAMS = ("adam", "adamw")
 class Outcome:
     """What becomes of one key. `settings` are keys of a swap-tier file, dotted, and values."""
 
-    verdict: Verdict
+    verdict: Decision
     reason: str
     settings: dict[str, Any] = field(default_factory=dict)
 
@@ -334,7 +334,9 @@ def accumulation(value: Any, _: Facts) -> Outcome:
     steps = as_count(value)
     if not steps:
         return _wrong("a number of at least 1", value)
-    return Outcome("same", "backward passes of a step", {"train.accumulation": steps})
+    return Outcome(
+        "same", "backward passes of a step", {"train.gradient_accumulation_steps": steps}
+    )
 
 
 def train_batch(value: Any, facts: Facts) -> Outcome:
@@ -349,13 +351,16 @@ def train_batch(value: Any, facts: Facts) -> Outcome:
             return Outcome("refused", f"it is no multiple of {micro} * {steps}, as it has to be")
         if ranks == 1:
             return Outcome("ignored", "it is the product of the other two")
-        reason = f"it counts {ranks} ranks; with fewer, raise train.accumulation for the same batch"
+        reason = (
+            f"it counts {ranks} ranks; with fewer, raise train.gradient_accumulation_steps for the "
+            "same batch"
+        )
         return Outcome("ignored", reason)
     if total % (micro or steps or 1):
         return Outcome("refused", f"it is no multiple of {micro or steps}, as it has to be")
     if micro:
         reason = "divided by the micro-batch, for one rank"
-        return Outcome("mapped", reason, {"train.accumulation": total // micro})
+        return Outcome("mapped", reason, {"train.gradient_accumulation_steps": total // micro})
     reason = "divided by the accumulation, for one rank"
     return Outcome("mapped", reason, {"train.batch_size": total // (steps or 1)})
 

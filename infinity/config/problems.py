@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, ValidationError
 
-from infinity.config.values import Kind, nearest, show_value
+from infinity.config.values import ValueType, nearest, show_value
 from infinity.errors import ConfigError
 
 Place = tuple[str | int, ...]
@@ -24,7 +24,7 @@ _OTHER_NAMES = {
     "gpu": "tiers.device", "cpu": "tiers.host", "ram": "tiers.host", "disk": "tiers.nvme",
     "nvme_path": "tiers.nvme[].path", "learning_rate": "optimizer.lr", "dtype": "precision.compute",
     "gradient_clipping": "optimizer.max_grad_norm", "clip_grad_norm": "optimizer.max_grad_norm",
-    "max_steps": "train.steps", "gradient_accumulation_steps": "train.accumulation",
+    "max_steps": "train.steps", "gradient_accumulation_steps": "train.gradient_accumulation_steps",
     "micro_batch_size": "train.batch_size", "lr_scheduler_type": "train.schedule",
     "gradient_checkpointing": "train.activation_checkpointing", "seq_len": "data.sequence_length",
     "max_length": "data.sequence_length", "max_seq_length": "data.sequence_length",
@@ -128,7 +128,7 @@ def known_keys(root: type[BaseModel]) -> KnownKeys:
 
 def _expected(info: FieldInfo) -> str:
     for marker in info.metadata:
-        if isinstance(marker, Kind):
+        if isinstance(marker, ValueType):
             return marker.expected()
     is_list = any(in_list for _, in_list in sections_in(info.annotation))
     return "a list" if is_list else "a value"

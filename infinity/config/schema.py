@@ -157,15 +157,15 @@ class NvmeTier(Section):
         description="Share of the stripes that this path gets: its bandwidth in GB/s, or a number "
         'proportional to it where every path has one. "auto" measures it, if there are several.',
     )
-    read_gbps: Annotated[float | None, OrOff(Number(above=0))] = Field(
+    read_gb_per_s: Annotated[float | None, OrOff(Number(above=0))] = Field(
         None,
         description="Bandwidth of reading in decimal GB/s, as `infinity tune` found it. 0: not "
         "measured.",
     )
-    write_gbps: Annotated[float | None, OrOff(Number(above=0))] = Field(
+    write_gb_per_s: Annotated[float | None, OrOff(Number(above=0))] = Field(
         None, description="The same of writing."
     )
-    mixed_gbps: Annotated[float | None, OrOff(Number(above=0))] = Field(
+    mixed_gb_per_s: Annotated[float | None, OrOff(Number(above=0))] = Field(
         None, description="The same of reading and writing at once, in sum."
     )
 
@@ -306,9 +306,10 @@ class Schedule(Section):
         "otherwise, into tiles that do; 0 never cuts. Results agree to rounding: the gradient of "
         "a linear layer's input is summed over its tiles.",
     )
-    tile_strands: Annotated[int, Integer(1)] = Field(
+    tile_micro_batches: Annotated[int, Integer(1)] = Field(
         4,
-        description="Micro-batches of `infinity.accumulate` that go through a block with tiles "
+        description="Micro-batches of `infinity.forward_backward` that go through a block with "
+        "tiles "
         "together: each fetch of a tile serves all of them, and the activations of that one block "
         "are in memory for all of them. Never changes a result.",
     )
@@ -317,10 +318,10 @@ class Schedule(Section):
     )
 
 
-class Ranks(Section):
+class Distributed(Section):
     """State divided over the ranks of torch.distributed. Of no effect where there is one rank."""
 
-    stage: Annotated[int, Integer(1, 3)] = Field(
+    zero_stage: Annotated[int, Integer(1, 3)] = Field(
         3,
         description="What is divided, as in ZeRO: 1 the optimizer's state, 2 gradients as well, 3 "
         "parameters as well.",
@@ -344,7 +345,7 @@ class Ranks(Section):
         'otherwise. "one_sided": one by one, between the hosts. "auto": collective between CUDA '
         "devices. The bits are the same.",
     )
-    inbox: Annotated[Literal["auto"] | int, AutoOr(Size())] = Field(
+    reduce_buffer: Annotated[Literal["auto"] | int, AutoOr(Size())] = Field(
         "auto",
         description="Host bytes, of a rank's part, for gradients that other ranks gave and that "
         "wait to be summed. What has no room waits on nvme where there is state, otherwise the "
@@ -642,9 +643,10 @@ class Train(Section):
 
     steps: Annotated[int, Integer(1)] = Field(description="Optimizer steps.")
     batch_size: Annotated[int, Integer(1)] = Field(
-        description="Sequences in one forward. A step sees batch_size * accumulation of them."
+        description="Sequences in one forward. A step sees batch_size * "
+        "gradient_accumulation_steps of them."
     )
-    accumulation: Annotated[int, Integer(1)] = Field(
+    gradient_accumulation_steps: Annotated[int, Integer(1)] = Field(
         1, description="Backward passes whose gradients make one step."
     )
     schedule: Annotated[LrSchedule, Choice(LrSchedule)] = Field(
@@ -694,7 +696,7 @@ class Output(Section):
     metrics: Annotated[str, FileName()] = Field(
         "metrics.jsonl", description="One JSON object per step, inside the directory."
     )
-    max_shard: Annotated[int, Size()] = Field(
+    max_shard_size: Annotated[int, Size()] = Field(
         2 * GIB, description="Largest safetensors file of the export."
     )
     export: Annotated[bool, Flag()] = Field(
@@ -727,7 +729,7 @@ class Checkpoint(Section):
         "also commits every step of `infinity train`, for one more generation and a flush "
         'per step. "none" takes no spare space; checkpoints are copies, and training waits.',
     )
-    grace: Annotated[int, Integer(0)] = Field(
+    grace_s: Annotated[int, Integer(0)] = Field(
         0,
         description="Seconds that a copy behind training may still take when SIGTERM or Ctrl-C "
         "has stopped the steps. Then it is given up; `--resume` goes on from the swap directory, "

@@ -28,7 +28,7 @@ _FORMATS = (".toml", ".yaml", ".yml", ".json")
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class ConfigSource:
     """Where a configuration came from. Two configurations are equal wherever they came from.
 
     `name` is the file as the caller named it; `directory` is absolute, and relative paths start
@@ -46,7 +46,7 @@ class Source:
         return f"file {self.name}" if self.kind == "file" else "dict"
 
 
-def read_file(path: str | os.PathLike[str]) -> tuple[dict[str, Any], Source]:
+def read_file(path: str | os.PathLike[str]) -> tuple[dict[str, Any], ConfigSource]:
     """The top-level table of a file, and its source. Raises ConfigError with file and line."""
     name = os.fspath(path)
     file = Path(os.path.abspath(os.path.expanduser(name)))
@@ -69,7 +69,7 @@ def read_file(path: str | os.PathLike[str]) -> tuple[dict[str, Any], Source]:
         table = {}
     if not isinstance(table, dict):
         raise ConfigError(f"{name}: expected a table of sections; got {type(table).__name__}")
-    return table, Source("file", name, file.parent)
+    return table, ConfigSource("file", name, file.parent)
 
 
 def _parse(content: bytes, suffix: str) -> Any:

@@ -25,6 +25,7 @@ from infinity.config.schema import (
     SCHEMA,
     Checkpoint,
     Data,
+    Distributed,
     Io,
     IoEngineName,
     Model,
@@ -32,7 +33,6 @@ from infinity.config.schema import (
     Output,
     Placement,
     Precision,
-    Ranks,
     Schedule,
     Section,
     Tiers,
@@ -40,7 +40,7 @@ from infinity.config.schema import (
     defaults,
     null_as_empty,
 )
-from infinity.config.source import Source, read_file
+from infinity.config.source import ConfigSource, read_file
 from infinity.config.values import (
     Choice,
     Integer,
@@ -74,7 +74,7 @@ class Resolved(NamedTuple):
 class SwapConfig(Section):
     """The whole swap-tier file. `[model]`, `[data]` and `[train]` serve `infinity train` only."""
 
-    _source: Source = PrivateAttr(default_factory=Source)
+    _source: ConfigSource = PrivateAttr(default_factory=ConfigSource)
     schema_version: Annotated[int, Integer(1, SCHEMA)] = Field(
         SCHEMA, alias="schema", description="Version of this file's format."
     )
@@ -82,7 +82,7 @@ class SwapConfig(Section):
     placement: Placement = defaults()
     io: Io = defaults()
     schedule: Schedule = defaults()
-    ranks: Ranks = defaults()
+    distributed: Distributed = defaults()
     precision: Precision = defaults()
     optimizer: Optimizer = defaults()
     model: Model | None = None
@@ -92,7 +92,7 @@ class SwapConfig(Section):
     checkpoint: Checkpoint | None = None
 
     @field_validator(
-        "tiers", "placement", "io", "schedule", "ranks", "precision", "optimizer", "output",
+        "tiers", "placement", "io", "schedule", "distributed", "precision", "optimizer", "output",
         mode="before",
     )  # fmt: skip
     @classmethod
@@ -190,7 +190,7 @@ class SwapConfig(Section):
 
     def __init__(self, **sections: Any) -> None:
         """Reads sections given as tables, like `load` of a dict. Raises ConfigError."""
-        self._read(sections, Source())
+        self._read(sections, ConfigSource())
 
     @classmethod
     def load(
@@ -206,7 +206,7 @@ class SwapConfig(Section):
         if isinstance(source, (str, os.PathLike)):
             table, origin = read_file(source)
         elif source is None or isinstance(source, Mapping):
-            table, origin = dict(source or {}), Source()
+            table, origin = dict(source or {}), ConfigSource()
         else:
             raise ConfigError(
                 "expected a path, a dict, a SwapConfig or None as the configuration; got "
@@ -227,7 +227,7 @@ class SwapConfig(Section):
         from infinity.config.deepspeed import configuration_of, translate
 
         if isinstance(source, Mapping):
-            table, origin = dict(source), Source()
+            table, origin = dict(source), ConfigSource()
         elif isinstance(source, (str, os.PathLike)):
             table, origin = read_file(source)
         else:
@@ -241,7 +241,7 @@ class SwapConfig(Section):
         return configuration_of(found, origin)
 
     @classmethod
-    def from_table(cls, table: dict[str, Any], source: Source) -> SwapConfig:
+    def from_table(cls, table: dict[str, Any], source: ConfigSource) -> SwapConfig:
         """The configuration of a table that `read_file` gave, changed by the caller or not.
 
         Paths and messages are those of `source`. Raises ConfigError as `load` does.
@@ -250,7 +250,7 @@ class SwapConfig(Section):
         config._read(table, source)
         return config
 
-    def _read(self, table: dict[str, Any], source: Source) -> None:
+    def _read(self, table: dict[str, Any], source: ConfigSource) -> None:
         version = table.get("schema")
         if isinstance(version, int) and version > SCHEMA:
             raise ConfigError(
@@ -287,7 +287,7 @@ class SwapConfig(Section):
         return [each for each in (self.commit_directory, self.copying_directory) if each]
 
     @property
-    def source(self) -> Source:
+    def source(self) -> ConfigSource:
         """Where this configuration was read from."""
         return self._source
 
@@ -316,7 +316,7 @@ class SwapConfig(Section):
 
 
 def _walk(
-    section: Section, written: dict[str, Any], place: problems.Place, source: Source
+    section: Section, written: dict[str, Any], place: problems.Place, source: ConfigSource
 ) -> Iterator[tuple[problems.Place, Any, str]]:
     tables: list[Iterable[tuple[problems.Place, Any, str]]] = []
     for name, info in type(section).model_fields.items():
@@ -335,7 +335,7 @@ def _walk(
         yield from table
 
 
-def _origin(section: Section, name: str, place: str, source: Source) -> str:
+def _origin(section: Section, name: str, place: str, source: ConfigSource) -> str:
     if place in source.environment:
         return "environment"
     if name in section.model_fields_set:

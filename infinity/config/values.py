@@ -1,6 +1,7 @@
 """The value types of the swap-tier file: sizes, budgets, numbers, words and places.
 
-A `Kind` is put into an annotation, `Annotated[int, Size(multiple=4096)]`. It reads what a file may
+A `ValueType` is put into an annotation, `Annotated[int, Size(multiple=4096)]`. It reads what a
+file may
 hold, names what it expects when it refuses, and writes the value back as a file would hold it, so
 that reading a written value gives the same value.
 """
@@ -154,7 +155,7 @@ def refuse_all(faults: list[InitErrorDetails]) -> None:
         raise ValidationError.from_exception_data("config", faults)
 
 
-class Kind(ABC):
+class ValueType(ABC):
     """One kind of value. `read` raises ValueError with a detail, or with nothing to add."""
 
     @abstractmethod
@@ -195,7 +196,7 @@ class Kind(ABC):
 
 
 @dataclass(frozen=True)
-class Size(Kind):
+class Size(ValueType):
     """Bytes: "8GiB", "500MB" or a whole number of bytes."""
 
     minimum: int = 1
@@ -242,7 +243,7 @@ class Size(Kind):
 
 
 @dataclass(frozen=True)
-class Budget(Kind):
+class Budget(ValueType):
     """A tier's capacity: "auto", a size, or a share such as "80%". Reads to `Capacity`."""
 
     def read(self, value: Any, loading: Loading) -> Capacity:
@@ -291,7 +292,7 @@ def _number_detail(value: object) -> str:
 
 
 @dataclass(frozen=True)
-class Integer(Kind):
+class Integer(ValueType):
     minimum: int = 0
     maximum: int | None = None
 
@@ -315,7 +316,7 @@ class Integer(Kind):
 
 
 @dataclass(frozen=True)
-class Number(Kind):
+class Number(ValueType):
     """A finite float. `above` and `below` are limits that the value itself may not take."""
 
     minimum: float | None = None
@@ -353,7 +354,7 @@ class Number(Kind):
 
 
 @dataclass(frozen=True)
-class Flag(Kind):
+class Flag(ValueType):
     """true or false. The words of YAML 1.1 (on, off, yes, no) are read as it means them."""
 
     def read(self, value: Any, loading: Loading) -> bool:
@@ -370,7 +371,7 @@ class Flag(Kind):
         return {"type": "boolean"}
 
 
-class Choice(Kind):
+class Choice(ValueType):
     """One of some words: those of the Literal that it annotates."""
 
     def __init__(self, literal: Any) -> None:
@@ -395,7 +396,7 @@ class Choice(Kind):
 
 
 @dataclass(frozen=True)
-class Text(Kind):
+class Text(ValueType):
     """Text that is not empty. `what` names it in messages."""
 
     what: str = "text"
@@ -415,7 +416,7 @@ class Text(Kind):
 
 
 @dataclass(frozen=True)
-class FileName(Kind):
+class FileName(ValueType):
     """The name of a file inside a directory that another key names."""
 
     def read(self, value: Any, loading: Loading) -> str:
@@ -434,7 +435,7 @@ class FileName(Kind):
 
 
 @dataclass(frozen=True)
-class Location(Kind):
+class Location(ValueType):
     """A path, absolute once read: ~ and $VARIABLES expanded, relative to the file's directory.
 
     `words` are not paths but stand for themselves.
@@ -483,10 +484,10 @@ def _expand_variables(text: str) -> str:
 
 
 @dataclass(frozen=True)
-class AutoOr(Kind):
+class AutoOr(ValueType):
     """What `kind` reads, or the word "auto"."""
 
-    kind: Kind = field(default_factory=Size)
+    kind: ValueType = field(default_factory=Size)
 
     def read(self, value: Any, loading: Loading) -> Any:
         if isinstance(value, str) and value.strip().lower() == "auto":
@@ -504,10 +505,10 @@ class AutoOr(Kind):
 
 
 @dataclass(frozen=True)
-class OrOff(Kind):
+class OrOff(ValueType):
     """What `kind` reads, or None for 0, null and "none". Written back as 0: TOML has no null."""
 
-    kind: Kind = field(default_factory=Size)
+    kind: ValueType = field(default_factory=Size)
 
     def read(self, value: Any, loading: Loading) -> Any:
         is_zero = isinstance(value, (int, float)) and not isinstance(value, bool) and value == 0

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from infinity.engine.awaited import is_to_come
-from infinity.engine.handles import Handle
 from infinity.errors import ConfigError
+from infinity.modules.awaited import is_to_come
+from infinity.modules.handle import Handle
 
 if TYPE_CHECKING:
     from infinity.engine.engine import Engine
@@ -39,7 +39,8 @@ def refuse_without_values(model: nn.Module) -> None:
             if tensor.is_meta:
                 raise ConfigError(
                     f"{layer}.{name}.{leaf} of an adapter has no value. Build the model under "
-                    "`with infinity.init(config):`, not on torch's meta device, and attach or load "
+                    "`with infinity.init_empty_weights(config):`, not on torch's meta device, "
+                    "and attach or load "
                     "the adapter after that block, where it keeps what PEFT gives it "
                     "(low_cpu_mem_usage=True only where a saved adapter is loaded)"
                 )
@@ -56,7 +57,8 @@ def derived_buffers(model: nn.Module) -> set[int]:
 
 
 def values_of_adapters(model: nn.Module) -> set[int]:
-    """Ids of the adapters' parameters that are there, also where `infinity.init` saw them made."""
+    """Ids of the adapters' parameters that are there, also where `infinity.init_empty_weights` saw
+    them made."""
     return {
         id(parameter)
         for module in adapter_modules(model)
@@ -99,7 +101,7 @@ def derive(engine: Engine, wanted: dict[str, tuple[nn.Module, str]]) -> None:
 
 def _magnitude(engine: Engine, layer: Any, adapter: str) -> torch.Tensor:
     """As PEFT makes it when it attaches: before adapters are cast, in the dtype of the weights."""
-    names = {id(slot.handle): slot.name for slot in engine.slots}
+    names = {id(param.handle): param.name for param in engine.params}
     base = layer.get_base_layer()
     there = {"device": base.weight.device, "dtype": base.weight.dtype}
     if adapter in layer.lora_embedding_A:

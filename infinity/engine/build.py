@@ -7,6 +7,7 @@ import logging
 import shutil
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,7 +17,19 @@ from torch.nn.parameter import is_lazy
 
 from infinity.config import SwapConfig
 from infinity.config.schema import NvmeTier
-from infinity.engine.activations import Activations
+from infinity.distributed.grad_memory import SumsMemory
+from infinity.distributed.group import RankTopology, find_group, process_group
+from infinity.distributed.reduce import DistributedGradients
+from infinity.distributed.setup import (
+    ShardingPlan,
+    config_of_rank,
+    is_collective,
+    plan_sharding,
+    refuse_different_weights,
+    remove_directories,
+)
+from infinity.distributed.step import DistributedMasters, DistributedUpdater
+from infinity.distributed.sync import OneRank, Ranks, RankSync
 from infinity.engine.adapters import (
     copied_parameters,
     derive,
@@ -25,41 +38,28 @@ from infinity.engine.adapters import (
     refuse_without_values,
     values_of_adapters,
 )
-from infinity.engine.awaited import Awaited, is_to_come
-from infinity.engine.discover import Anatomy, Found, UnitRule, dissect, storage_strides
-from infinity.engine.divide import (
-    Division,
-    config_of_rank,
-    divide,
-    is_collective,
-    refuse_different_weights,
-    remove_directories,
-)
 from infinity.engine.dtypes import Dtypes
 from infinity.engine.durability import count_spares
 from infinity.engine.engine import Engine
-from infinity.engine.gradients import Gradients
-from infinity.engine.handles import Handle
-from infinity.engine.hooks import Site
-from infinity.engine.initialise import initialise
-from infinity.engine.machinery import Machinery
-from infinity.engine.master import Masters
-from infinity.engine.originals import Follower, Originals
-from infinity.engine.passes import Passes
-from infinity.engine.rank_group import RankGroup
-from infinity.engine.ranked import RankedMasters, RankedUpdater
-from infinity.engine.ranked_gradients import RankedGradients
+from infinity.engine.meta_init import initialise
 from infinity.engine.registry import is_offloaded
-from infinity.engine.slot import Slot
-from infinity.engine.sums_memory import SumsMemory
-from infinity.engine.tiling import Tiling
-from infinity.engine.update import Updater
 from infinity.engine.update_rates import place_updates
 from infinity.errors import CapacityError, ConfigError, UnsupportedError
+from infinity.modules.awaited import Awaited, is_to_come
+from infinity.modules.discover import (
+    FoundParam,
+    ModelLayout,
+    UnitRule,
+    discover_units,
+    storage_strides,
+)
+from infinity.modules.handle import Handle
+from infinity.modules.hooks import HookedModule
+from infinity.modules.originals import Follower, Originals
+from infinity.modules.param import OffloadedParam
+from infinity.modules.tiling.split import Tiling
 from infinity.observe import Counters
-from infinity.ranks.rendezvous import Group, find_group, process_group
-from infinity.ranks.store import RankedStore
-from infinity.schedule.executor import Executor
+from infinity.simulate.update_device import UpdateDevice
 from infinity.state.budgets import Budgets
 from infinity.state.moments import moments_of
 from infinity.state.store import StateStore
@@ -68,6 +68,12 @@ from infinity.state.units import TensorFacts, Unit, layout_unit
 from infinity.storage.arena import Arena, available_host_nbytes
 from infinity.storage.engine import StorageEngine, open_configured
 from infinity.storage.volume import Adopted, Volume, VolumePath
+from infinity.streaming.activations import ActivationStore
+from infinity.streaming.gradients import GradientStore
+from infinity.streaming.masters import Masters
+from infinity.streaming.optimizer_step import Updater, UpdateSettings
+from infinity.streaming.parameters import WeightCache
+from infinity.streaming.passes import Passes
 from infinity.tiers.cpu import CpuDevice
 from infinity.tiers.device import DeviceAdapter
 from infinity.tiers.host import HostTier
@@ -127,15 +133,34 @@ def build(
     tiling = Tiling(model, lambda parameter: dtypes.of(parameter).itemsize)
     resources = ExitStack()
     try:
-        anatomy, laid_out, division, budgets = _lay_out(
+        anatomy, laid_out, sharding, budgets = _lay_out(
             model, config, units, device, ranks, tiling, dtypes
         )
         parts = _assemble(
-            config, laid_out, budgets, device, wrap_storage, adopted, resources, division
+            config, laid_out, budgets, device, wrap_storage, adopted, resources, sharding
         )
-        slots = _slots(parts, anatomy, laid_out)
-        wholes = {whole.name: whole for whole in tiling.wholes}
-        engine = Engine(model, config, parts, slots, _sites(anatomy), wholes)
+        params = _params(parts.weight_cache, anatomy, laid_out)
+        tiled_params = {whole.name: whole for whole in tiling.tiled_params}
+        engine = Engine(
+            model,
+            config,
+            params,
+            _hooked_modules(anatomy),
+            tiled_params,
+            store=parts.store,
+            pool=parts.pool,
+            device=parts.device,
+            weight_cache=parts.weight_cache,
+            gradients=parts.gradients,
+            updater=parts.updater,
+            masters=parts.masters,
+            activations=parts.activations,
+            passes=parts.passes,
+            counters=parts.counters,
+            ranks=parts.ranks,
+            update_device=parts.update_device,
+            resources=parts.resources,
+        )
         if model_parallel_group is not None:
             engine.share_activations(process_group(model_parallel_group))
     except BaseException:
@@ -143,14 +168,12 @@ def build(
         tiling.undo()
         raise
     try:
-        if parts.ranks is not None:
-            parts.ranks.open()
-            refuse_different_weights(engine, parts.ranks)
-        handles = {id(slot.original): slot.handle for slot in slots}
+        engine.ranks.open()
+        refuse_different_weights(engine)
+        handles = {id(param.original): param.handle for param in params}
         tiling.hand_over(lambda parameter: handles[id(parameter)])
         _fill(engine, weights, seed)
-        if parts.ranks is not None:
-            parts.ranks.agree_on_first_weights()
+        engine.ranks.sync_first_weights()
     except BaseException:
         engine.uninstall()
         engine.close()
@@ -160,16 +183,37 @@ def build(
     tiling.forget()
     del anatomy  # It has them, too.
     originals.follow(engine.handle)
-    if wholes:
+    if tiled_params:
         _log.info(
-            "%d parameters run as tiles, the first of them %r", len(wholes), next(iter(wholes))
+            "%d parameters run as tiles, the first of them %r",
+            len(tiled_params),
+            next(iter(tiled_params)),
         )
     dtypes.narrow_buffers()
-    _move_buffers(model, parts.device)
+    _move_buffers(model, engine.device)
     return engine
 
 
-_LaidOut = tuple[Anatomy, list[Unit], Division | None, Budgets]
+@dataclass(frozen=True, slots=True)
+class _Assembly:
+    """Everything below the model, wired to each other; `build` hands each part to the engine."""
+
+    store: StateStore
+    pool: HostPool
+    device: DeviceAdapter
+    weight_cache: WeightCache
+    gradients: GradientStore
+    updater: Updater
+    masters: Masters
+    activations: ActivationStore
+    passes: Passes
+    counters: Counters
+    ranks: Ranks
+    update_device: UpdateDevice
+    resources: ExitStack
+
+
+_LaidOut = tuple[ModelLayout, list[Unit], ShardingPlan | None, Budgets]
 
 
 def _lay_out(
@@ -177,7 +221,7 @@ def _lay_out(
     config: SwapConfig,
     rule: UnitRule,
     device: OwnDevice | None,
-    ranks: Group | None,
+    ranks: RankTopology | None,
     tiling: Tiling,
     dtypes: Dtypes,
 ) -> _LaidOut:
@@ -191,7 +235,7 @@ def _lay_out(
 
     def attempt(limit_nbytes: int | None) -> _LaidOut:
         tiling.cut(limit_nbytes)
-        anatomy = dissect(model, rule)
+        anatomy = discover_units(model, rule)
         if not anatomy.units:
             raise ConfigError(f"{type(model).__name__} has no parameters; nothing to offload")
         moments = moments_of(config)
@@ -199,14 +243,14 @@ def _lay_out(
             layout_unit(index, name, [facts_of(each, dtypes) for each in members], moments)
             for index, (name, members) in enumerate(anatomy.units)
         ]
-        division = None
+        sharding = None
         if ranks is not None:
-            division = divide(
+            sharding = plan_sharding(
                 laid_out, anatomy.units_by_block(), ranks, config, is_collective=on_devices
             )
-            laid_out = list(division.partition.wholes)
-        budgets = _budgets(config, laid_out, anatomy, device, division)
-        return anatomy, laid_out, division, budgets
+            laid_out = list(sharding.partition.full_units)
+        budgets = _budgets(config, laid_out, anatomy, device, sharding)
+        return anatomy, laid_out, sharding, budgets
 
     def has_room_ahead(found: _LaidOut) -> bool:
         _, units, _, budgets = found
@@ -263,11 +307,12 @@ def _refuse(model: nn.Module, *, has_weights: bool) -> None:
             if not has_weights or name in module._non_persistent_buffers_set:
                 raise ConfigError(
                     f"buffer {module_name}.{name} is on the meta device and no file has its value; "
-                    "build the model under `with infinity.init(config):`, which keeps buffers real"
+                    "build the model under `with infinity.init_empty_weights(config):`, which "
+                    "keeps buffers real"
                 )
 
 
-def facts_of(found: Found, dtypes: Dtypes) -> TensorFacts:
+def facts_of(found: FoundParam, dtypes: Dtypes) -> TensorFacts:
     """A parameter as the engine keeps it."""
     parameter = found.parameter
     return TensorFacts(
@@ -285,9 +330,9 @@ def facts_of(found: Found, dtypes: Dtypes) -> TensorFacts:
 def _budgets(
     config: SwapConfig,
     units: Sequence[Unit],
-    anatomy: Anatomy,
+    anatomy: ModelLayout,
     device: OwnDevice | None,
-    division: Division | None,
+    sharding: ShardingPlan | None,
 ) -> Budgets:
     """Asks this machine for its sizes."""
     is_cpu = _shares_host_memory(config, device)
@@ -297,10 +342,10 @@ def _budgets(
         "device_nbytes": _device_nbytes(config, is_given=is_cpu or device is not None),
         "available_host_nbytes": available_host_nbytes(),
     }
-    if division is None:
+    if sharding is None:
         return Budgets(config, units, **sizes)
-    sizes["available_host_nbytes"] //= division.sharing
-    return division.budgets(config, **sizes)
+    sizes["available_host_nbytes"] //= sharding.sharing
+    return sharding.budgets(config, **sizes)
 
 
 def _shares_host_memory(config: SwapConfig, device: OwnDevice | None) -> bool:
@@ -339,73 +384,83 @@ def _assemble(
     wrap_storage: Callable[[StorageEngine], StorageEngine] | None,
     adopted: Adopted | None,
     resources: ExitStack,
-    division: Division | None,
-) -> Machinery:
+    sharding: ShardingPlan | None,
+) -> _Assembly:
     counters = Counters()
-    if division is not None:
+    if sharding is not None:
         resources.callback(remove_directories, config)
     arena = Arena(budgets.host_nbytes, huge_pages=config.tiers.host.huge_pages)
     resources.callback(arena.close)
-    num_spares = count_spares(config, num_ranks=1 if division is None else division.partition.count)
+    num_spares = count_spares(config, num_ranks=1 if sharding is None else sharding.partition.count)
     volume = _open_volume(config, arena, budgets, wrap_storage, num_spares, adopted, resources)
     host = HostTier(arena, counters)
     device = _open_device(config, host, counters, own_device)
     resources.callback(device.close)
-    sharing = 1 if division is None else division.group.node_count
-    own_units = units if division is None else division.partition.units
-    update_place = place_updates(config, budgets, own_units, device, host, num_sharing=sharing)
+    sharing = 1 if sharding is None else sharding.group.node_count
+    own_units = units if sharding is None else sharding.partition.units
+    update_device = place_updates(config, budgets, own_units, device, host, num_sharing=sharing)
     if not device.shares_host_memory:
-        _log.info("updates %s", update_place)
-    homes: dict[str, Any] = {
-        "placement": budgets.placement,
-        "host": host,
-        "volume": volume,
-        "device": device,
-        "counters": counters,
-    }
-    if division is None:
-        store = StateStore(units, **homes)
+        _log.info("updates %s", update_device)
+    placement = budgets.placement
+    collectives = buckets = unshard = None
+    store: StateStore
+    if sharding is None:
+        store = StateStore(
+            units, placement=placement, host=host, volume=volume, device=device, counters=counters
+        )
     else:
-        store = division.store(resources, inbox_nbytes=budgets.inbox_nbytes, **homes)
-    collectives = bundles = gathering = None
-    if division is not None:
-        collectives, bundles, gathering = division.exchange(store, device, counters, resources)
+        store = sharded = sharding.store(
+            resources,
+            reduce_buffer_nbytes=budgets.reduce_buffer_nbytes,
+            placement=placement,
+            host=host,
+            volume=volume,
+            device=device,
+            counters=counters,
+        )
+        collectives, buckets, unshard = sharding.exchange(sharded, device, counters, resources)
     pool = HostPool(host, is_tight=budgets.is_tight)
-    executor = Executor(
+    weight_cache = WeightCache(
         store,
         pool=pool,
         device=device,
         counters=counters,
         window_nbytes=budgets.window_nbytes,
         device_window_nbytes=budgets.device_window_nbytes,
-        is_outdated_by_step=division is not None and division.partition.stage == 3,
-        gathering=gathering,
+        is_outdated_by_step=sharding is not None and sharding.partition.stage == 3,
+        gathering=unshard,
     )
-    is_ranked = isinstance(store, RankedStore)
     passes = Passes(counters.tracer)
-    taking: dict[str, Any] = {"pool": pool, "device": device, "counters": counters}
-    updating: dict[str, Any] = {}
-    if is_ranked:
-        taking["reduce_dtype"] = _DTYPES.get(config.ranks.reduce_dtype)
-        taking["passes"] = passes
-        taking["bundles"] = bundles
-        updating["gathering"] = gathering
-        assert division is not None
-        taking["sums"] = SumsMemory(pool, division.sums, budgets)
-    gradients = (RankedGradients if is_ranked else Gradients)(store, **taking)
-    updater = (RankedUpdater if is_ranked else Updater)(
-        store,
-        pool=pool,
-        executor=executor,
-        gradients=gradients,
-        counters=counters,
+    updates = UpdateSettings(
         chunk_nbytes=budgets.chunk_nbytes,
-        num_berths=budgets.num_berths,
+        num_staging_slots=budgets.num_staging_slots,
         reads_ahead=config.schedule.prefetch and not budgets.is_tight,
-        on_device=device if update_place.is_on_device else None,
-        **updating,
+        on_device=device if update_device.is_on_device else None,
     )
-    activations = Activations(
+    gradients: GradientStore
+    updater: Updater
+    ranks: Ranks
+    if sharding is None:
+        gradients = GradientStore(store, pool=pool, device=device, counters=counters)
+        updater = Updater(store, pool, weight_cache, gradients, counters, updates)
+        masters, ranks = Masters(store, pool), OneRank()
+    else:
+        gradients = reduced = DistributedGradients(
+            sharded,
+            pool=pool,
+            device=device,
+            counters=counters,
+            reduce_dtype=_DTYPES.get(config.distributed.reduce_dtype),
+            passes=passes,
+            buckets=buckets,
+            sums=SumsMemory(pool, sharding.sums, budgets),
+        )
+        updater = DistributedUpdater(
+            sharded, pool, weight_cache, reduced, counters, updates, unshard
+        )
+        masters = DistributedMasters(sharded, pool)
+        ranks = RankSync(sharded, weight_cache, reduced, collectives)
+    activations = ActivationStore(
         config.placement.activations, pool=pool, device=device, volume=volume, counters=counters
     )
     if config.schedule.updates == "at_step":
@@ -415,22 +470,22 @@ def _assemble(
     # would cost more weights than fit in it: they do not lie side by side.
     pool.add_reclaimer(lambda _: gradients.reclaim())
     pool.add_reclaimer(lambda _: activations.reclaim())
-    pool.add_reclaimer(executor.reclaim)
+    pool.add_reclaimer(weight_cache.reclaim)
     pool.add_reclaimer(lambda _: updater.reclaim())
-    return Machinery(
-        store,
-        pool,
-        device,
-        executor,
-        gradients,
-        updater,
-        (RankedMasters if is_ranked else Masters)(store, pool),
-        activations,
-        passes,
-        counters,
-        resources,
-        update_place,
-        RankGroup(store, executor, gradients, collectives) if is_ranked else None,
+    return _Assembly(
+        store=store,
+        pool=pool,
+        device=device,
+        weight_cache=weight_cache,
+        gradients=gradients,
+        updater=updater,
+        masters=masters,
+        activations=activations,
+        passes=passes,
+        counters=counters,
+        ranks=ranks,
+        update_device=update_device,
+        resources=resources,
     )
 
 
@@ -444,7 +499,7 @@ def _open_volume(
     resources: ExitStack,
 ) -> Volume | None:
     placed = {*budgets.placement.tiers.values(), *config.placement.activations}
-    if "nvme" not in placed and not budgets.inbox_spills:
+    if "nvme" not in placed and not budgets.reduce_buffer_spills:
         return None
     storage = open_configured(config.io, arena)
     if wrap_storage is not None:
@@ -500,11 +555,13 @@ def _open_device(
     return CpuDevice(host, counters)
 
 
-def _slots(parts: Machinery, anatomy: Anatomy, units: Sequence[Unit]) -> list[Slot]:
+def _params(
+    weight_cache: WeightCache, anatomy: ModelLayout, units: Sequence[Unit]
+) -> list[OffloadedParam]:
     """Slots in the order of `model.named_parameters()`."""
-    by_parameter: dict[int, Slot] = {}
+    by_parameter: dict[int, OffloadedParam] = {}
     for unit, (_, members) in zip(units, anatomy.units, strict=True):
-        region = parts.executor.weights[unit.index].region
+        region = weight_cache.weights[unit.index].region
         by_name = {spec.name: spec for spec in unit.tensors}
         for found in members:
             spec = by_name[found.name]
@@ -514,23 +571,23 @@ def _slots(parts: Machinery, anatomy: Anatomy, units: Sequence[Unit]) -> list[Sl
                 requires_grad=facts.is_trainable,
             )
             handle = Handle.make(None, found.name, compute)  # type: ignore[arg-type]
-            for face in (handle, compute):
-                face.__dict__.update(
+            for tensor in (handle, compute):
+                tensor.__dict__.update(
                     {k: v for k, v in vars(found.parameter).items() if k != "_is_hf_initialized"}
                 )
             for hook in (found.parameter._backward_hooks or {}).values():
                 compute.register_hook(hook)
-            by_parameter[id(found.parameter)] = Slot(
+            by_parameter[id(found.parameter)] = OffloadedParam(
                 found.name, unit, spec, handle, compute, found.aliases, found.parameter
             )
     return [by_parameter[id(parameter)] for parameter in anatomy.root.parameters()]
 
 
-def _sites(anatomy: Anatomy) -> list[Site]:
-    needed = anatomy.site_units()
+def _hooked_modules(anatomy: ModelLayout) -> list[HookedModule]:
+    needed = anatomy.module_units()
     return [
-        Site(found.name, found.module, units, found.is_block)
-        for found, units in zip(anatomy.sites, needed, strict=True)
+        HookedModule(found.name, found.module, units, found.is_block)
+        for found, units in zip(anatomy.hooked_modules, needed, strict=True)
     ]
 
 
@@ -541,16 +598,16 @@ def _fill(engine: Engine, weights: LoadPlan | None, seed: int) -> None:
     """Real values first, from memory that is there; then what has to be read or made."""
     without, to_come = set(), set()
     kept, derived_of = values_of_adapters(engine.model), derived_parameters(engine.model)
-    names = {id(slot.original): slot.name for slot in engine.slots}
-    for slot in engine.slots:
-        original = slot.original
+    names = {id(param.original): param.name for param in engine.params}
+    for param in engine.params:
+        original = param.original
         if original is not None and is_to_come(original) and id(original) not in kept:
-            to_come.add(slot.name)
+            to_come.add(param.name)
             if original.is_meta:
-                without.add(slot.name)
+                without.add(param.name)
     wanted = {names[each]: place for each, place in derived_of.items()}
     copies = [(names[id(copy)], names[id(own)]) for copy, own in copied_parameters(engine.model)]
-    for unit in engine.parts.store.units:
+    for unit in engine.store.units:
         engine.fill(unit)
     engine.install()
     if weights is not None:

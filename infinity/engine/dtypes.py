@@ -19,7 +19,7 @@ from torch import nn
 
 from infinity.config import SwapConfig
 from infinity.engine.adapters import adapter_modules
-from infinity.engine.awaited import is_to_come
+from infinity.modules.awaited import is_to_come
 
 _log = logging.getLogger("infinity")
 

@@ -4,9 +4,8 @@
   holds.py              units in use: what hooks call
   changes.py            weights changed otherwise than by a step
   parameter_grads.py    `.grad`, taken away and shown
-  handle_operations.py  operations on handles outside their module
+  handle_ops.py  operations on handles outside their module
   passes.py             what of the model is running
-  machinery.py          everything below: tiers, executor, gradients, update
 
 One lock orders the training thread and autograd's device threads.
 """
@@ -27,41 +26,46 @@ import torch
 from torch import nn
 
 from infinity.config import SwapConfig
-from infinity.engine import functions, registry
-from infinity.engine.activations import Activations
-from infinity.engine.changes import Changes
-from infinity.engine.faces import Faces
-from infinity.engine.gradients import in_memory_order
-from infinity.engine.handle_operations import HandleOperations
-from infinity.engine.handles import Handle
-from infinity.engine.holds import Holds
-from infinity.engine.hooks import (
-    OUTSIDE_BACKWARD,
-    Backwards,
-    Site,
-    SiteHooks,
+from infinity.distributed.group import path_of_job
+from infinity.distributed.shared_inputs import SharedActivationStore
+from infinity.distributed.sync import CollectiveSection, Ranks
+from infinity.engine import registry
+from infinity.engine.state_access import StateAccess
+from infinity.errors import InfinityError, UnsupportedError
+from infinity.modules import autograd_functions as functions
+from infinity.modules.accumulate.layer_major import LayerMajorSchedule
+from infinity.modules.edits import WeightEdits
+from infinity.modules.grads import ParamGrads
+from infinity.modules.handle import Handle
+from infinity.modules.handle_ops import HandleOps
+from infinity.modules.hooks import (
+    BackwardCalls,
+    HookedModule,
+    ModuleHooks,
     Unscriptable,
-    current_backward,
     outside_graphs,
 )
-from infinity.engine.interrupts import uninterrupted
-from infinity.engine.layer_major import Conductor
-from infinity.engine.machinery import Machinery
-from infinity.engine.parameter_grads import ParameterGrads
-from infinity.engine.process import OwnProcess
-from infinity.engine.rank_group import Together
-from infinity.engine.shared_activations import SharedActivations
-from infinity.engine.slot import Slot
-from infinity.engine.state_access import StateAccess
-from infinity.engine.state_values import is_value_of, plain_value
-from infinity.engine.strangers import Strangers
-from infinity.engine.tiling import tiles_of
-from infinity.engine.update import StepRecord
-from infinity.engine.whole import Whole
-from infinity.errors import InfinityError, UnsupportedError
-from infinity.observe import Lane
-from infinity.ranks.rendezvous import path_of_job
-from infinity.state.units import Piece, TensorSpec, Unit
+from infinity.modules.interrupts import uninterrupted
+from infinity.modules.param import OffloadedParam
+from infinity.modules.param_table import ParamTable
+from infinity.modules.process import OwnProcess
+from infinity.modules.state_values import is_value_of, plain_value
+from infinity.modules.strangers import Strangers
+from infinity.modules.tiling.split import tiles_of
+from infinity.modules.tiling.tiled_param import TiledParam
+from infinity.modules.uses import UnitUses
+from infinity.observe import Counters, Track
+from infinity.simulate.update_device import UpdateDevice
+from infinity.state.store import StateStore
+from infinity.state.units import StateKind, TensorSpec, Unit
+from infinity.streaming.activations import ActivationStore, InputStore
+from infinity.streaming.gradients import GradientStore, in_memory_order
+from infinity.streaming.masters import Masters
+from infinity.streaming.optimizer_step import StepRecord, Updater
+from infinity.streaming.parameters import WeightCache
+from infinity.streaming.passes import OUTSIDE_BACKWARD, Passes, current_backward
+from infinity.tiers.device import DeviceAdapter
+from infinity.tiers.pool import HostPool
 
 _log = logging.getLogger("infinity")
 
@@ -79,16 +83,28 @@ class Engine:
 
     model: nn.Module
     config: SwapConfig
-    parts: Machinery
-    slots: list[Slot]
-    sites: list[Site]
-    wholes: Mapping[str, Whole] = field(default_factory=dict)  # Parameters that stand as tiles.
+    params: list[OffloadedParam]
+    hooked_modules: list[HookedModule]
+    tiled_params: Mapping[str, TiledParam]
+    store: StateStore
+    pool: HostPool
+    device: DeviceAdapter
+    weight_cache: WeightCache
+    gradients: GradientStore
+    updater: Updater
+    masters: Masters
+    activations: ActivationStore
+    passes: Passes
+    counters: Counters
+    ranks: Ranks
+    update_device: UpdateDevice  # Where this rank makes its updates.
+    resources: ExitStack  # Closes device, volume, storage engine and arena, in that order.
     background: Background | None = field(default=None, init=False)  # Ends before the tiers go.
 
     def __repr__(self) -> str:
-        units = len(self.parts.store.units)
+        units = len(self.store.units)
         return (
-            f"<Engine of {type(self.model).__name__}: {len(self.slots)} parameters, {units} units>"
+            f"<Engine of {type(self.model).__name__}: {len(self.params)} parameters, {units} units>"
         )
 
     def __reduce_ex__(self, protocol: object) -> Any:
@@ -99,63 +115,69 @@ class Engine:
         )
 
     def __post_init__(self) -> None:
-        parts = self.parts
-        self.counters = parts.counters
-        self._tracer = parts.counters.tracer
-        self._executor = parts.executor
-        self._gradients = parts.gradients
-        self._updater = parts.updater
-        self._passes = parts.passes
+        self._tracer = self.counters.tracer
         self._process = OwnProcess()
         self._strangers = Strangers(self.model)
         self._lock = threading.RLock()
-        self._faces = Faces(self.model, self.slots)
-        self._changes = Changes(parts, self._faces)
-        self._holds = Holds(parts, self._faces, self._changes, self._lock)
-        self._backwards = Backwards(self._holds)
-        self._grads = ParameterGrads(parts, self._faces, self._backwards, self._lock)
-        self.handle_operations = HandleOperations(
-            self, parts, self._faces, self._holds, self._changes, self._backwards, self._grads
-        )
-        self._site_hooks = [SiteHooks(site, self._holds, self._backwards) for site in self.sites]
+        self._param_table = ParamTable(self.model, self.params)
+        self._changes = WeightEdits(
+            self.store, self.weight_cache, self.updater, self.masters, self._param_table,
+            is_sharded=self.ranks.partition is not None,
+        )  # fmt: skip
+        self._uses = UnitUses(
+            self.store.units, self.weight_cache, self.gradients, self.updater, self.passes,
+            self._tracer, self._param_table, self._changes, self._lock,
+        )  # fmt: skip
+        self._backwards = BackwardCalls(self._uses)
+        self._grads = ParamGrads(
+            self.gradients, self.updater, self.weight_cache, self._tracer, self._param_table,
+            self._backwards, self._lock,
+        )  # fmt: skip
+        self.handle_ops = HandleOps(
+            self, self.store.units, self.pool, self.passes, self.counters, self._param_table,
+            self._uses, self._changes, self._backwards, self._grads, self.ranks.setting,
+        )  # fmt: skip
+        self._module_hooks = [
+            ModuleHooks(hooked, self._uses, self._backwards) for hooked in self.hooked_modules
+        ]
         self._removable: list[Any] = []
-        self._layer_inputs: Activations | SharedActivations = parts.activations
+        self._layer_inputs: InputStore = self.activations
         # A model that is dropped without close() gives its memory and its swap files back too.
-        self._finalizer = weakref.finalize(self, _close_in, os.getpid(), parts.resources)
-        for slot in self.slots:
-            slot.handle.owner = self.handle_operations
-            registry.mark(slot, self)
+        self._finalizer = weakref.finalize(self, _close_in, os.getpid(), self.resources)
+        for param in self.params:
+            param.handle.owner = self.handle_ops
+            registry.mark(param, self)
 
     # -- Attaching to the model ------------------------------------------------------------------
 
     def install(self) -> None:
         """Puts handles in the place of parameters and hooks on sites."""
         functions.install()
-        self._faces.install()
-        self._holds.begin_use = self._site_begins
-        self._grads.install(self.slots)
-        for hooks in self._site_hooks:
+        self._param_table.install()
+        self._uses.begin_use = self._hooked_begins
+        self._grads.install(self.params)
+        for hooks in self._module_hooks:
             self._removable.extend(hooks.install())
         self._removable += [
             self.model.register_forward_pre_hook(self._pass_begins, prepend=True),
             self.model.register_forward_hook(self._pass_ends, always_call=True),
         ]
-        for module in {self.model, *(site.module for site in self.sites)}:
+        for module in {self.model, *(hooked.module for hooked in self.hooked_modules)}:
             self._removable.append(Unscriptable(module))
-        owners = {alias.module for slot in self.slots for alias in slot.aliases}
+        owners = {alias.module for param in self.params for alias in param.aliases}
         self._removable += [m.register_load_state_dict_pre_hook(self._take_loaded) for m in owners]
         registry.register(self)
 
     def uninstall(self) -> None:
         """Puts the original parameters back, for a set-up that failed."""
         self._remove_hooks()
-        self._faces.restore()
+        self._param_table.restore()
         registry.forget(self)
 
     def forget_originals(self) -> None:
         """Weights have their values: lets the memory of the model's own parameters go."""
-        for slot in self.slots:
-            slot.original = None
+        for param in self.params:
+            param.original = None
 
     def _remove_hooks(self) -> None:
         for removable in self._removable:
@@ -166,79 +188,83 @@ class Engine:
 
     @outside_graphs
     def _pass_begins(self, module: nn.Module, args: Any) -> None:
-        is_own = current_backward() == OUTSIDE_BACKWARD and not self._passes.is_layer_major
+        is_own = current_backward() == OUTSIDE_BACKWARD and not self.passes.is_layer_major
         if is_own and not self.is_closed:
             self._begin_pass("train" if torch.is_grad_enabled() else "eval")
 
     def _begin_pass(self, kind: str) -> None:
         with uninterrupted(), self._lock:
             self.reset()
-            self._executor.begin_pass(kind, is_new=self._passes.beginnings.ask_model(kind))
-            self._passes.begin_forward(kind)
+            self.weight_cache.begin_pass(kind, is_new=self.passes.beginnings.ask_model(kind))
+            self.passes.begin_forward(kind)
 
-    def _site_begins(self, site: Site) -> None:
+    def _hooked_begins(self, hooked: HookedModule) -> None:
         """A site is entered: in a loop that calls parts of the model, a pass may begin with it."""
-        passes = self._passes
+        passes = self.passes
         is_inside = passes.is_in_forward or passes.is_layer_major
         if is_inside or self.is_closed or current_backward() != OUTSIDE_BACKWARD:
             return
         kind = "train" if torch.is_grad_enabled() else "eval"
         with uninterrupted(), self._lock:
-            is_new = passes.beginnings.ask_site(kind, site.name)
-            if is_new and not any(hooks.is_running for hooks in self._site_hooks):
+            is_new = passes.beginnings.ask_hooked(kind, hooked.name)
+            if is_new and not any(hooks.is_running for hooks in self._module_hooks):
                 self.reset()
-            self._executor.begin_pass(kind, is_new=is_new)
+            self.weight_cache.begin_pass(kind, is_new=is_new)
 
     @outside_graphs
     def _pass_ends(self, module: nn.Module, args: Any, output: Any) -> None:
-        if not self._passes.is_layer_major:
-            self._passes.end_forward()
+        if not self.passes.is_layer_major:
+            self.passes.end_forward()
 
-    def accumulate(self, forwards: Sequence[Callable[[], torch.Tensor]]) -> list[torch.Tensor]:
-        """See `infinity.accumulate`; a forward returns one micro-batch's loss."""
+    def forward_backward(
+        self, forwards: Sequence[Callable[[], torch.Tensor]]
+    ) -> list[torch.Tensor]:
+        """See `infinity.forward_backward`; a forward returns one micro-batch's loss."""
         self._refuse_accumulating()
         blocks = [
-            (site, hooks)
-            for site, hooks in zip(self.sites, self._site_hooks, strict=True)
-            if site.is_block
+            (hooked, hooks)
+            for hooked, hooks in zip(self.hooked_modules, self._module_hooks, strict=True)
+            if hooked.is_block
         ]
-        device = self.parts.device.torch_device
-        conductor = Conductor(
-            self.model, self._holds, blocks, self._layer_inputs, device,
-            num_inside=self.config.schedule.tile_strands,
+        device = self.device.torch_device
+        layer_major = LayerMajorSchedule(
+            self.model, self._uses, blocks, self._layer_inputs, device,
+            tile_micro_batches=self.config.schedule.tile_micro_batches,
         )  # fmt: skip
         with uninterrupted(), self._lock:
             self.reset()
-            self._gradients.begin_accumulating()
+            self.gradients.begin_accumulating()
         self._begin_pass("train")
         try:
-            with self._passes.layer_major():
-                return conductor.run(forwards, self._turn_back)
+            with self.passes.layer_major():
+                return layer_major.run(forwards, self._turn_back)
         finally:
-            self._passes.end_forward()  # If it was broken off.
+            self.passes.end_forward()  # If it was broken off.
             self.reset()
-            self._holds.backward_ended()
+            self._uses.backward_ended()
             with uninterrupted(), self._lock:
-                self._gradients.end_accumulating()
+                self.gradients.end_accumulating()
 
     def _refuse_accumulating(self) -> None:
         if self.is_closed:
             raise InfinityError("the engine of this model is closed; its parameters are gone")
-        if self._passes.is_layer_major or current_backward() != OUTSIDE_BACKWARD:
-            raise InfinityError("infinity.accumulate inside another one, or inside a backward")
+        if self.passes.is_layer_major or current_backward() != OUTSIDE_BACKWARD:
+            raise InfinityError(
+                "infinity.forward_backward inside another one, or inside a backward"
+            )
         if not torch.is_grad_enabled():
             raise InfinityError(
-                "infinity.accumulate under torch.no_grad(): it runs the backward, too"
+                "infinity.forward_backward under torch.no_grad(): it runs the backward, too"
             )
 
     def _turn_back(self) -> None:
         """Between the forwards and the backwards of `accumulate`."""
-        self._passes.end_forward()
-        self._passes.begin_backward()
+        self.passes.end_forward()
+        self.passes.begin_backward()
 
     def share_activations(self, group: Any) -> None:
         """From now on layer inputs wait in parts, over a model-parallel group."""
-        self._layer_inputs = SharedActivations(self.parts.activations, group)
+        self._layer_inputs = SharedActivationStore(self.activations, group)
 
     def reset(self) -> None:
         """Lets go of what a forward or backward left behind when it was broken off.
@@ -248,29 +274,29 @@ class Engine:
         """
         with self._lock:
             if self._backwards.abandon():
-                self._gradients.write_out_all()
-                self._grads.drop(self.slots)
-            for hooks in self._site_hooks:
+                self.gradients.write_out_all()
+                self._grads.drop(self.params)
+            for hooks in self._module_hooks:
                 hooks.reset()
-            self._passes.break_off()
+            self.passes.break_off()
 
     def resident_units(self) -> list[str]:
         """Names of the units in use at this moment; empty between a backward and the next
         forward."""
         with self._lock:
             self._backwards.abandon()
-            return self._executor.held()
+            return self.weight_cache.in_use()
 
     # -- Names -------------------------------------------------------------------------------------
 
     def parameter_names(self) -> list[str]:
         """Names in the order of `model.named_parameters()`; a tied parameter once. Of a parameter
         that stands as tiles, those of its tiles; what takes a name here takes the whole's too."""
-        return [slot.name for slot in self.slots]
+        return [param.name for param in self.params]
 
     def tile_rows(self, name: str) -> list[tuple[str, int, int]]:
         """(name, first row, end) of every tile of a parameter; itself where it stands whole."""
-        whole = self.wholes.get(name)
+        whole = self.tiled_params.get(name)
         if whole is None:
             shape = self.spec(name).facts.shape
             return [(name, 0, shape[0] if shape else 1)]
@@ -279,120 +305,114 @@ class Engine:
 
     def handle(self, name: str) -> Handle:
         """What stands for a parameter under the name that it has in the user's model."""
-        whole = self.wholes.get(name)
-        face = self._faces.named(name).handle if whole is None else whole.face
-        assert isinstance(face, Handle)
-        return face
+        whole = self.tiled_params.get(name)
+        tensor = self._param_table.named(name).handle if whole is None else whole.tensor
+        assert isinstance(tensor, Handle)
+        return tensor
 
     def spec(self, name: str) -> TensorSpec:
         """Shape, stride, dtype and place of a parameter that stands whole, or of a tile."""
-        return self._faces.named(name).spec
+        return self._param_table.named(name).spec
 
-    def slots_of(self, what: nn.Module | Iterable[torch.Tensor]) -> list[Slot]:
+    def params_of(self, what: nn.Module | Iterable[torch.Tensor]) -> list[OffloadedParam]:
         """The slots of a module's parameters, or of given parameters (either face)."""
         tensors = what.parameters() if isinstance(what, nn.Module) else what
-        found = [self._faces.find(tile) for tensor in tensors for tile in tiles_of(tensor)]
-        return [slot for slot in found if slot is not None]
+        found = [self._param_table.find(tile) for tensor in tensors for tile in tiles_of(tensor)]
+        return [param for param in found if param is not None]
 
     # -- Reading and writing from outside ----------------------------------------------------------
 
     def read_gradient(self, name: str) -> torch.Tensor | None:
         """A copy of the gradient summed so far: fp32, on the host; None if there is none."""
-        if name in self.wholes:
+        if name in self.tiled_params:
             parts = [self.read_gradient(tile) for tile, _, _ in self.tile_rows(name)]
             there = [part for part in parts if part is not None]
             return torch.cat(there) if len(there) == len(parts) else None
-        return self._grads.read(self._faces.named(name))
+        return self._grads.read(self._param_table.named(name))
 
     def read_parameter(self, name: str, *, master: bool = False) -> torch.Tensor:
         """A copy on the host: the compute dtype, or with `master` the fp32 value it is rounded
         from."""
-        if name in self.wholes:
+        if name in self.tiled_params:
             tiles = self.tile_rows(name)
             return torch.cat([self.read_parameter(tile, master=master) for tile, _, _ in tiles])
-        slot = self._faces.named(name)
-        spec = slot.spec
+        param = self._param_table.named(name)
+        spec = param.spec
         with self._lock:
-            with self._holds.holding([slot.unit.index]):
-                copy = slot.compute.detach().to("cpu", copy=True)
+            with self._uses.using([param.unit.index]):
+                copy = param.compute.detach().to("cpu", copy=True)
             if not master or not copy.is_floating_point():
                 return copy
-            if self.parts.masters.has(slot.unit, spec):
-                self._updater.finish_writes()
+            if self.masters.has(param.unit, spec):
+                self.updater.finish_writes()
                 narrow = in_memory_order(copy, spec)
-                wide = self.parts.masters.read(slot.unit, spec, narrow)
+                wide = self.masters.read(param.unit, spec, narrow)
                 return wide.as_strided(spec.facts.shape, spec.facts.stride)
             return copy.float()
 
     def write_parameter(self, name: str, tensor: torch.Tensor) -> None:
         """Replaces a parameter's value, master copy included. Any dtype; the parameter's shape."""
         tensor = plain_value(tensor)
-        whole = self.wholes.get(name)
-        shape = tuple(self.spec(name).facts.shape if whole is None else whole.face.shape)
+        whole = self.tiled_params.get(name)
+        shape = tuple(self.spec(name).facts.shape if whole is None else whole.tensor.shape)
         if tuple(tensor.shape) != shape:
             raise InfinityError(f"{name!r} has shape {shape}, got {tuple(tensor.shape)}")
         if whole is not None:
             for tile, start, stop in self.tile_rows(name):
                 self.write_parameter(tile, tensor[start:stop])
             return
-        slot = self._faces.named(name)
-        with uninterrupted(), self._lock, torch.no_grad(), self._setting([slot.unit.index]):
+        param = self._param_table.named(name)
+        with uninterrupted(), self._lock, torch.no_grad(), self.ranks.setting([param.unit.index]):
             self.reset()
-            if self._executor.is_held(slot.unit.index):
+            if self.weight_cache.is_in_use(param.unit.index):
                 raise InfinityError(
-                    f"write_parameter({name!r}) while {slot.unit.name!r} is in use; leave "
+                    f"write_parameter({name!r}) while {param.unit.name!r} is in use; leave "
                     "infinity.gather() first"
                 )
-            self._updater.settle()
-            self._changes.write(slot.unit, {slot.spec: tensor})
+            self.updater.settle()
+            self._changes.write(param.unit, {param.spec: tensor})
 
     def _take_loaded(
         self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *unused: Any
     ) -> None:
         """Before `load_state_dict` comes to a module: values go to their tiers, and what it then
         finds to copy is the handle itself."""
-        for attribute, face in module._parameters.items():
+        for attribute, tensor in module._parameters.items():
             value = state_dict.get(prefix + attribute)
-            if not isinstance(face, Handle) or not isinstance(value, torch.Tensor):
+            if not isinstance(tensor, Handle) or not isinstance(value, torch.Tensor):
                 continue
-            if value.shape == face.shape:
-                if not is_value_of(value, face):
-                    self.write_parameter(face.name_in_model, value)
-                state_dict[prefix + attribute] = face
+            if value.shape == tensor.shape:
+                if not is_value_of(value, tensor):
+                    self.write_parameter(tensor.name_in_model, value)
+                state_dict[prefix + attribute] = tensor
 
     def fill(self, unit: Unit) -> None:
         """Writes one unit's original parameters, those that have memory, to its tiers."""
         self._changes.fill(unit)
 
     @contextmanager
-    def gather(self, slots: Sequence[Slot], *, modify: bool) -> Iterator[None]:
-        """Holds the units of `slots`; gradients appear as `.grad`. See `infinity.gather`."""
-        units = list(dict.fromkeys(slot.unit.index for slot in slots))
-        shown = slots if self.parts.ranks is None else ()
-        with self._setting(units) if modify else nullcontext(), self._holds.holding(units):
+    def gather(self, params: Sequence[OffloadedParam], *, modify: bool) -> Iterator[None]:
+        """Holds the units of `params`; gradients appear as `.grad`. See `infinity.gather`."""
+        units = list(dict.fromkeys(param.unit.index for param in params))
+        shown = params if self.num_ranks == 1 else ()
+        with self.ranks.setting(units) if modify else nullcontext(), self._uses.using(units):
             if modify:
                 self._changes.lend(units)
             with (
-                nullcontext() if modify else self._changes.watching(slots),
+                nullcontext() if modify else self._changes.watching(params),
                 self._grads.shown(shown),
             ):
                 yield
-        if self.parts.ranks is not None:
-            self.parts.ranks.agree()
-
-    def _setting(self, units: Sequence[int]) -> AbstractContextManager[None]:
-        """Around a change of units' weights from outside, which all ranks make alike."""
-        ranks = self.parts.ranks
-        return nullcontext() if ranks is None else ranks.setting(units)
+        self.ranks.sync_weights()
 
     # -- All state ---------------------------------------------------------------------------------
 
     def flush(self) -> None:
         """Waits until all state is where it rests."""
         with uninterrupted(), self._lock:
-            self._gradients.settle()
-            self._updater.settle()
-            self._executor.finish_writes()
+            self.gradients.settle()
+            self.updater.settle()
+            self.weight_cache.finish_writes()
 
     @contextmanager
     def at_rest(self, what: str) -> Iterator[StateAccess]:
@@ -400,71 +420,61 @@ class Engine:
         error that is raised while parameters are in use. With several ranks this is one rank's part
         of the state, and all ranks do the same.
         """
-        parts = self.parts
         with self._lock, torch.no_grad():
             if self.is_closed:
                 raise InfinityError(f"{what}: the engine of this model is closed")
             self.reset()
-            self._holds.refuse_held(what)
+            self._uses.refuse_in_use(what)
             self.flush()
-            if parts.ranks is not None:
-                parts.ranks.forget_outdated()
+            self.ranks.forget_outdated()
             try:
                 yield StateAccess(
-                    parts.store,
-                    parts.pool,
-                    parts.executor,
-                    parts.gradients,
-                    parts.updater.chunk_nbytes,
-                    None if parts.ranks is None else parts.ranks.partition,
+                    self.store,
+                    self.pool,
+                    self.weight_cache,
+                    self.gradients,
+                    self.updater.chunk_nbytes,
+                    self.ranks.partition,
                 )
             finally:
-                for slot in self.slots:
-                    slot.changes += 1  # A checkpoint may have been loaded.
+                for param in self.params:
+                    param.changes += 1  # A checkpoint may have been loaded.
 
     def placed_nbytes(self) -> dict[str, dict[str, int]]:
         """Bytes by kind and tier, as they rest."""
         table: dict[str, dict[str, int]] = {}
-        for (index, piece), home in self.parts.store.placed().items():
-            tier = type(home).__name__.removesuffix("Home").lower()
-            row = table.setdefault(Piece(piece).kind, {})
-            row[tier] = row.get(tier, 0) + self.parts.store.units[index].nbytes(piece)
+        for (index, kind), location in self.store.placed().items():
+            tier = type(location).__name__.removesuffix("Location").lower()
+            row = table.setdefault(StateKind(kind).kind, {})
+            row[tier] = row.get(tier, 0) + self.store.units[index].nbytes(kind)
         return table
 
     # -- Ranks -------------------------------------------------------------------------------------
 
     @property
     def rank(self) -> int:
-        """Of this process among those that state is divided over."""
-        return 0 if self.parts.ranks is None else self.parts.ranks.partition.rank
+        """The rank of this process among those that share the state."""
+        return self.ranks.rank
 
     @property
     def num_ranks(self) -> int:
-        return 1 if self.parts.ranks is None else self.parts.ranks.partition.count
+        return self.ranks.num_ranks
 
-    @contextmanager
-    def together(self, what: str) -> Iterator[Together]:
-        """The block on all ranks: see `RankGroup.together`. With one rank, the block."""
-        if self.parts.ranks is not None:
-            with self.parts.ranks.together(what) as shared:
-                yield shared
-        else:
-            shared = Together()
-            yield shared
-            shared.of_all = [shared.mine]
+    def collective_section(self, what: str) -> AbstractContextManager[CollectiveSection]:
+        """The block on all ranks: see `RankSync.collective_section`."""
+        return self.ranks.collective_section(what)
 
     @property
     def commit_directory(self) -> Path | None:
         """Where steps of this job are committed: one place for all ranks."""
         directory = self.config.commit_directory
-        if directory is None or self.parts.ranks is None:
+        if directory is None or self.ranks.partition is None:
             return directory
         return path_of_job(directory.parent) / directory.name
 
-    def gather_numbers(self, what: str, number: float) -> list[float]:
+    def all_gather_numbers(self, what: str, number: float) -> list[float]:
         """The `number` of every rank, in rank order; all ranks call it. `what` is for messages."""
-        ranks = self.parts.ranks
-        return [number] if ranks is None else ranks.gather_numbers(what, number)
+        return self.ranks.all_gather_numbers(what, number)
 
     # -- The step ----------------------------------------------------------------------------------
 
@@ -472,11 +482,12 @@ class Engine:
         """All ranks enter the optimizer's step; from here on gradients are those of all of them."""
         self.refuse_closed("optimizer.step()")
         self._strangers.refuse_untrained()
-        if self.parts.ranks is not None:
-            with self._lock, self._tracer.during(Lane.PHASES, "all ranks enter the step"):
-                self.reset()
-                self._holds.refuse_held("optimizer.step()")
-                self.parts.ranks.begin_step()
+        if self.num_ranks == 1:
+            return
+        with self._lock, self._tracer.during(Track.PHASES, "all ranks enter the step"):
+            self.reset()
+            self._uses.refuse_in_use("optimizer.step()")
+            self.ranks.begin_step()
 
     def refuse_closed(self, what: str) -> None:
         """Raises InfinityError, which names the caller, when the engine is closed, or another
@@ -490,50 +501,50 @@ class Engine:
 
     def step(self, record: StepRecord) -> None:
         """Decides an optimizer step; each unit is updated before anybody sees it again."""
-        with uninterrupted(), self._lock, self._tracer.during(Lane.PHASES, "optimizer step"):
+        with uninterrupted(), self._lock, self._tracer.during(Track.PHASES, "optimizer step"):
             self.reset()
-            self._holds.refuse_held("optimizer.step()")
-            changed = [slot for slot in self.slots if slot.spec in record.settings]
-            for unit in dict.fromkeys(slot.unit for slot in changed):
-                self._gradients.apply_scales(unit)
-            self._gradients.settle()
-            self._passes.beginnings.end_backward()
+            self._uses.refuse_in_use("optimizer.step()")
+            changed = [param for param in self.params if param.spec in record.settings]
+            for unit in dict.fromkeys(param.unit for param in changed):
+                self.gradients.apply_scales(unit)
+            self.gradients.settle()
+            self.passes.beginnings.end_backward()
             if self.config.schedule.updates == "at_step":
-                self._updater.apply(record)
+                self.updater.apply(record)
             else:
-                self._updater.defer(record)
-                self._updater.read_ahead()
+                self.updater.defer(record)
+                self.updater.read_ahead()
             # A graph that saved the old weights must find out, as it would in plain PyTorch.
-            torch.autograd.graph.increment_version([slot.compute for slot in changed])
+            torch.autograd.graph.increment_version([param.compute for param in changed])
 
-    def gradient_norms(self, slots: Iterable[Slot]) -> dict[str, torch.Tensor]:
+    def gradient_norms(self, params: Iterable[OffloadedParam]) -> dict[str, torch.Tensor]:
         """2-norm of each gradient that is there, fp32 scalars on the host, in the given order."""
         self.refuse_closed("gradient norms")
-        with uninterrupted(), self._lock, self._tracer.during(Lane.PHASES, "gradient norms"):
+        with uninterrupted(), self._lock, self._tracer.during(Track.PHASES, "gradient norms"):
             self.reset()
-            self._updater.settle()  # What no forward has touched since the last step.
+            self.updater.settle()  # What no forward has touched since the last step.
             return {
-                slot.name: self._gradients.norm(slot.unit, slot.spec)
-                for slot in slots
-                if self._gradients.has(slot.spec)
+                param.name: self.gradients.norm(param.unit, param.spec)
+                for param in params
+                if self.gradients.has(param.spec)
             }
 
-    def has_gradient(self, slot: Slot) -> bool:
-        return self._gradients.has(slot.spec)
+    def has_gradient(self, param: OffloadedParam) -> bool:
+        return self.gradients.has(param.spec)
 
-    def zero_gradients(self, slots: Iterable[Slot], *, set_to_none: bool) -> None:
+    def zero_gradients(self, params: Iterable[OffloadedParam], *, set_to_none: bool) -> None:
         with uninterrupted(), self._lock:
-            for slot in slots:
+            for param in params:
                 if set_to_none:
-                    self._grads.forget(slot)
+                    self._grads.forget(param)
                 else:
-                    self._grads.zero(slot)
+                    self._grads.zero(param)
 
     # -- The end -----------------------------------------------------------------------------------
 
     @property
     def is_closed(self) -> bool:
-        return self._holds.is_closed
+        return self._uses.is_closed
 
     def close(self) -> None:
         """Waits for what is in flight and releases tiers and swap directory. Idempotent.
@@ -553,14 +564,14 @@ class Engine:
         with uninterrupted(), self._lock:
             if self.is_closed:
                 return
-            self._holds.close()
+            self._uses.close()
             self._remove_hooks()
             try:
-                self._gradients.settle()
-                self._updater.abandon()
+                self.gradients.settle()
+                self.updater.abandon()
             except Exception:
                 _log.debug("while closing", exc_info=True)
-            self._executor.close()
+            self.weight_cache.close()
             self._finalizer()
             registry.forget(self)
 

@@ -12,18 +12,18 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from infinity.engine.engine import Engine
-from infinity.engine.handles import Handle
-from infinity.engine.interrupts import uninterrupted
 from infinity.engine.optimizer_state import OptimizerState
 from infinity.engine.registry import engine_of, owner_of
-from infinity.engine.slot import Slot
-from infinity.engine.tiling import tiles_of
-from infinity.engine.update import StepRecord
 from infinity.errors import ConfigError, InfinityError, NonFiniteError, UnsupportedError
+from infinity.modules.handle import Handle
+from infinity.modules.interrupts import uninterrupted
+from infinity.modules.param import OffloadedParam
+from infinity.modules.tiling.split import tiles_of
 from infinity.ops.optimizers import Settings
 from infinity.state.moments import moments_of
 from infinity.state.tiles import name_of_whole
 from infinity.state.units import TensorSpec
+from infinity.streaming.optimizer_step import StepRecord
 
 
 class OffloadedOptimizer(torch.optim.Optimizer):
@@ -59,7 +59,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         if error_if_nonfinite and skip_if_nonfinite:
             raise ConfigError("expected one of error_if_nonfinite and skip_if_nonfinite, got both")
         self.check_group(defaults)
-        self._slots: dict[int, Slot] = {}
+        self._params: dict[int, OffloadedParam] = {}
         # By id of the handle: a parameter steps when it has a gradient.
         self._steps: dict[int, int] = {}
         self._engine: Engine | None = None
@@ -93,7 +93,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         """Raises ConfigError for settings that the rule cannot have."""
         raise NotImplementedError
 
-    def settings_of(self, group: dict[str, Any], slot: Slot, step: int) -> Settings:
+    def settings_of(self, group: dict[str, Any], param: OffloadedParam, step: int) -> Settings:
         """What one step of one parameter uses; `step` counts from 1."""
         raise NotImplementedError
 
@@ -109,13 +109,13 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self.check_group({**self.defaults, **param_group})
         for place, item in enumerate(params):
             name, parameter = item if isinstance(item, tuple) else (None, item)
-            slot = self._find(parameter)  # Frozen ones never get a gradient.
-            params[place] = slot.handle if name is None else (name, slot.handle)
-            self._slots[id(slot.handle)] = slot
-            slot.optimizer = weakref.ref(self)
+            param = self._find(parameter)  # Frozen ones never get a gradient.
+            params[place] = param.handle if name is None else (name, param.handle)
+            self._params[id(param.handle)] = param
+            param.optimizer = weakref.ref(self)
         super().add_param_group(param_group)
-        for slot in self._slots.values():
-            self._check_room(self.settings_of(self.param_groups[-1], slot, step=1).state_names)
+        for param in self._params.values():
+            self._check_room(self.settings_of(self.param_groups[-1], param, step=1).state_names)
             break
 
     def _check_room(self, needed: Iterable[str]) -> None:
@@ -123,7 +123,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         none that no group of this rule could use."""
         assert self._engine is not None
         config = self._engine.config
-        reserved = {piece.value for piece in moments_of(config).pieces}
+        reserved = {kind.value for kind in moments_of(config).kinds}
         if set(needed) <= reserved <= self.moments:
             return
         word = type(self).__name__
@@ -136,7 +136,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             "configuration of infinity.offload"
         )
 
-    def _find(self, parameter: Any) -> Slot:
+    def _find(self, parameter: Any) -> OffloadedParam:
         engine = owner_of(parameter)
         if engine is None:
             raise ConfigError(
@@ -149,7 +149,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 "the parameters belong to two offloaded models; use one optimizer each"
             )
         self._engine = engine
-        return engine.handle_operations.slot_of(parameter)
+        return engine.handle_ops.param_of(parameter)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
@@ -170,11 +170,11 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         settings, steps = {}, {}
         for group in self.param_groups:
             for handle in group["params"]:
-                slot = self._slots[id(handle)]
-                if self.engine.has_gradient(slot):
-                    self._refuse_successor(slot)
+                param = self._params[id(handle)]
+                if self.engine.has_gradient(param):
+                    self._refuse_successor(param)
                     steps[id(handle)] = self._steps.get(id(handle), 0) + 1
-                    settings[slot.spec] = self.settings_of(group, slot, steps[id(handle)])
+                    settings[param.spec] = self.settings_of(group, param, steps[id(handle)])
         if settings:
             self._check_room({name for each in settings.values() for name in each.state_names})
             with uninterrupted():
@@ -191,10 +191,10 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         assert self._engine is not None, "there is no optimizer without a parameter"
         return self._engine
 
-    def _refuse_successor(self, slot: Slot) -> None:
-        if slot.optimizer is None or slot.optimizer() is not self:
+    def _refuse_successor(self, param: OffloadedParam) -> None:
+        if param.optimizer is None or param.optimizer() is not self:
             raise ConfigError(
-                f"{slot.name!r} was given to another optimizer since; its moments rest in one "
+                f"{param.name!r} was given to another optimizer since; its moments rest in one "
                 "place and start anew there. Use one optimizer for each parameter"
             )
 
@@ -204,9 +204,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         looks = self.always_norm or self.error_if_nonfinite or self.skip_if_nonfinite
         if self.max_grad_norm is None and not looks:
             return None
-        mine = {id(slot) for slot in self._slots.values()}
+        mine = {id(param) for param in self._params.values()}
         # In the model's order, like clip_grad_norm_(model.parameters()), whatever the groups are.
-        ordered = [slot for slot in self.engine.slots if id(slot) in mine]
+        ordered = [param for param in self.engine.params if id(param) in mine]
         norms = self.engine.gradient_norms(ordered)
         if not norms:
             self.grad_norm = torch.tensor(0.0)
@@ -252,25 +252,25 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     # -- State -----------------------------------------------------------------------------------
 
-    def slots_of(self, parameter: Any) -> list[Slot]:
+    def params_of(self, parameter: Any) -> list[OffloadedParam]:
         """Of one parameter, or of the tiles that it stands as; those that this optimizer has."""
-        found = self.engine.slots_of([parameter]) if owner_of(parameter) is self._engine else []
-        return [slot for slot in found if id(slot.handle) in self._slots]
+        found = self.engine.params_of([parameter]) if owner_of(parameter) is self._engine else []
+        return [param for param in found if id(param.handle) in self._params]
 
-    def step_of(self, slot: Slot) -> int:
-        return self._steps.get(id(slot.handle), 0)
+    def step_of(self, param: OffloadedParam) -> int:
+        return self._steps.get(id(param.handle), 0)
 
-    def state_names_of(self, slot: Slot) -> list[str]:
+    def state_names_of(self, param: OffloadedParam) -> list[str]:
         """What `state` shows of a parameter, as torch's optimizer has it after as many steps."""
-        if not self.step_of(slot):
+        if not self.step_of(param):
             return []
-        group = next(g for g in self.param_groups if any(h is slot.handle for h in g["params"]))
-        return ["step", *self.settings_of(group, slot, self.step_of(slot)).state_names]
+        group = next(g for g in self.param_groups if any(h is param.handle for h in g["params"]))
+        return ["step", *self.settings_of(group, param, self.step_of(param)).state_names]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets the gradients, or with `set_to_none` false makes those that are there zero."""
         if self._engine is not None:
-            self._engine.zero_gradients(self._slots.values(), set_to_none=set_to_none)
+            self._engine.zero_gradients(self._params.values(), set_to_none=set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
         """Settings and step counts. Moments stay on their tiers; they are never put in a dict."""
@@ -314,7 +314,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     def named_state(self) -> dict[str, Any]:
         """Settings and step counts by parameter names: what a checkpoint keeps beside moments."""
-        names = {key: slot.name for key, slot in self._slots.items()}
+        names = {key: param.name for key, param in self._params.items()}
         groups = [
             {key: value for key, value in group.items() if key != "params"}
             | {"params": [names[id(handle)] for handle in group["params"]]}
@@ -334,7 +334,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             )
         saved = [group["params"] for group in state["groups"]]
         mine = [group["params"] for group in self.named_state()["groups"]]
-        if saved != mine and list(map(_wholes, saved)) != list(map(_wholes, mine)):
+        if saved != mine and list(map(_tiled_names, saved)) != list(map(_tiled_names, mine)):
             raise ConfigError(
                 f"expected an optimizer with groups of {[len(names) for names in saved]} "
                 f"parameters, got {[len(names) for names in mine]}, or the same numbers of "
@@ -347,11 +347,11 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self.check_named_state(state)
         self._take_settings(state["groups"])
         steps = state["steps"]
-        names = {slot.name: key for key, slot in self._slots.items()}
+        names = {param.name: key for key, param in self._params.items()}
         if not set(steps) <= set(names):
             of_wholes = {name_of_whole(name): step for name, step in steps.items()}
-            wholes = {name: name_of_whole(name) for name in names}
-            steps = {n: of_wholes[whole] for n, whole in wholes.items() if whole in of_wholes}
+            tiled_params = {name: name_of_whole(name) for name in names}
+            steps = {n: of_wholes[whole] for n, whole in tiled_params.items() if whole in of_wholes}
         self._steps = {names[name]: step for name, step in steps.items()}
         self.grad_norm = None
 
@@ -380,7 +380,7 @@ def _refuse_others(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> 
 register_optimizer_step_pre_hook(_refuse_others)
 
 
-def _wholes(names: list[str]) -> list[str]:
+def _tiled_names(names: list[str]) -> list[str]:
     """Parameters as the user's model names them, each once."""
     return list(dict.fromkeys(map(name_of_whole, names)))
 

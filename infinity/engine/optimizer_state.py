@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from infinity.engine.slot import Slot
 from infinity.errors import UnsupportedError
+from infinity.modules.param import OffloadedParam
 from infinity.ops.dynamic_8bit import State8Bit, decode
-from infinity.state.units import Piece
+from infinity.state.units import StateKind
 
 if TYPE_CHECKING:
     from infinity.engine.engine import Engine
@@ -62,9 +62,9 @@ class FetchedMoment(torch.Tensor):
 class ParameterState:
     """What the optimizer keeps of one parameter: `step`, and its moments by torch's names."""
 
-    def __init__(self, optimizer: OffloadedOptimizer, slots: list[Slot]) -> None:
+    def __init__(self, optimizer: OffloadedOptimizer, params: list[OffloadedParam]) -> None:
         self._optimizer = weakref.ref(optimizer)
-        self._slots = slots
+        self._params = params
 
     def _owner(self) -> OffloadedOptimizer:
         optimizer = self._optimizer()
@@ -72,15 +72,15 @@ class ParameterState:
         return optimizer
 
     def keys(self) -> list[str]:
-        return self._owner().state_names_of(self._slots[0])
+        return self._owner().state_names_of(self._params[0])
 
     def __getitem__(self, name: str) -> torch.Tensor:
         if name not in self.keys():
             raise KeyError(name)
         owner = self._owner()
         if name == "step":
-            return torch.tensor(float(owner.step_of(self._slots[0])))
-        parts = [read_moment(owner.engine, slot, Piece(name)) for slot in self._slots]
+            return torch.tensor(float(owner.step_of(self._params[0])))
+        parts = [read_moment(owner.engine, param, StateKind(name)) for param in self._params]
         whole = parts[0] if len(parts) == 1 else torch.cat(parts)
         return whole.as_subclass(FetchedMoment)
 
@@ -109,7 +109,7 @@ class ParameterState:
         raise UnsupportedError(_READ_ONLY.format(f"del optimizer.state[p][{name!r}]"))
 
     def __repr__(self) -> str:
-        return f"<state of {self._slots[0].name!r} on tiers: {', '.join(self.keys())}>"
+        return f"<state of {self._params[0].name!r} on tiers: {', '.join(self.keys())}>"
 
 
 class OptimizerState:
@@ -125,19 +125,19 @@ class OptimizerState:
         return optimizer
 
     def __getitem__(self, parameter: Any) -> ParameterState:
-        slots = self._owner().slots_of(parameter)
-        if not slots:
+        params = self._owner().params_of(parameter)
+        if not params:
             raise KeyError("not a parameter of this optimizer")
-        return ParameterState(self._owner(), slots)
+        return ParameterState(self._owner(), params)
 
     def get(self, parameter: Any, default: Any = None) -> Any:
-        slots = self._owner().slots_of(parameter)
-        return ParameterState(self._owner(), slots) if slots else default
+        params = self._owner().params_of(parameter)
+        return ParameterState(self._owner(), params) if params else default
 
     def __contains__(self, parameter: Any) -> bool:
         owner = self._owner()
-        slots = owner.slots_of(parameter)
-        return bool(slots) and bool(owner.state_names_of(slots[0]))
+        params = owner.params_of(parameter)
+        return bool(params) and bool(owner.state_names_of(params[0]))
 
     def __iter__(self) -> Iterator[Any]:
         groups = self._owner().param_groups
@@ -157,7 +157,7 @@ class OptimizerState:
 
     def __setitem__(self, parameter: Any, value: Any) -> None:
         """Takes back what was read, as who moves optimizers between devices puts it."""
-        if not isinstance(value, ParameterState) or value._slots != self[parameter]._slots:
+        if not isinstance(value, ParameterState) or value._params != self[parameter]._params:
             raise UnsupportedError(_READ_ONLY.format("optimizer.state[p] = ..."))
 
     def __delitem__(self, parameter: Any) -> None:
@@ -170,21 +170,21 @@ class OptimizerState:
         return f"<state of {len(self)} parameters on tiers>"
 
 
-def read_moment(engine: Engine, slot: Slot, piece: Piece) -> torch.Tensor:
+def read_moment(engine: Engine, param: OffloadedParam, kind: StateKind) -> torch.Tensor:
     """A copy on the host: fp32, in the parameter's shape and strides."""
     if engine.num_ranks > 1:
         raise UnsupportedError(
-            f"the state of {slot.name!r} is divided over ranks; "
+            f"the state of {param.name!r} is divided over ranks; "
             "infinity.checkpoint.optimizer_state_dict(model, optimizer), called by all of them, "
             "puts it together"
         )
-    facts, numel = slot.spec.facts, slot.spec.numel
+    facts, numel = param.spec.facts, param.spec.numel
     flat = torch.empty(numel)
     with engine.at_rest("optimizer.state") as state:
-        for part in state.parts(slot.unit, piece):
-            if part.spec is slot.spec:
+        for part in state.parts(param.unit, kind):
+            if part.spec is param.spec:
                 values = part.values
                 if part.scales is not None:
-                    values = decode(State8Bit(values, part.scales), piece.value)
+                    values = decode(State8Bit(values, part.scales), kind.value)
                 flat[part.start : part.start + values.numel()] = values
     return flat.as_strided(facts.shape, facts.stride)

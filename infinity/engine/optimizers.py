@@ -13,8 +13,8 @@ from infinity.engine.optimizer import (
     check_number,
     refuse_options,
 )
-from infinity.engine.slot import Slot
 from infinity.errors import ConfigError
+from infinity.modules.param import OffloadedParam
 from infinity.ops.adam import AdamSettings
 from infinity.ops.adamw import AdamWSettings
 from infinity.ops.lion import LionSettings
@@ -72,7 +72,7 @@ class AdamW(OffloadedOptimizer):
             check_number(key, group[key])
         check_betas(group["betas"])
 
-    def settings_of(self, group: dict[str, Any], slot: Slot, step: int) -> Settings:
+    def settings_of(self, group: dict[str, Any], param: OffloadedParam, step: int) -> Settings:
         beta1, beta2 = group["betas"]
         return self._rule(
             lr=float(group["lr"]),
@@ -165,11 +165,11 @@ class SGD(OffloadedOptimizer):
                 f"{group['momentum']} and dampening={group['dampening']}"
             )
 
-    def settings_of(self, group: dict[str, Any], slot: Slot, step: int) -> Settings:
+    def settings_of(self, group: dict[str, Any], param: OffloadedParam, step: int) -> Settings:
         momentum = float(group["momentum"])
         # The rule looks at `step` to begin the momentum; one that was 0 before begins later.
         if momentum:
-            step = max(step, 2) if slot.spec in self._begun else 1
+            step = max(step, 2) if param.spec in self._begun else 1
         return SGDSettings(
             lr=float(group["lr"]),
             momentum=momentum,
@@ -182,18 +182,18 @@ class SGD(OffloadedOptimizer):
     def _note_step(self, settings: Mapping[TensorSpec, Settings]) -> None:
         self._begun.update(spec for spec, each in settings.items() if each.state_names)
 
-    def state_names_of(self, slot: Slot) -> list[str]:
-        return ["momentum_buffer"] if slot.spec in self._begun else []
+    def state_names_of(self, param: OffloadedParam) -> list[str]:
+        return ["momentum_buffer"] if param.spec in self._begun else []
 
     def named_state(self) -> dict[str, Any]:
-        begun = [slot.name for slot in self._slots.values() if slot.spec in self._begun]
+        begun = [param.name for param in self._params.values() if param.spec in self._begun]
         return super().named_state() | {"begun": begun}
 
     def restore_named_state(self, state: dict[str, Any]) -> None:
         super().restore_named_state(state)
         begun = {name_of_whole(name) for name in state["begun"]}
-        slots = self._slots.values()
-        self._begun = {slot.spec for slot in slots if name_of_whole(slot.name) in begun}
+        params = self._params.values()
+        self._begun = {param.spec for param in params if name_of_whole(param.name) in begun}
 
 
 class Lion(OffloadedOptimizer):
@@ -233,7 +233,7 @@ class Lion(OffloadedOptimizer):
             check_number(key, group[key])
         check_betas(group["betas"])
 
-    def settings_of(self, group: dict[str, Any], slot: Slot, step: int) -> Settings:
+    def settings_of(self, group: dict[str, Any], param: OffloadedParam, step: int) -> Settings:
         beta1, beta2 = group["betas"]
         return LionSettings(
             lr=float(group["lr"]),

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from infinity.engine.slot import Slot
-from infinity.engine.tiling import tiles_of
 from infinity.errors import InfinityError
+from infinity.modules.param import OffloadedParam
+from infinity.modules.tiling.split import tiles_of
 
 if TYPE_CHECKING:
     from infinity.engine.engine import Engine
@@ -26,10 +26,10 @@ def forget(engine: Engine) -> None:
     _engines.pop(engine.model, None)
 
 
-def mark(slot: Slot, engine: Engine) -> None:
+def mark(param: OffloadedParam, engine: Engine) -> None:
     """Both faces of the parameter say whose they are."""
-    for face in (slot.handle, slot.compute):
-        face._offloaded_by = weakref.ref(engine)  # type: ignore[union-attr]
+    for tensor in (param.handle, param.compute):
+        tensor._offloaded_by = weakref.ref(engine)  # type: ignore[union-attr]
 
 
 def is_offloaded(model: nn.Module) -> bool:

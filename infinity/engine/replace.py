@@ -105,7 +105,7 @@ def _are_taken(config: SwapConfig) -> bool:
 
 def _shared_path(engine: Engine, config: SwapConfig) -> str | None:
     """A swap directory that both use."""
-    if engine.parts.store.volume is None or engine.parts.ranks is not None:
+    if engine.store.volume is None or engine.num_ranks > 1:
         return None
     theirs = {os.path.realpath(tier.path) for tier in engine.config.tiers.nvme}
     mine = (os.path.realpath(tier.path) for tier in config.tiers.nvme)

@@ -11,21 +11,21 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from infinity.engine.gradients import Gradients
-from infinity.ranks.store import RankedStore
-from infinity.schedule.executor import Executor
+from infinity.distributed.store import DistributedStore
 from infinity.state.moments_8bit import states_within
 from infinity.state.partition import Partition
 from infinity.state.store import StateStore
 from infinity.state.units import (
     STATE_ITEM_NBYTES,
-    Piece,
+    StateKind,
     TensorSpec,
     Unit,
     chunk_unit,
     weight_of,
 )
 from infinity.storage.engine import Priority
+from infinity.streaming.gradients import GradientStore
+from infinity.streaming.parameters import WeightCache
 from infinity.tiers.pool import HostPool
 
 
@@ -50,8 +50,8 @@ class StateAccess:
 
     store: StateStore
     pool: HostPool
-    executor: Executor
-    gradients: Gradients
+    weight_cache: WeightCache
+    gradients: GradientStore
     chunk_nbytes: int
     partition: Partition | None = None  # Where state is divided over ranks.
 
@@ -61,20 +61,20 @@ class StateAccess:
         return self.store.units
 
     @property
-    def wholes(self) -> tuple[Unit, ...]:
+    def full_units(self) -> tuple[Unit, ...]:
         """The units of the model, whoever keeps their state."""
-        return self.store.units if self.partition is None else self.partition.wholes
+        return self.store.units if self.partition is None else self.partition.full_units
 
-    def is_kept(self, unit: Unit, piece: Piece) -> bool:
-        """Whether a piece of one of `wholes` is kept, on this rank or on all together."""
+    def is_kept(self, unit: Unit, kind: StateKind) -> bool:
+        """Whether a piece of one of `full_units` is kept, on this rank or on all together."""
         if self.partition is None:
-            return self.has_piece(unit, piece)
-        return unit.state_numel > 0 and unit.dtype(piece) is not None
+            return self.has_kind(unit, kind)
+        return unit.state_numel > 0 and unit.dtype(kind) is not None
 
-    def has_piece(self, unit: Unit, piece: Piece) -> bool:
-        return self.store.home(unit, piece) is not None
+    def has_kind(self, unit: Unit, kind: StateKind) -> bool:
+        return self.store.location(unit, kind) is not None
 
-    def parts(self, unit: Unit, piece: Piece, *, keep: bool = False) -> Iterator[Part]:
+    def parts(self, unit: Unit, kind: StateKind, *, keep: bool = False) -> Iterator[Part]:
         """Every element of the piece once, tensor by tensor in memory order.
 
         With `keep` nothing is read: the caller fills the `values` of every part, and they go to
@@ -82,93 +82,93 @@ class StateAccess:
         them, which leave it as it is meanwhile.
         Gradients are no matter of this: see `gradient`.
         """
-        assert piece is not Piece.GRADIENTS
-        if piece is Piece.PARAMETERS:
+        assert kind is not StateKind.GRADIENTS
+        if kind is StateKind.PARAMETERS:
             return self._weights(unit, keep=keep)
-        if self.partition is not None and unit.index < len(self.partition.wholes):
+        if self.partition is not None and unit.index < len(self.partition.full_units):
             assert not keep, "each rank writes its own shard"
-            return self._from_all_ranks(self.partition, unit, piece)
-        return self._state(unit, piece, keep=keep)
+            return self._from_all_ranks(self.partition, unit, kind)
+        return self._state(unit, kind, keep=keep)
 
     def pages(
-        self, unit: Unit, piece: Piece, start_nbytes: int, stop_nbytes: int
+        self, unit: Unit, kind: StateKind, start_nbytes: int, stop_nbytes: int
     ) -> Iterator[torch.Tensor]:
         """A range of whole pages of the piece as it rests: uint8, on the host, in parts that are
         valid until the next is asked for."""
-        if piece is Piece.PARAMETERS:
-            weights = self.executor.check_out(unit.index, read=True)
+        if kind is StateKind.PARAMETERS:
+            weights = self.weight_cache.check_out(unit.index, read=True)
             try:
                 yield weights[start_nbytes:stop_nbytes]
             finally:
-                self.executor.check_in(unit.index, dirty_nbytes=0)
+                self.weight_cache.check_in(unit.index, dirty_nbytes=0)
             return
-        resting = self.store.resting(unit, piece)
-        if resting is not None:
-            yield resting[start_nbytes:stop_nbytes]
+        host_view = self.store.host_view(unit, kind)
+        if host_view is not None:
+            yield host_view[start_nbytes:stop_nbytes]
             return
-        block = self.pool.require(min(self.chunk_nbytes, stop_nbytes - start_nbytes), piece.value)
+        block = self.pool.require(min(self.chunk_nbytes, stop_nbytes - start_nbytes), kind.value)
         try:
             for start in range(start_nbytes, stop_nbytes, block.nbytes):
                 nbytes = min(block.nbytes, stop_nbytes - start)
                 place = {"offset_nbytes": start, "nbytes": nbytes}
-                self.store.read(unit, piece, block, priority=Priority.STATE, **place).wait()
+                self.store.read(unit, kind, block, priority=Priority.STATE, **place).wait()
                 yield self.pool.tensor(block)[:nbytes]
         finally:
             self.pool.free(block)
 
     def _weights(self, unit: Unit, *, keep: bool) -> Iterator[Part]:
         """Through the executor: a forward may have left them in memory, on host or device."""
-        weights = self.executor.check_out(unit.index, read=not keep)
+        weights = self.weight_cache.check_out(unit.index, read=not keep)
         try:
             for spec in unit.tensors:
                 yield Part(spec, 0, weight_of(weights, spec))
         finally:
-            self.executor.check_in(unit.index, dirty_nbytes=unit.weight_nbytes if keep else 0)
+            self.weight_cache.check_in(unit.index, dirty_nbytes=unit.weight_nbytes if keep else 0)
 
-    def _state(self, unit: Unit, piece: Piece, *, keep: bool) -> Iterator[Part]:
-        dtype = unit.dtype(piece)
+    def _state(self, unit: Unit, kind: StateKind, *, keep: bool) -> Iterator[Part]:
+        dtype = unit.dtype(kind)
         if dtype is None or not unit.state_numel:
             return
-        resting = self.store.resting(unit, piece)
-        if resting is not None:
+        host_view = self.store.host_view(unit, kind)
+        if host_view is not None:
             for spec in unit.trainable():
                 start, stop = spec.state_offset, spec.state_offset + spec.numel
-                yield from _parts(unit, piece, resting, unit.state_numel, spec, start, stop)
+                yield from _parts(unit, kind, host_view, unit.state_numel, spec, start, stop)
             return
         nbytes = min(self.chunk_nbytes, unit.state_numel * STATE_ITEM_NBYTES)
-        block = self.pool.require(nbytes, f"{piece.value} of {unit.name}")
+        block = self.pool.require(nbytes, f"{kind.value} of {unit.name}")
         try:
             for chunk in chunk_unit(unit, self.chunk_nbytes):
-                place = {"offset_nbytes": chunk.offset_nbytes(piece), "nbytes": chunk.nbytes(piece)}
+                place = {"offset_nbytes": chunk.offset_nbytes(kind), "nbytes": chunk.nbytes(kind)}
                 if keep:
                     self.pool.tensor(block).zero_()  # What lies between tensors.
                 else:
-                    self.store.read(unit, piece, block, priority=Priority.STATE, **place).wait()
-                memory = self.pool.tensor(block)[: chunk.nbytes(piece)]
+                    self.store.read(unit, kind, block, priority=Priority.STATE, **place).wait()
+                memory = self.pool.tensor(block)[: chunk.nbytes(kind)]
                 numel = chunk.stop - chunk.start
                 for part in chunk.slices:
                     start = part.state_start - chunk.start
                     stop = start + part.stop - part.start
-                    for each in _parts(unit, piece, memory, numel, part.tensor, start, stop):
+                    for each in _parts(unit, kind, memory, numel, part.tensor, start, stop):
                         yield replace(each, start=part.start + each.start)
                 if keep:
-                    self.store.write(unit, piece, block, **place).wait()
+                    self.store.write(unit, kind, block, **place).wait()
         finally:
             self.pool.free(block)
 
-    def _from_all_ranks(self, divided: Partition, unit: Unit, piece: Piece) -> Iterator[Part]:
+    def _from_all_ranks(self, divided: Partition, unit: Unit, kind: StateKind) -> Iterator[Part]:
         """One rank's shard after the other, which lie in memory beside the host budget."""
-        assert isinstance(self.store, RankedStore)
+        assert isinstance(self.store, DistributedStore)
         for shard in sorted(divided.shards[unit.index], key=lambda shard: shard.start):
-            memory = torch.empty(shard.unit.nbytes(piece), dtype=torch.uint8)
+            memory = torch.empty(shard.unit.nbytes(kind), dtype=torch.uint8)
             if not memory.numel():
                 continue
-            self.store.get_state(shard, piece, memory).wait()
+            self.store.get_state(shard, kind, memory).wait()
             for share in shard.shares:
                 part = share.part
                 start, stop = part.state_offset, part.state_offset + part.numel
                 numel = shard.unit.state_numel
-                for each in _parts(shard.unit, piece, memory, numel, part, start, stop):
+                for each in _parts(shard.unit, kind, memory, numel, part, start, stop):
                     yield replace(each, spec=share.whole, start=share.start + each.start)
 
     def has_gradient(self, spec: TensorSpec) -> bool:
@@ -194,7 +194,7 @@ class StateAccess:
 
 def _parts(
     unit: Unit,
-    piece: Piece,
+    kind: StateKind,
     memory: torch.Tensor,
     numel: int,
     spec: TensorSpec,
@@ -203,10 +203,10 @@ def _parts(
 ) -> Iterator[Part]:
     """Elements [start, stop) of the `numel` in `memory` (uint8), whose own starts count from the
     first of them."""
-    if unit.is_8bit(piece):
+    if unit.is_8bit(kind):
         for first, state in states_within(memory, numel, start, stop):
             yield Part(spec, first - start, state.codes, state.scales)
         return
-    dtype = unit.dtype(piece)
+    dtype = unit.dtype(kind)
     assert dtype is not None
     yield Part(spec, 0, memory.view(dtype)[start:stop])

@@ -16,17 +16,17 @@ from dataclasses import replace
 import torch
 
 from infinity.config import SwapConfig
-from infinity.engine import update_on_device
 from infinity.ops.adamw import AdamWSettings
 from infinity.ops.optimizers import reference_span_, step_
-from infinity.ops.span import Span
-from infinity.schedule.job import Batch, batch_of, make_job, tuned_gbps, updated_nbytes
-from infinity.schedule.order import Use
-from infinity.schedule.step import Rates, drive_rates
-from infinity.schedule.update_place import UpdatePlace, choose, settled
+from infinity.ops.span import StateSpan
+from infinity.simulate.job import Batch, batch_of, make_job, tuned_gb_per_s, updated_nbytes
+from infinity.simulate.order import Use
+from infinity.simulate.step import Rates, drive_rates
+from infinity.simulate.update_device import UpdateDevice, choose, settled
 from infinity.sizes import MIB, align_down
 from infinity.state.budgets import Budgets
 from infinity.state.units import STATE_GRANULE, STATE_ITEM_NBYTES, Unit
+from infinity.streaming import device_update as update_on_device
 from infinity.tiers.device import DeviceAdapter
 from infinity.tiers.host import HostTier
 
@@ -49,7 +49,7 @@ def place_updates(
     host: HostTier,
     *,
     num_sharing: int,
-) -> UpdatePlace:
+) -> UpdateDevice:
     """Where this rank's updates are made. `num_sharing`: ranks that share its drives.
 
     Called while nothing else is lent from the host tier.
@@ -65,11 +65,11 @@ def place_updates(
         return place
     largest = max(updated, key=lambda unit: unit.state_numel)
     drives = {}
-    if config.tiers.nvme and (tuned := tuned_gbps(config.tiers.nvme)) is not None:
+    if config.tiers.nvme and (tuned := tuned_gb_per_s(config.tiers.nvme)) is not None:
         drives = drive_rates(*(gbps and gbps * 1e9 / num_sharing for gbps in tuned))
     rates = time_updates(device, host, largest, budgets.chunk_nbytes, drives=drives)
     if rates is None:
-        return UpdatePlace("host", "the device would not give its bits, or memory is short")
+        return UpdateDevice("host", "the device would not give its bits, or memory is short")
     batch = batch_of(config)
     uses = list(_uses(updated, batch))
     if any(use.forward_flops for use in uses):
@@ -161,14 +161,14 @@ def time_products(
     return 2 * side**3 / spent_s
 
 
-def _span(memory: torch.Tensor, is_split: bool) -> Span:
+def _span(memory: torch.Tensor, is_split: bool) -> StateSpan:
     """uint8 memory as the state of as many elements as it has room for."""
     weight, gradient, *states = memory.view(4, -1)
     residual = None
     if is_split:
         weight, residual = weight.view(2, -1)
         residual = residual.view(torch.int16)
-    return Span(
+    return StateSpan(
         weight.view(torch.bfloat16 if is_split else torch.float32),
         gradient.view(torch.float32),
         tuple(state.view(torch.float32) for state in states),
@@ -179,10 +179,10 @@ def _span(memory: torch.Tensor, is_split: bool) -> Span:
 def _rate(nbytes: int, work: Callable[[int], None], clock: Clock) -> float:
     """Bytes a second of `work(turn)`, each turn of which is `nbytes`."""
     work(0)
-    turns, start_s = 0, clock()
+    on_tile, start_s = 0, clock()
     while True:
-        turns += 1
-        work(turns)
+        on_tile += 1
+        work(on_tile)
         spent_s = clock() - start_s
         if spent_s >= _MOST_S:
-            return turns * nbytes / spent_s
+            return on_tile * nbytes / spent_s

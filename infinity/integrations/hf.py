@@ -24,9 +24,9 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 
 import infinity
-from infinity.checkpoint.safetensors_export import export_safetensors
-from infinity.checkpoint.state_load import load
-from infinity.checkpoint.state_save import save
+from infinity.checkpoint.huggingface.export_weights import export_safetensors
+from infinity.checkpoint.run.load import load
+from infinity.checkpoint.run.save import save
 from infinity.engine.optimizer import OffloadedOptimizer
 from infinity.engine.optimizers import AdamW
 from infinity.engine.registry import engine_of, owner_of
@@ -185,7 +185,7 @@ def _save_over(
 
 def _frozen_in(model: nn.Module, directory: Path) -> set[str]:
     """Checkpoints there whose content this engine keeps from being overwritten."""
-    volume = engine_of(model).parts.store.volume
+    volume = engine_of(model).store.volume
     place = os.path.realpath(directory)
     labels = (each.label for each in volume.frozen) if volume is not None else ()
     return {label for label in labels if os.path.dirname(label) == place}

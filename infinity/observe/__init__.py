@@ -1,6 +1,6 @@
 """What a run says of itself: counters always, a timeline while somebody traces."""
 
 from infinity.observe.counters import Counters
-from infinity.observe.tracer import Count, Lane, Span, Tracer
+from infinity.observe.tracer import Count, Span, Tracer, Track
 
-__all__ = ["Count", "Counters", "Lane", "Span", "Tracer"]
+__all__ = ["Count", "Counters", "Span", "Tracer", "Track"]

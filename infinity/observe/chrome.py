@@ -31,16 +31,16 @@ from infinity.bounded import (
 )
 from infinity.errors import ConfigError
 from infinity.observe.timeline import THREAD_LANES, laid_out
-from infinity.observe.tracer import Count, Lane, Span
+from infinity.observe.tracer import Count, Span, Track
 from infinity.sizes import GIB
 
 SCHEMA = "infinity-trace/1"
 _PID = 1
-_ORDER = (Lane.STEPS, Lane.PHASES, *reversed(THREAD_LANES), Lane.COPIES_IN, Lane.COPIES_OUT)
+_ORDER = (Track.STEPS, Track.PHASES, *reversed(THREAD_LANES), Track.COPIES_IN, Track.COPIES_OUT)
 _TRANSFER_CATEGORY = "transfer"
 _MAX_NBYTES = GIB
 _LAST_US = 1e15  # Thirty years; doubles have whole nanoseconds up to about a tenth of it.
-_KINDS_OF_LANES = frozenset(map(str, Lane))
+_KINDS_OF_LANES = frozenset(map(str, Track))
 
 
 def to_document(spans: Sequence[Span], counts: Sequence[Count]) -> dict[str, Any]:
@@ -48,13 +48,13 @@ def to_document(spans: Sequence[Span], counts: Sequence[Count]) -> dict[str, Any
     shown = laid_out(spans)
     at_ns = [span.start_ns for span in shown] + [count.at_ns for count in counts]
     origin_ns = min(at_ns, default=0)
-    threads = {lane: number for number, lane in enumerate(_lanes(shown), start=1)}
+    threads = {track: number for number, track in enumerate(_tracks(shown), start=1)}
     events: list[dict[str, Any]] = []
     for number, span in enumerate(shown):
         if span.transfer is None:
-            events.append(_complete(span, threads[span.lane], origin_ns))
+            events.append(_complete(span, threads[span.track], origin_ns))
         else:
-            events += _transfer(span, threads[span.lane], origin_ns, f"{span.transfer}.{number}")
+            events += _transfer(span, threads[span.track], origin_ns, f"{span.transfer}.{number}")
     for count in counts:
         at = {"ts": _us(count.at_ns - origin_ns), "pid": _PID, "tid": 0}
         events.append({"ph": "C", "name": count.name, **at, "args": {"value": count.value}})
@@ -97,7 +97,7 @@ def read(path: Path) -> list[Span]:
 
 def from_document(document: dict[str, Any]) -> list[Span]:
     """What `to_document` showed: the spans, by start. Raises MalformedError for anything else."""
-    lanes: dict[int, str] = {}
+    tracks: dict[int, str] = {}
     spans: list[Span] = []
     pairs: dict[str, list[dict[str, Any]]] = {}
     for row in list_of(field(document, "traceEvents"), "traceEvents"):
@@ -105,17 +105,17 @@ def from_document(document: dict[str, Any]) -> list[Span]:
         phase = event.get("ph")
         if phase == "M" and event.get("name") == "thread_name":
             named = table_of(event.get("args"), "the arguments of a thread's name")
-            lanes[_thread(event)] = _lane(named.get("name"))
+            tracks[_thread(event)] = _track(named.get("name"))
         elif phase == "X":
-            spans.append(_span(event, lanes))
+            spans.append(_span(event, tracks))
         elif phase in ("b", "e"):
             pairs.setdefault(text_of(event.get("id"), "the id of a transfer"), []).append(event)
     spans += [_transfer_of(key, events) for key, events in pairs.items()]
     return sorted(spans, key=lambda span: (span.start_ns, -span.end_ns))
 
 
-def _span(event: dict[str, Any], lanes: dict[int, str]) -> Span:
-    if _thread(event) not in lanes:
+def _span(event: dict[str, Any], tracks: dict[int, str]) -> Span:
+    if _thread(event) not in tracks:
         raise MalformedError(f"thread {_thread(event)} has no name before its first event")
     start_ns = _time(event, "ts")
     args = dict(table_of(event.get("args", {}), "the arguments of an event"))
@@ -127,7 +127,7 @@ def _span(event: dict[str, Any], lanes: dict[int, str]) -> Span:
         args["waits_for"] = [text_of(each, "what a stall waits for") for each in names]
     name = text_of(event.get("name"), "the name of an event")
     end_ns = start_ns + _time(event, "dur")
-    return Span(lanes[_thread(event)], name, start_ns, end_ns, args)
+    return Span(tracks[_thread(event)], name, start_ns, end_ns, args)
 
 
 def _transfer_of(key: str, events: list[dict[str, Any]]) -> Span:
@@ -142,19 +142,19 @@ def _transfer_of(key: str, events: list[dict[str, Any]]) -> Span:
         raise MalformedError(f"transfer {key!r} ends before it begins")
     name = text_of(issued.get("name"), "the name of a transfer")
     args = {"nbytes": nbytes, "issued_ns": times[1]}
-    return Span(_lane(asked.get("name")), name, times[0], times[2], args, number)
+    return Span(_track(asked.get("name")), name, times[0], times[2], args, number)
 
 
 def _thread(event: dict[str, Any]) -> int:
     return whole_number(event.get("tid"), "a thread's number", most=MAX_INT)
 
 
-def _lane(value: Any) -> str:
+def _track(value: Any) -> str:
     """A lane's name: a lane, or one of a drive, such as "reads /mnt/swap"."""
-    lane = text_of(value, "the name of a lane")
-    if lane not in _KINDS_OF_LANES and lane.partition(" ")[0] not in _KINDS_OF_LANES:
-        raise MalformedError(f"there is no lane {lane!r}")
-    return lane
+    track = text_of(value, "the name of a lane")
+    if track not in _KINDS_OF_LANES and track.partition(" ")[0] not in _KINDS_OF_LANES:
+        raise MalformedError(f"there is no lane {track!r}")
+    return track
 
 
 def _time(event: dict[str, Any], key: str) -> int:
@@ -166,18 +166,18 @@ def _time(event: dict[str, Any], key: str) -> int:
     return _ns(value)
 
 
-def _lanes(spans: Iterable[Span]) -> list[str]:
+def _tracks(spans: Iterable[Span]) -> list[str]:
     """Lanes from top to bottom: the thread's own in their order, then the drives'."""
-    found = {str(span.lane) for span in spans}
-    first = [str(lane) for lane in _ORDER if lane in found]
+    found = {str(span.track) for span in spans}
+    first = [str(track) for track in _ORDER if track in found]
     return first + sorted(found - set(first))
 
 
 def _names(threads: dict[str, int]) -> list[dict[str, Any]]:
     at = {"ph": "M", "ts": 0, "pid": _PID}
     named = [{**at, "tid": 0, "name": "process_name", "args": {"name": "infinity"}}]
-    for lane, number in threads.items():
-        named.append({**at, "tid": number, "name": "thread_name", "args": {"name": lane}})
+    for track, number in threads.items():
+        named.append({**at, "tid": number, "name": "thread_name", "args": {"name": track}})
         place = {"sort_index": number}
         named.append({**at, "tid": number, "name": "thread_sort_index", "args": place})
     return named
@@ -187,7 +187,7 @@ def _complete(span: Span, thread: int, origin_ns: int) -> dict[str, Any]:
     return {
         "ph": "X",
         "name": span.name,
-        "cat": str(span.lane),
+        "cat": str(span.track),
         "ts": _us(span.start_ns - origin_ns),
         "dur": _us(span.end_ns - span.start_ns),
         "pid": _PID,
@@ -205,10 +205,10 @@ def _transfer(span: Span, thread: int, origin_ns: int, key: str) -> list[dict[st
         return {"ph": phase, "cat": _TRANSFER_CATEGORY, "id": key, "name": name, **at, **more}
 
     return [
-        event("b", str(span.lane), span.start_ns, args=args),
+        event("b", str(span.track), span.start_ns, args=args),
         event("b", span.name, issued_ns, args=args),
         event("e", span.name, span.end_ns),
-        event("e", str(span.lane), span.end_ns),
+        event("e", str(span.track), span.end_ns),
     ]
 
 

@@ -22,15 +22,15 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
-from infinity.observe.tracer import Lane, Tracer
+from infinity.observe.tracer import Tracer, Track
 
 # Where in a trace the time behind a counter is shown. Others are sums over what is shown already.
 _LANES = {
-    "read_wait_s": Lane.STALLS,
-    "write_wait_s": Lane.STALLS,
-    "copy_wait_s": Lane.STALLS,
-    "ranks_wait_s": Lane.STALLS,
-    "update_s": Lane.UPDATES,
+    "read_wait_s": Track.STALLS,
+    "write_wait_s": Track.STALLS,
+    "copy_wait_s": Track.STALLS,
+    "ranks_wait_s": Track.STALLS,
+    "update_s": Track.UPDATES,
 }
 
 

@@ -13,19 +13,19 @@ from dataclasses import replace
 from itertools import pairwise
 
 from infinity.observe.intervals import Interval, union, without
-from infinity.observe.tracer import Lane, Span
+from infinity.observe.tracer import Span, Track
 
 # Earlier takes precedence where two cover one moment.
-THREAD_LANES = (Lane.STALLS, Lane.UPDATES, Lane.ENGINE, Lane.COMPUTE)
+THREAD_LANES = (Track.STALLS, Track.UPDATES, Track.ENGINE, Track.COMPUTE)
 
 
 def laid_out(spans: Sequence[Span]) -> list[Span]:
     """The spans a trace shows, by start, longest first."""
-    raw = (Lane.STALLS, Lane.UPDATES, Lane.ENGINE, Lane.SITES)
-    shown = [span for span in spans if span.lane not in raw]
+    raw = (Track.STALLS, Track.UPDATES, Track.ENGINE, Track.SITES)
+    shown = [span for span in spans if span.track not in raw]
     taken: list[Interval] = []
-    for lane in raw:
-        mine = [span for span in spans if span.lane == lane]
+    for track in raw:
+        mine = [span for span in spans if span.track == track]
         pieces = list(_latest_first(mine, taken))
         shown += pieces
         taken = union([*taken, *((span.start_ns, span.end_ns) for span in pieces)])
@@ -48,6 +48,6 @@ def _latest_first(spans: Sequence[Span], taken: Iterable[Interval]) -> Iterator[
             owned.setdefault(id(active[-1]), []).append((start_ns, end_ns))
     holes = list(taken)
     for span in spans:
-        lane = Lane.COMPUTE if span.lane == Lane.SITES else span.lane
+        track = Track.COMPUTE if span.track == Track.SITES else span.track
         for start_ns, end_ns in without(owned.get(id(span), ()), holes):
-            yield replace(span, lane=lane, start_ns=start_ns, end_ns=end_ns)
+            yield replace(span, track=track, start_ns=start_ns, end_ns=end_ns)

@@ -25,7 +25,7 @@ from typing import Any, Protocol
 _NOTHING = nullcontext()
 
 
-class Lane(StrEnum):
+class Track(StrEnum):
     """Where a span is shown. Lanes of drives are named after these and their path."""
 
     STEPS = "steps"
@@ -49,7 +49,7 @@ class Span:
     given to the drive.
     """
 
-    lane: str
+    track: str
     name: str
     start_ns: int
     end_ns: int
@@ -77,7 +77,7 @@ class Watched(Protocol):
 class _Open:
     """A span that has not ended."""
 
-    lane: str
+    track: str
     name: str
     start_ns: int
 
@@ -88,7 +88,7 @@ class _Transfer:
 
     number: int
     watched: Watched
-    lanes: Callable[[int], str]  # of a file
+    tracks: Callable[[int], str]  # of a file
     name: str
     start_ns: int
 
@@ -126,35 +126,35 @@ class Tracer:
 
     # -- Recording -------------------------------------------------------------------------------
 
-    def span(self, lane: str, name: str, start_ns: int, end_ns: int, **args: Any) -> None:
+    def span(self, track: str, name: str, start_ns: int, end_ns: int, **args: Any) -> None:
         if self.is_on:
-            self._spans.append(Span(lane, name, start_ns, end_ns, args))
+            self._spans.append(Span(track, name, start_ns, end_ns, args))
 
     def count(self, name: str, value: float) -> None:
         if self.is_on:
             self._counts.append(Count(name, time.monotonic_ns(), value))
 
-    def during(self, lane: str, name: str, **args: Any) -> AbstractContextManager[None]:
+    def during(self, track: str, name: str, **args: Any) -> AbstractContextManager[None]:
         """Records the block as a span, also when it raises."""
-        return self._during(lane, name, args) if self.is_on else _NOTHING
+        return self._during(track, name, args) if self.is_on else _NOTHING
 
     @contextmanager
-    def _during(self, lane: str, name: str, args: dict[str, Any]) -> Iterator[None]:
+    def _during(self, track: str, name: str, args: dict[str, Any]) -> Iterator[None]:
         start_ns = time.monotonic_ns()
         try:
             yield
         finally:
-            self.span(lane, name, start_ns, time.monotonic_ns(), **args)
+            self.span(track, name, start_ns, time.monotonic_ns(), **args)
 
     def step(self, number: int) -> AbstractContextManager[None]:
         """The block is one optimizer step, by which a trace is summed up."""
-        return self.during(Lane.STEPS, f"step {number}", step=number)
+        return self.during(Track.STEPS, f"step {number}", step=number)
 
-    def begin(self, key: Hashable, lane: str, name: str) -> None:
+    def begin(self, key: Hashable, track: str, name: str) -> None:
         """Starts a span that somebody else ends, by `key`; equal keys end last in, first out."""
         if self.is_on:
             with self._lock:
-                self._open.setdefault(key, []).append(_Open(lane, name, time.monotonic_ns()))
+                self._open.setdefault(key, []).append(_Open(track, name, time.monotonic_ns()))
 
     def end(self, key: Hashable) -> None:
         """Ends a span. One that began before the recording is not known, and not recorded."""
@@ -163,16 +163,16 @@ class Tracer:
                 begun = self._open.get(key)
                 last = begun.pop() if begun else None
             if last is not None:
-                self.span(last.lane, last.name, last.start_ns, time.monotonic_ns())
+                self.span(last.track, last.name, last.start_ns, time.monotonic_ns())
 
     def watch(
-        self, watched: Watched, lanes: Callable[[int], str], name: str, start_ns: int
+        self, watched: Watched, tracks: Callable[[int], str], name: str, start_ns: int
     ) -> None:
-        """A transfer was asked for at `start_ns`; `lanes` gives the lane of each of its files."""
+        """A transfer was asked for at `start_ns`; `tracks` gives the lane of each of its files."""
         if self.is_on:
             with self._lock:
                 number = len(self._transfers) + 1
-                self._transfers[id(watched)] = _Transfer(number, watched, lanes, name, start_ns)
+                self._transfers[id(watched)] = _Transfer(number, watched, tracks, name, start_ns)
 
     def details_of(self, transfers: Iterable[object]) -> dict[str, Any]:
         """What a stall says of the transfers it waits for: those that are not done yet."""
@@ -203,7 +203,7 @@ def _spans_of(transfer: _Transfer) -> Iterator[Span]:
         # A device's clock is known to a microsecond only; nothing begins before it is asked for.
         issued_ns = max(issued_ns, transfer.start_ns)
         yield Span(
-            transfer.lanes(file),
+            transfer.tracks(file),
             transfer.name,
             transfer.start_ns,
             max(completed_ns, issued_ns),

@@ -21,7 +21,7 @@ import torch
 
 from infinity.ops.exact import fma, one_minus_product, sqrt, to_fp32
 from infinity.ops.native import apply_rule
-from infinity.ops.span import Span, check_spans
+from infinity.ops.span import StateSpan, check_spans
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +120,7 @@ def adamw_(
     """
     if weights[0].device.type == "cpu" and has_torch_bits():
         spans = [
-            Span(weight, gradient, (exp_avg, exp_avg_sq))
+            StateSpan(weight, gradient, (exp_avg, exp_avg_sq))
             for weight, gradient, exp_avg, exp_avg_sq in zip(
                 weights, gradients, exp_avgs, exp_avg_sqs, strict=True
             )
@@ -178,7 +178,7 @@ def has_torch_bits() -> bool:
         weight, gradient, exp_avg, exp_avg_sq = ours
         apply_rule(
             settings.rule,
-            [Span(weight, gradient, (exp_avg, exp_avg_sq))],
+            [StateSpan(weight, gradient, (exp_avg, exp_avg_sq))],
             settings.coefficients(),
             grad_scale=1.0,
             threads=1,

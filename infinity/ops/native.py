@@ -14,7 +14,7 @@ import torch
 from infinity import _core
 from infinity.errors import UnsupportedError
 from infinity.ops.dynamic_8bit import State8Bit
-from infinity.ops.span import Span
+from infinity.ops.span import StateSpan
 
 SIMD_VARIABLE = "INFINITY_SIMD"
 
@@ -26,7 +26,7 @@ def instruction_sets() -> list[str]:
 
 def apply_rule(
     rule: str,
-    spans: Sequence[Span],
+    spans: Sequence[StateSpan],
     coefficients: Sequence[float],
     *,
     grad_scale: float,
@@ -59,7 +59,7 @@ def apply_rule(
     )
 
 
-def _addresses(span: Span) -> tuple[int, int, int, list[int], int]:
+def _addresses(span: StateSpan) -> tuple[int, int, int, list[int], int]:
     residual = 0 if span.residual is None else span.residual.data_ptr()
     states: list[int] = []
     for state in span.states:

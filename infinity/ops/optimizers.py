@@ -17,7 +17,7 @@ from infinity.ops.dynamic_8bit import State8Bit, decode, encode_
 from infinity.ops.lion import LionSettings
 from infinity.ops.native import apply_rule
 from infinity.ops.sgd import SGDSettings
-from infinity.ops.span import Span, check_spans
+from infinity.ops.span import StateSpan, check_spans
 from infinity.ops.split_master import join, split
 from infinity.ops.torch_kernels import is_native, torch_step_
 
@@ -62,7 +62,7 @@ OPTIMIZERS: dict[str, type[Settings]] = {
 
 
 def update_(
-    spans: Sequence[Span],
+    spans: Sequence[StateSpan],
     settings: Settings,
     *,
     grad_scale: float | torch.Tensor = 1.0,
@@ -71,7 +71,8 @@ def update_(
     """One step of every span, in place, in one pass over memory.
 
     Gradients are widened to fp32 and multiplied by `grad_scale` (an fp32 clip factor) as they are
-    read; they are not written. All spans have one format (see Span). A split weight is updated as
+    read; they are not written. All spans have one format (see StateSpan). A split weight is
+    updated as
     its fp32 master would be; a master that becomes NaN is kept as the canonical quiet NaN.
 
     States of 8 bits are widened, updated as fp32 ones would be, and rounded to codes again: an
@@ -90,7 +91,7 @@ def update_(
 
 
 def step_(
-    spans: Sequence[Span], settings: Settings, *, grad_scale: torch.Tensor | None = None
+    spans: Sequence[StateSpan], settings: Settings, *, grad_scale: torch.Tensor | None = None
 ) -> None:
     """`update_` with the bits of this torch: where its kernel rounds otherwise than the native one
     (another processor, another build), fp32 spans go through torch's own."""
@@ -107,14 +108,14 @@ def step_(
 
 
 def reference_update_(
-    spans: Sequence[Span], settings: Settings, *, grad_scale: float | torch.Tensor = 1.0
+    spans: Sequence[StateSpan], settings: Settings, *, grad_scale: float | torch.Tensor = 1.0
 ) -> int:
     """`update_` in torch operations, readable and slow: what the native kernels must equal."""
     check_spans(spans, settings.state_names)
     return int(sum(reference_span_(span, settings, float(grad_scale)) for span in spans))
 
 
-def reference_span_(span: Span, settings: Settings, grad_scale: float) -> torch.Tensor:
+def reference_span_(span: StateSpan, settings: Settings, grad_scale: float) -> torch.Tensor:
     """`reference_update_` of one span, whose arrays may be on any device unless they have 8 bits.
     The count is a tensor there: to read it would be to wait."""
     gradient = span.gradient.to(torch.float32) * grad_scale
@@ -139,7 +140,7 @@ def reference_span_(span: Span, settings: Settings, grad_scale: float) -> torch.
     return (~torch.isfinite(gradient)).sum()
 
 
-def _fp32_states(span: Span, settings: Settings) -> list[torch.Tensor]:
+def _fp32_states(span: StateSpan, settings: Settings) -> list[torch.Tensor]:
     """The span's own arrays, or for 8-bit states their values."""
     return [
         decode(state, name) if isinstance(state, State8Bit) else state

@@ -22,7 +22,7 @@ _CODES = (torch.uint8,)
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class StateSpan:
     """Flat contiguous arrays of one length, updated in place; they are borrowed, never kept.
 
     `weight` is fp32; or bf16 beside an int16 `residual`, which together are the fp32 master
@@ -49,7 +49,7 @@ class Span:
         return self.is_split, self.gradient.dtype, self.is_8bit
 
 
-def check_spans(spans: Sequence[Span], state_names: Sequence[str]) -> None:
+def check_spans(spans: Sequence[StateSpan], state_names: Sequence[str]) -> None:
     """Raises ConfigError unless the native update may touch these arrays: dtypes, lengths, layout,
     host memory, and one format for all."""
     for span in spans:

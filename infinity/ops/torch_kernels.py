@@ -16,7 +16,7 @@ from infinity.ops.adam import AdamSettings
 from infinity.ops.adamw import AdamWSettings, has_torch_bits, torch_adamw_
 from infinity.ops.native import apply_rule
 from infinity.ops.sgd import SGDSettings
-from infinity.ops.span import Span
+from infinity.ops.span import StateSpan
 
 _Tensors = Sequence[torch.Tensor]
 _Settings = AdamWSettings | AdamSettings | SGDSettings
@@ -51,7 +51,7 @@ def _has_bits(rule: type) -> bool:
         ours = torch.randn(2 + len(settings.state_names), numel, generator=source)
         ours[-1] = ours[-1].square()  # A second moment has no sign; others do not mind.
         torchs = ours.clone()
-        span = Span(ours[0], ours[1], tuple(ours[2:]))
+        span = StateSpan(ours[0], ours[1], tuple(ours[2:]))
         apply_rule(settings.rule, [span], settings.coefficients(), grad_scale=1.0, threads=1)
         torch_step_([torchs[0]], [torchs[1]], [list(torchs[2:])], settings)
         if not torch.equal(ours, torchs):

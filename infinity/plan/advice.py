@@ -9,10 +9,10 @@ from infinity.config import SwapConfig
 from infinity.config.values import Capacity
 from infinity.errors import InfinityError
 from infinity.plan.hardware import Hardware, Nvme
-from infinity.plan.model import Model
+from infinity.plan.model import PlannedModel
 from infinity.plan.predict import Forecast, forecast
-from infinity.schedule.job import Batch
-from infinity.schedule.update_place import Place
+from infinity.simulate.job import Batch
+from infinity.simulate.update_device import Place
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class Advice:
     ratio: float
 
 
-def advise(config: SwapConfig, model: Model, base: Forecast) -> list[Advice]:
+def advise(config: SwapConfig, model: PlannedModel, base: Forecast) -> list[Advice]:
     """Every change that can be predicted, the most helpful first."""
     found = []
     for change, (changed, hardware, batch) in _changes(config, base):
@@ -49,7 +49,7 @@ def _changes(config: SwapConfig, base: Forecast) -> Iterator[tuple[str, _Case]]:
         (_with_twice_the_host(config), hardware.model_copy(update={"host": doubled}), batch),
     )
     faster = host.model_copy(
-        update={"update_gbps": 2 * host.update_gbps, "sum_gbps": 2 * host.sum_gbps}
+        update={"update_gb_per_s": 2 * host.update_gb_per_s, "sum_gb_per_s": 2 * host.sum_gb_per_s}
     )
     yield "memory twice as fast", (config, hardware.model_copy(update={"host": faster}), batch)
     if hardware.nvme is not None:
@@ -61,9 +61,12 @@ def _changes(config: SwapConfig, base: Forecast) -> Iterator[tuple[str, _Case]]:
         "compute twice as fast",
         (config, hardware.model_copy(update={"device": faster_device}), batch),
     )
-    if device.h2d_gbps is not None and device.d2h_gbps is not None:
+    if device.h2d_gb_per_s is not None and device.d2h_gb_per_s is not None:
         links = device.model_copy(
-            update={"h2d_gbps": 2 * device.h2d_gbps, "d2h_gbps": 2 * device.d2h_gbps}
+            update={
+                "h2d_gb_per_s": 2 * device.h2d_gb_per_s,
+                "d2h_gb_per_s": 2 * device.d2h_gb_per_s,
+            }
         )
         yield (
             "a link to the device twice as fast",
@@ -71,7 +74,7 @@ def _changes(config: SwapConfig, base: Forecast) -> Iterator[tuple[str, _Case]]:
         )
     if base.ranks is not None:
         yield "twice as fast between ranks", (config, _with_faster_exchange(hardware), batch)
-    if device.update_gbps is not None and not hardware.shares_host_memory:
+    if device.update_gb_per_s is not None and not hardware.shares_host_memory:
         other: Place = "host" if base.update_place.is_on_device else "device"
         yield (
             f"updates on the {other} (schedule.update_on)",
@@ -102,9 +105,13 @@ def _with_faster_exchange(hardware: Hardware) -> Hardware:
     """From device to device, and from host to host."""
     host, device, rates = hardware.host, hardware.device, hardware.rates()
     device = device.model_copy(
-        update={"gather_gbps": None if device.gather_gbps is None else 2 * device.gather_gbps}
+        update={
+            "gather_gb_per_s": None
+            if device.gather_gb_per_s is None
+            else 2 * device.gather_gb_per_s
+        }
     )
-    host = host.model_copy(update={"sockets_gbps": 2 * rates.sockets / 1e9})
+    host = host.model_copy(update={"sockets_gb_per_s": 2 * rates.sockets / 1e9})
     return hardware.model_copy(update={"host": host, "device": device})
 
 
@@ -141,9 +148,9 @@ def _with_another_drive(nvme: Nvme) -> Nvme:
         update={
             "drives": nvme.drives + 1,
             "capacity": int(nvme.capacity * grown),
-            "read_gbps": nvme.read_gbps * grown,
-            "write_gbps": nvme.write_gbps * grown,
-            "mixed_gbps": None if nvme.mixed_gbps is None else nvme.mixed_gbps * grown,
+            "read_gb_per_s": nvme.read_gb_per_s * grown,
+            "write_gb_per_s": nvme.write_gb_per_s * grown,
+            "mixed_gb_per_s": None if nvme.mixed_gb_per_s is None else nvme.mixed_gb_per_s * grown,
             "endurance": None if nvme.endurance is None else int(nvme.endurance * grown),
         }
     )

@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, Field
 
 from infinity.errors import ConfigError
 from infinity.plan.files import Table, read_table
-from infinity.schedule.step import Rates, drive_rates
+from infinity.simulate.step import Rates, drive_rates
 from infinity.sizes import parse_nbytes
 
 Nbytes = Annotated[int, BeforeValidator(parse_nbytes)]
@@ -22,44 +22,46 @@ _SOCKETS_SHARE = 8  # See Host.
 
 
 class Host(Table):
-    """`update_gbps` counts every byte the optimizer's pass reads or writes; `sum_gbps` those of
-    adding up gradients. `hold_gbps` counts weights each time that they are put under a model that
-    computes on the host: what the engine itself does; without it, that costs nothing.
-    `sockets_gbps` is what ranks of this node send each other from host to host, all of them
-    together, each byte counted once; without it an eighth of `sum_gbps`: a byte is copied into the
-    kernel and out of it, each copy reads and writes it, and about half of that was seen."""
+    """`update_gb_per_s` counts every byte the optimizer's pass reads or writes; `sum_gb_per_s`
+    those of
+    adding up gradients. `hold_gb_per_s` counts weights each time that they are put under a model
+    that computes on the host: what the engine itself does; without it, that costs nothing.
+    `sockets_gb_per_s` is what ranks of this node send each other from host to host, all of them
+    together, each byte counted once; without it an eighth of `sum_gb_per_s`: a byte is copied into
+    the kernel and out of it, each copy reads and writes it, and about half of that was seen."""
 
     memory: Nbytes
-    update_gbps: Gbps
-    sum_gbps: Gbps
-    hold_gbps: Gbps | None = None
-    sockets_gbps: Gbps | None = None
+    update_gb_per_s: Gbps
+    sum_gb_per_s: Gbps
+    hold_gb_per_s: Gbps | None = None
+    sockets_gb_per_s: Gbps | None = None
 
 
 class Device(Table):
     """`count` devices, each with `memory` and the links below to the host, each `tflops` fast.
-    `gather_gbps` is what each receives of the others, and gives them; `update_gbps` is the host's
-    figure where the device makes the update. A device without memory is the host."""
+    `gather_gb_per_s` is what each receives of the others, and gives them; `update_gb_per_s` is the
+    host's figure where the device makes the update. A device without memory is the host."""
 
     count: int = Field(1, ge=1)
     tflops: float = Field(gt=0)
     memory: Nbytes | None = None
-    h2d_gbps: Gbps | None = None
-    d2h_gbps: Gbps | None = None
-    gather_gbps: Gbps | None = None
-    update_gbps: Gbps | None = None
+    h2d_gb_per_s: Gbps | None = None
+    d2h_gb_per_s: Gbps | None = None
+    gather_gb_per_s: Gbps | None = None
+    update_gb_per_s: Gbps | None = None
 
 
 class Nvme(Table):
-    """All drives of the node together. `mixed_gbps` is the sum of both directions at once; without
+    """All drives of the node together. `mixed_gb_per_s` is the sum of both directions at once;
+    without
     it reads and writes take turns. `endurance_nbytes` may be written over the life of the drives.
     """
 
     drives: int = Field(1, ge=1)
     capacity: Nbytes
-    read_gbps: Gbps
-    write_gbps: Gbps
-    mixed_gbps: Gbps | None = None
+    read_gb_per_s: Gbps
+    write_gb_per_s: Gbps
+    mixed_gb_per_s: Gbps | None = None
     endurance: Nbytes | None = None
 
 
@@ -93,12 +95,14 @@ class Hardware(Table):
         host, nvme = self.host, self.nvme
         return self.model_copy(
             update={
-                "host": _part(host, count, "update_gbps", "sum_gbps", "hold_gbps", "sockets_gbps")
-                .model_copy(update={"memory": host.memory // count}),
+                "host": _part(
+                    host, count,
+                    "update_gb_per_s", "sum_gb_per_s", "hold_gb_per_s", "sockets_gb_per_s",
+                ).model_copy(update={"memory": host.memory // count}),
                 "device": device,
                 "nvme": None
                 if nvme is None
-                else _part(nvme, count, "read_gbps", "write_gbps", "mixed_gbps")
+                else _part(nvme, count, "read_gb_per_s", "write_gb_per_s", "mixed_gb_per_s")
                 .model_copy(update={"capacity": nvme.capacity // count}),
             }
         )  # fmt: skip
@@ -109,23 +113,25 @@ class Hardware(Table):
         count, device, nvme = self.device.count, self.device, self.nvme
         drives = {}
         if nvme is not None:
-            mixed = None if nvme.mixed_gbps is None else nvme.mixed_gbps * giga
-            drives = drive_rates(nvme.read_gbps * giga, nvme.write_gbps * giga, mixed)
+            mixed = None if nvme.mixed_gb_per_s is None else nvme.mixed_gb_per_s * giga
+            drives = drive_rates(nvme.read_gb_per_s * giga, nvme.write_gb_per_s * giga, mixed)
         gather = None
-        if count > 1 and device.gather_gbps is not None:
+        if count > 1 and device.gather_gb_per_s is not None:
             # Each device receives the other devices' parts of a unit.
-            gather = device.gather_gbps * giga * count / (count - 1)
+            gather = device.gather_gb_per_s * giga * count / (count - 1)
         return Rates(
             flops=count * device.tflops * 1e12,
-            update=self.host.update_gbps * giga,
-            host=self.host.sum_gbps * giga,
-            hold=inf if self.host.hold_gbps is None else self.host.hold_gbps * giga,
-            device_update=inf if device.update_gbps is None else count * device.update_gbps * giga,
-            h2d=inf if device.h2d_gbps is None else count * device.h2d_gbps * giga,
-            d2h=inf if device.d2h_gbps is None else count * device.d2h_gbps * giga,
+            update=self.host.update_gb_per_s * giga,
+            host=self.host.sum_gb_per_s * giga,
+            hold=inf if self.host.hold_gb_per_s is None else self.host.hold_gb_per_s * giga,
+            device_update=inf
+            if device.update_gb_per_s is None
+            else count * device.update_gb_per_s * giga,
+            h2d=inf if device.h2d_gb_per_s is None else count * device.h2d_gb_per_s * giga,
+            d2h=inf if device.d2h_gb_per_s is None else count * device.d2h_gb_per_s * giga,
             gather=gather,
-            peers=inf if device.gather_gbps is None else device.gather_gbps * giga,
-            sockets=giga * (self.host.sockets_gbps or self.host.sum_gbps / _SOCKETS_SHARE),
+            peers=inf if device.gather_gb_per_s is None else device.gather_gb_per_s * giga,
+            sockets=giga * (self.host.sockets_gb_per_s or self.host.sum_gb_per_s / _SOCKETS_SHARE),
             **drives,
         )
 

@@ -19,15 +19,15 @@ from typing import get_args
 import torch
 
 from infinity.bench.host import OptimizerPass
-from infinity.bench.scratch import Scratch
+from infinity.bench.scratch import BenchDirectory
 from infinity.bench.transfer import EngineTransfer, FileSet, TransferKind
 from infinity.config import SwapConfig
 from infinity.config.schema import NvmeTier
 from infinity.errors import ConfigError, UnsupportedError
 from infinity.plan.hardware import Device, Hardware, Host, Nvme
-from infinity.plan.model import Model
+from infinity.plan.model import PlannedModel
 from infinity.plan.rehearsal import Rehearsed, rehearse, timed_shape
-from infinity.schedule.job import Batch, tuned_gbps
+from infinity.simulate.job import Batch, tuned_gb_per_s
 from infinity.sizes import MIB
 from infinity.storage.arena import Arena, available_host_nbytes
 from infinity.storage.engine import open_configured
@@ -41,7 +41,7 @@ _MOST_FFN_RATIO = 16  # Stacked experts are far larger than what a token sees of
 _HEAD_DIM = 64
 
 
-def measure(config: SwapConfig, model: Model, batch: Batch) -> Hardware:
+def measure(config: SwapConfig, model: PlannedModel, batch: Batch) -> Hardware:
     """Needs 256 MiB of memory, and twice that on each drive for the moment; and for two blocks.
 
     Raises UnsupportedError for a CUDA device, which has no measurement yet: name a hardware file.
@@ -72,9 +72,9 @@ def measure(config: SwapConfig, model: Model, batch: Batch) -> Hardware:
         source="measured now",
         host=Host(
             memory=available_host_nbytes(),
-            update_gbps=found.update / 1e9,
-            sum_gbps=_sum_gbps(),
-            hold_gbps=None if found.hold is None else found.hold / 1e9,
+            update_gb_per_s=found.update / 1e9,
+            sum_gb_per_s=_sum_gb_per_s(),
+            hold_gb_per_s=None if found.hold is None else found.hold / 1e9,
         ),
         device=Device(tflops=found.flops / 1e12),
         nvme=nvme,
@@ -83,10 +83,14 @@ def measure(config: SwapConfig, model: Model, batch: Batch) -> Hardware:
 
 def _nvme(config: SwapConfig, arena: Arena) -> Nvme:
     tiers = config.tiers.nvme
-    read, write, mixed = tuned_gbps(tiers) or _measured(config, arena)
+    read, write, mixed = tuned_gb_per_s(tiers) or _measured(config, arena)
     capacity = sum(_free_nbytes(tier) for tier in tiers)
     return Nvme(
-        drives=len(tiers), capacity=capacity, read_gbps=read, write_gbps=write, mixed_gbps=mixed
+        drives=len(tiers),
+        capacity=capacity,
+        read_gb_per_s=read,
+        write_gb_per_s=write,
+        mixed_gb_per_s=mixed,
     )
 
 
@@ -107,7 +111,7 @@ def _measured(config: SwapConfig, arena: Arena) -> tuple[float, float, float]:
     """GB/s of reading, writing and both at once, over all paths together."""
     directories = [_existing(tier.path) for tier in config.tiers.nvme]
     with (
-        Scratch(arena, directories, _ARENA_NBYTES) as scratch,
+        BenchDirectory(arena, directories, _ARENA_NBYTES) as scratch,
         _files(config, scratch, arena) as files,
     ):
         rates = [
@@ -123,7 +127,7 @@ def _measured(config: SwapConfig, arena: Arena) -> tuple[float, float, float]:
 
 
 @contextmanager
-def _files(config: SwapConfig, scratch: Scratch, arena: Arena) -> Iterator[FileSet]:
+def _files(config: SwapConfig, scratch: BenchDirectory, arena: Arena) -> Iterator[FileSet]:
     engine = open_configured(config.io, arena)
     try:
         yield FileSet(engine, scratch, arena)
@@ -131,18 +135,20 @@ def _files(config: SwapConfig, scratch: Scratch, arena: Arena) -> Iterator[FileS
         engine.close()
 
 
-def _sum_gbps() -> float:
+def _sum_gb_per_s() -> float:
     """Of adding one fp32 array to another: two are read, one is written."""
     total, part = torch.zeros(16 * MIB), torch.ones(16 * MIB)
     return 3 * part.nbytes / _median_s(lambda: total.add_(part)) / 1e9
 
 
-def _flops_of_a_block_alike(model: Model, batch: Batch, dtype: torch.dtype) -> float:
+def _flops_of_a_block_alike(model: PlannedModel, batch: Batch, dtype: torch.dtype) -> float:
     """Of forward and backward of a plain block as wide and as large as the model's largest one:
     matrix products, and what goes with them, counted as products alone."""
     count, length = timed_shape(batch)
     hidden = model.checkpoint_width
-    blocks = {unit for site in model.sites if site.attention_width for unit in site.units}
+    blocks = {
+        unit for hooked in model.hooked_modules if hooked.attention_width for unit in hooked.units
+    }
     params = max((sum(t.numel for t in model.units[unit].tensors) for unit in blocks), default=0)
     ffn = min(max((params - 4 * hidden**2) // (2 * hidden), 1), _MOST_FFN_RATIO * hidden)
     heads = hidden // _HEAD_DIM if hidden % _HEAD_DIM == 0 else 1

@@ -57,7 +57,7 @@ class ModelShape(Table):
 
 
 @dataclass(frozen=True, slots=True)
-class SiteWork:
+class ModuleWork:
     """One forward of a site: its units, the weights a token is multiplied with, and the width that
     attention scores and mixes are computed over (0 without attention, which are the sites outside
     of blocks). `is_tile`: of the block before it, and used while that is held."""
@@ -74,12 +74,12 @@ class SiteWork:
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
+class PlannedModel:
     """What the planner needs of a model, wherever it came from."""
 
     name: str
     units: tuple[Unit, ...]
-    sites: tuple[SiteWork, ...]
+    hooked_modules: tuple[ModuleWork, ...]
     held_nbytes: int  # The most weight bytes that nested sites hold at once.
     num_params: int
     checkpoint_width: int  # Values a token leaves behind per checkpointed block.
@@ -87,10 +87,10 @@ class Model:
 
     @property
     def active_params(self) -> int:
-        return sum(site.active_params for site in self.sites)
+        return sum(hooked.active_params for hooked in self.hooked_modules)
 
 
-def load_model(name: str, dtype: torch.dtype, moments: Moments = OF_ADAM) -> Model:
+def load_model(name: str, dtype: torch.dtype, moments: Moments = OF_ADAM) -> PlannedModel:
     """A shipped model by name, or a file by path. Raises ConfigError with what is there."""
     return model_of_shape(read_table(ModelShape, "models", name), dtype, moments)
 
@@ -113,10 +113,12 @@ def scaled_gpt(num_params: int) -> ModelShape:
     )
 
 
-def model_of_shape(shape: ModelShape, dtype: torch.dtype, moments: Moments = OF_ADAM) -> Model:
+def model_of_shape(
+    shape: ModelShape, dtype: torch.dtype, moments: Moments = OF_ADAM
+) -> PlannedModel:
     """Units and sites, in the order of the forward."""
     units: list[Unit] = []
-    sites: list[SiteWork] = []
+    hooked_modules: list[ModuleWork] = []
 
     def add_unit(name: str, tensors: dict[str, tuple[int, ...]]) -> int:
         facts = [_facts(f"{name}.{each}", size, dtype) for each, size in tensors.items()]
@@ -124,7 +126,7 @@ def model_of_shape(shape: ModelShape, dtype: torch.dtype, moments: Moments = OF_
         return len(units) - 1
 
     embedding = add_unit("embedding", {"weight": (shape.vocab, shape.hidden)})
-    sites.append(SiteWork((embedding,), 0))
+    hooked_modules.append(ModuleWork((embedding,), 0))
     for layer in range(shape.layers):
         tensors = _attention(shape) | _feed_forward(shape, layer) | _norms(shape)
         active = sum(_numel(size) for size in tensors.values())
@@ -132,15 +134,15 @@ def model_of_shape(shape: ModelShape, dtype: torch.dtype, moments: Moments = OF_
             routed = sum(_numel(s) for name, s in tensors.items() if name.startswith("experts."))
             active -= routed - routed * shape.moe.experts_per_token // shape.moe.experts
         unit = add_unit(f"block {layer}", tensors)
-        sites.append(SiteWork((unit,), active, _attention_width(shape)))
-    sites.append(SiteWork((add_unit("final norm", {"weight": (shape.hidden,)}),), 0))
+        hooked_modules.append(ModuleWork((unit,), active, _attention_width(shape)))
+    hooked_modules.append(ModuleWork((add_unit("final norm", {"weight": (shape.hidden,)}),), 0))
     head_params = shape.vocab * shape.hidden
     head = embedding if shape.tied else add_unit("head", {"weight": (shape.vocab, shape.hidden)})
-    sites.append(SiteWork((head,), head_params))
-    return Model(
+    hooked_modules.append(ModuleWork((head,), head_params))
+    return PlannedModel(
         name=shape.name,
         units=tuple(units),
-        sites=tuple(sites),
+        hooked_modules=tuple(hooked_modules),
         held_nbytes=max(unit.weight_nbytes for unit in units),
         num_params=sum(tensor.numel for unit in units for tensor in unit.tensors),
         checkpoint_width=shape.hidden,
@@ -213,18 +215,18 @@ def _norms(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     return {"norms": (2, values * shape.hidden)}
 
 
-def model_of_config(config: Any) -> Model:
+def model_of_config(config: Any) -> PlannedModel:
     """The model of a swap-tier file, built on meta by transformers; needs no weights."""
     from infinity.engine.build import facts_of
-    from infinity.engine.discover import dissect
     from infinity.engine.dtypes import Dtypes
+    from infinity.modules.discover import discover_units
     from infinity.state.moments import moments_of
     from infinity.tiers.ranges import rounded_nbytes
     from infinity.training.model import build_model, plan_model
 
     plan = plan_model(config.model, reads_weights=False)
     module = build_model(plan, config)
-    anatomy = dissect(module)
+    anatomy = discover_units(module)
     dtypes = Dtypes(module, config)
     units = tuple(
         layout_unit(
@@ -238,19 +240,19 @@ def model_of_config(config: Any) -> Model:
     text_config = plan.hf_config.get_text_config()
     hidden = int(text_config.hidden_size)
     routed = getattr(text_config, "num_experts_per_tok", None)
-    sites = []
-    for site, needed in zip(anatomy.sites, anatomy.site_units(), strict=True):
-        is_block = any(True for _ in site.module.children())
+    hooked_modules = []
+    for hooked, needed in zip(anatomy.hooked_modules, anatomy.module_units(), strict=True):
+        is_block = any(True for _ in hooked.module.children())
         active = 0
         # A table that rows are taken from multiplies nothing.
-        if not isinstance(site.module, torch.nn.Embedding):
+        if not isinstance(hooked.module, torch.nn.Embedding):
             for unit in needed:
                 active += sum(_active(tensor.facts.shape, routed) for tensor in units[unit].tensors)
-        sites.append(SiteWork(tuple(needed), active, 2 * hidden if is_block else 0))
-    return Model(
+        hooked_modules.append(ModuleWork(tuple(needed), active, 2 * hidden if is_block else 0))
+    return PlannedModel(
         name=str(plan.hf_config.model_type),
         units=units,
-        sites=tuple(sites),
+        hooked_modules=tuple(hooked_modules),
         held_nbytes=anatomy.held_nbytes([rounded_nbytes(unit.weight_nbytes) for unit in units]),
         num_params=sum(tensor.numel for unit in units for tensor in unit.tensors),
         checkpoint_width=hidden,

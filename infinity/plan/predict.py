@@ -13,18 +13,18 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from infinity.config import SwapConfig
-from infinity.engine.divide import Division, divide, with_part_of_node
+from infinity.distributed.group import RankTopology
+from infinity.distributed.setup import ShardingPlan, plan_sharding, with_part_of_node
 from infinity.engine.durability import wanted_spares
 from infinity.errors import CapacityError, ConfigError
 from infinity.plan.hardware import Hardware
-from infinity.plan.model import Model
+from infinity.plan.model import PlannedModel
 from infinity.plan.tiles import largest_nbytes, with_tiles
-from infinity.ranks.rendezvous import Group
-from infinity.schedule.job import Batch, make_job
-from infinity.schedule.order import Use
-from infinity.schedule.rank_job import rank_loads
-from infinity.schedule.step import WRITE, Job, Prediction, predict
-from infinity.schedule.update_place import UpdatePlace, choose, settled
+from infinity.simulate.job import Batch, make_job
+from infinity.simulate.order import Use
+from infinity.simulate.rank_job import rank_loads
+from infinity.simulate.step import WRITE, Prediction, StepSpec, predict
+from infinity.simulate.update_device import UpdateDevice, choose, settled
 from infinity.sizes import format_nbytes
 from infinity.state.budgets import Budgets
 from infinity.state.placement import Placement, resting_nbytes
@@ -38,7 +38,7 @@ _DEVICE_PERCENT = 50.0
 
 
 @dataclass(frozen=True, slots=True)
-class Ranks:
+class RankLayout:
     """How state is divided, and what one rank takes of what it has, by tier: (bytes, of bytes).
 
     The device's are those that the engine takes: what rests there, what is in use at once, and the
@@ -61,7 +61,7 @@ class Forecast:
     and FLOPs a second are of all.
     """
 
-    model: Model
+    model: PlannedModel
     hardware: Hardware
     batch: Batch
     placed_nbytes: Mapping[str, Mapping[str, int]]
@@ -70,12 +70,12 @@ class Forecast:
     num_spares: int
     spare_nbytes: int
     is_tight: bool
-    update_place: UpdatePlace
-    job: Job
+    update_place: UpdateDevice
+    job: StepSpec
     step: Prediction
     warnings: tuple[str, ...]
-    parked: tuple[str, int] | None  # Tier and bytes of inputs of blocks that wait off the device.
-    ranks: Ranks | None = None
+    saved: tuple[str, int] | None  # Tier and bytes of inputs of blocks that wait off the device.
+    ranks: RankLayout | None = None
 
     @property
     def num_ranks(self) -> int:
@@ -103,7 +103,7 @@ class Forecast:
 
 def forecast(
     config: SwapConfig,
-    model: Model,
+    model: PlannedModel,
     hardware: Hardware,
     batch: Batch,
     *,
@@ -119,14 +119,14 @@ def forecast(
     config, machine = node.config_of_rank, node.hardware_of_rank
     window_nbytes = _device_nbytes(config, machine)
     whole = model
-    model, division, budgets = _fitted(node, model, window_nbytes)
+    model, sharding, budgets = _fitted(node, model, window_nbytes)
     placement = budgets.placement
-    units = model.units if division is None else division.partition.units
+    units = model.units if sharding is None else sharding.partition.units
     num_spares = wanted_spares(config, is_linked=True, num_ranks=num_ranks)
     spare_nbytes = num_spares * _rewritten_nbytes(units, placement)
     _refuse_full_tiers(model, machine, budgets, spare_nbytes, num_ranks)
-    parked = _parked(config, model, batch)
-    job = _job(config, model, batch, division, budgets, parked)
+    saved = _saved(config, model, batch)
+    job = _job(config, model, batch, sharding, budgets, saved)
     place = _update_place(config, machine, job)
     job = replace(job, updates_on_device=place.is_on_device)
     return Forecast(
@@ -145,13 +145,13 @@ def forecast(
         warnings=(
             *_said_of_tiles(whole, model),
             *_warnings(config, model, machine, batch, window_nbytes),
-            *_said_of_parked(parked, machine, budgets),
+            *_said_of_saved(saved, machine, budgets),
             *node.warnings(),
         ),
-        parked=parked,
+        saved=saved,
         ranks=None
-        if division is None
-        else _ranks(division, machine, budgets, window_nbytes, spare_nbytes),
+        if sharding is None
+        else _ranks(sharding, machine, budgets, window_nbytes, spare_nbytes),
     )
 
 
@@ -171,12 +171,12 @@ class _Node:
             self.hardware_of_rank = hardware.of_rank(count)
             self.is_collective = _is_collective(config, hardware)
 
-    def divide(self, model: Model) -> Division | None:
+    def plan_sharding(self, model: PlannedModel) -> ShardingPlan | None:
         count, rank = self.count, self.rank
         if count == 1:
             return None
-        group = Group(None, 0, count, 0, count, 0, count, ("this node",) * count)
-        division = divide(
+        group = RankTopology(None, 0, count, 0, count, 0, count, ("this node",) * count)
+        sharding = plan_sharding(
             model.units,
             _units_by_block(model),
             group,
@@ -185,10 +185,10 @@ class _Node:
         )
         # The shards of all ranks are in the partition of each.
         if rank is None:
-            of_ranks = list(zip(*division.partition.shards, strict=True))
+            of_ranks = list(zip(*sharding.partition.shards, strict=True))
             owned = [sum(shard.unit.state_numel for shard in shards) for shards in of_ranks]
             rank = owned.index(max(owned))
-        return replace(division, partition=replace(division.partition, rank=rank))
+        return replace(sharding, partition=replace(sharding.partition, rank=rank))
 
     def warnings(self) -> list[str]:
         if self.count == 1 or self.count >= self._num_devices:
@@ -198,57 +198,61 @@ class _Node:
 
 def _is_collective(config: SwapConfig, hardware: Hardware) -> bool:
     """As the engine decides, which asks its device: one with memory is taken to be CUDA's."""
-    wanted = config.ranks.exchange
+    wanted = config.distributed.exchange
     if hardware.shares_host_memory:
         if wanted == "collective":
             raise ConfigError(
-                'ranks.exchange: "collective" is between devices with memory of their own, and '
+                'distributed.exchange: "collective" is between devices with memory of their own, '
+                "and "
                 f'{hardware.name} computes on host memory; set it to "auto" or "one_sided"'
             )
         return False
-    if wanted != "one_sided" and hardware.device.gather_gbps is None:
+    if wanted != "one_sided" and hardware.device.gather_gb_per_s is None:
         raise ConfigError(
-            f"{hardware.name} has no device.gather_gbps, what a device gets from the others; add "
-            "it to the hardware file, or --set ranks.exchange=one_sided"
+            f"{hardware.name} has no device.gather_gb_per_s, what a device gets from the others; "
+            f"add "
+            "it to the hardware file, or --set distributed.exchange=one_sided"
         )
     return wanted != "one_sided"
 
 
 def _ranks(
-    division: Division,
+    sharding: ShardingPlan,
     hardware: Hardware,
     budgets: Budgets,
     window_nbytes: int | None,
     spare_nbytes: int,
-) -> Ranks:
-    placed, partition = budgets.placement.placed_nbytes, division.partition
+) -> RankLayout:
+    placed, partition = budgets.placement.placed_nbytes, sharding.partition
     taken: dict[str, tuple[int, int | None]] = {}
     if not hardware.shares_host_memory:
-        buffers_nbytes = 0 if division.buffers is None else division.buffers.nbytes
+        buffers_nbytes = 0 if sharding.buffers is None else sharding.buffers.nbytes
         used_nbytes = placed["device"] + budgets.held_nbytes + buffers_nbytes
         taken["device"] = used_nbytes, window_nbytes
-    taken["host"] = budgets.host_nbytes + budgets.inbox_nbytes, hardware.host.memory
+    taken["host"] = budgets.host_nbytes + budgets.reduce_buffer_nbytes, hardware.host.memory
     if hardware.nvme is not None:
         taken["nvme"] = placed["nvme"] + spare_nbytes, hardware.nvme.capacity
-    return Ranks(partition.count, partition.rank, partition.stage, division.is_collective, taken)
+    return RankLayout(
+        partition.count, partition.rank, partition.stage, sharding.is_collective, taken
+    )
 
 
-def _parked(config: SwapConfig, model: Model, batch: Batch) -> tuple[str, int] | None:
+def _saved(config: SwapConfig, model: PlannedModel, batch: Batch) -> tuple[str, int] | None:
     """The input of every block, for all tokens of a step, in the compute dtype: as the engine parks
     them where micro-batches go layer by layer."""
     tier = config.placement.activations[0]
     if config.schedule.micro_batch is None or tier == "device":
         return None
-    blocks = sum(site.attention_width > 0 for site in model.sites)
+    blocks = sum(hooked.attention_width > 0 for hooked in model.hooked_modules)
     return tier, blocks * _input_nbytes(config, model, batch)
 
 
-def _said_of_parked(
-    parked: tuple[str, int] | None, hardware: Hardware, budgets: Budgets
+def _said_of_saved(
+    saved: tuple[str, int] | None, hardware: Hardware, budgets: Budgets
 ) -> list[str]:
-    if parked is None or hardware.shares_host_memory:
+    if saved is None or hardware.shares_host_memory:
         return []
-    tier, nbytes = parked
+    tier, nbytes = saved
     if tier == "host" and nbytes > budgets.working_nbytes:
         return [
             f"layer inputs take {format_nbytes(nbytes)} of the host, which has "
@@ -258,33 +262,33 @@ def _said_of_parked(
     return []
 
 
-def _input_nbytes(config: SwapConfig, model: Model, batch: Batch) -> int:
+def _input_nbytes(config: SwapConfig, model: PlannedModel, batch: Batch) -> int:
     """Of one block, for all tokens of a step."""
     itemsize = 2 if config.precision.compute_dtype == "bfloat16" else 4
     return batch.tokens_per_step * model.checkpoint_width * itemsize
 
 
-_Fitted = tuple[Model, Division | None, Budgets]
+_Fitted = tuple[PlannedModel, ShardingPlan | None, Budgets]
 
 
-def _fitted(node: _Node, model: Model, window_nbytes: int | None) -> _Fitted:
+def _fitted(node: _Node, model: PlannedModel, window_nbytes: int | None) -> _Fitted:
     """With tiles where the engine would make them."""
     config, hardware = node.config_of_rank, node.hardware_of_rank
     # A part of a node's memory is what a rank is given of it, or all that it may take of all of it.
-    takes_all = node.count > 1 and config.ranks.budgets == "rank"
+    takes_all = node.count > 1 and config.distributed.budgets == "rank"
 
     def attempt(limit_nbytes: int | None) -> _Fitted:
         tiled = with_tiles(model, limit_nbytes)
-        division = node.divide(tiled)
+        sharding = node.plan_sharding(tiled)
         sizes: dict[str, Any] = {
             "held_nbytes": tiled.held_nbytes,
             "shares_host_memory": hardware.shares_host_memory,
             "device_nbytes": window_nbytes,
             "available_host_nbytes": hardware.host.memory * (node.count if takes_all else 1),
         }
-        if division is None:
+        if sharding is None:
             return tiled, None, Budgets(config, tiled.units, **sizes)
-        return tiled, division, division.budgets(config, **sizes)
+        return tiled, sharding, sharding.budgets(config, **sizes)
 
     def has_room_ahead(found: _Fitted) -> bool:
         tiled, _, budgets = found
@@ -302,11 +306,11 @@ def _device_nbytes(config: SwapConfig, hardware: Hardware) -> int | None:
 
 
 def _refuse_full_tiers(
-    model: Model, hardware: Hardware, budgets: Budgets, spare_nbytes: int, num_ranks: int
+    model: PlannedModel, hardware: Hardware, budgets: Budgets, spare_nbytes: int, num_ranks: int
 ) -> None:
     """What the engine finds out later: host memory that is not there, and full drives."""
     part = "" if num_ranks == 1 else f", of which a rank has 1/{num_ranks}"
-    needed_nbytes = budgets.host_nbytes + budgets.inbox_nbytes
+    needed_nbytes = budgets.host_nbytes + budgets.reduce_buffer_nbytes
     if needed_nbytes > hardware.host.memory:
         raise CapacityError(
             "host", needed_nbytes=needed_nbytes, available_nbytes=hardware.host.memory,
@@ -326,20 +330,20 @@ def _refuse_full_tiers(
 def _rewritten_nbytes(units: Sequence[Unit], placement: Placement) -> int:
     """Of what rests on NVMe: what steps rewrite and commits keep, one generation."""
     return sum(
-        rewritten_nbytes(units[index], piece) or 0
-        for (index, piece), tier in placement.tiers.items()
+        rewritten_nbytes(units[index], state_kind) or 0
+        for (index, state_kind), tier in placement.tiers.items()
         if tier == "nvme"
     )
 
 
 def _by_kind(units: Sequence[Unit], placement: Placement) -> dict[str, dict[str, int]]:
     placed: defaultdict[str, defaultdict[str, int]] = defaultdict(lambda: defaultdict(int))
-    for (index, piece), tier in placement.tiers.items():
-        placed[piece.kind][tier] += resting_nbytes(units[index], piece)
+    for (index, state_kind), tier in placement.tiers.items():
+        placed[state_kind.kind][tier] += resting_nbytes(units[index], state_kind)
     return {kind: dict(tiers) for kind, tiers in placed.items()}
 
 
-def _said_of_tiles(whole: Model, model: Model) -> list[str]:
+def _said_of_tiles(whole: PlannedModel, model: PlannedModel) -> list[str]:
     num_tiles = len(model.units) - len(whole.units)
     if num_tiles <= 0:
         return []
@@ -352,7 +356,11 @@ def _said_of_tiles(whole: Model, model: Model) -> list[str]:
 
 
 def _warnings(
-    config: SwapConfig, model: Model, hardware: Hardware, batch: Batch, window_nbytes: int | None
+    config: SwapConfig,
+    model: PlannedModel,
+    hardware: Hardware,
+    batch: Batch,
+    window_nbytes: int | None,
 ) -> list[str]:
     said = []
     device = hardware.device
@@ -361,9 +369,9 @@ def _warnings(
             f"units are taken to be cut over {device.count} devices by one program; the engine has "
             f"a rank for each, see --ranks {device.count}"
         )
-    is_parked = config.schedule.micro_batch and "device" not in config.placement.activations
-    if device.memory is not None and batch.recomputes and not is_parked:
-        blocks = sum(site.attention_width > 0 for site in model.sites)
+    is_saved = config.schedule.micro_batch and "device" not in config.placement.activations
+    if device.memory is not None and batch.recomputes and not is_saved:
+        blocks = sum(hooked.attention_width > 0 for hooked in model.hooked_modules)
         values = batch.num_tokens / device.count * model.checkpoint_width * blocks
         kept_nbytes = values * _CHECKPOINT_ITEM_NBYTES
         free_nbytes = device.memory - (window_nbytes or 0)
@@ -382,51 +390,51 @@ def _warnings(
 
 def _job(
     config: SwapConfig,
-    model: Model,
+    model: PlannedModel,
     batch: Batch,
-    division: Division | None,
+    sharding: ShardingPlan | None,
     budgets: Budgets,
-    parked: tuple[str, int] | None,
-) -> Job:
-    parked_nbytes = _input_nbytes(config, model, batch) if parked is not None else 0
+    saved: tuple[str, int] | None,
+) -> StepSpec:
+    saved_nbytes = _input_nbytes(config, model, batch) if saved is not None else 0
     uses = [
         Use(
-            site.units,
-            site.forward_flops(batch.num_tokens, batch.sequence_length),
-            parked_nbytes if site.attention_width else 0,
+            hooked.units,
+            hooked.forward_flops(batch.num_tokens, batch.sequence_length),
+            saved_nbytes if hooked.attention_width else 0,
             block,
         )
-        for site, block in zip(model.sites, _blocks(model), strict=True)
+        for hooked, block in zip(model.hooked_modules, _blocks(model), strict=True)
     ]
-    parked_on = "device" if parked is None else parked[0]
+    saved_on = "device" if saved is None else saved[0]
     loads = None
-    if division is not None:
+    if sharding is not None:
         loads = list(
             rank_loads(
                 config,
-                division.partition,
+                sharding.partition,
                 budgets.placement,
                 batch,
-                is_collective=division.is_collective,
+                is_collective=sharding.is_collective,
             )
         )
-    return make_job(config, budgets, model.units, uses, batch, parked_on=parked_on, loads=loads)
+    return make_job(config, budgets, model.units, uses, batch, saved_on=saved_on, loads=loads)
 
 
-def _blocks(model: Model) -> list[int | None]:
+def _blocks(model: PlannedModel) -> list[int | None]:
     """Of every site, which block it belongs to."""
     numbers: list[int | None] = []
-    for index, site in enumerate(model.sites):
-        is_tile = site.is_tile and bool(numbers)
-        numbers.append(numbers[-1] if is_tile else index if site.attention_width else None)
+    for index, hooked in enumerate(model.hooked_modules):
+        is_tile = hooked.is_tile and bool(numbers)
+        numbers.append(numbers[-1] if is_tile else index if hooked.attention_width else None)
     return numbers
 
 
-def _units_by_block(model: Model) -> tuple[list[int], list[set[int]]]:
+def _units_by_block(model: PlannedModel) -> tuple[list[int], list[set[int]]]:
     """Those that are used outside of blocks, or by several, and those of each block alone."""
     users: defaultdict[int, set[int | None]] = defaultdict(set)
-    for site, block in zip(model.sites, _blocks(model), strict=True):
-        for unit in site.units:
+    for hooked, block in zip(model.hooked_modules, _blocks(model), strict=True):
+        for unit in hooked.units:
             users[unit].add(block)
     blocks: defaultdict[int, set[int]] = defaultdict(set)
     outside = []
@@ -439,7 +447,7 @@ def _units_by_block(model: Model) -> tuple[list[int], list[set[int]]]:
     return sorted(outside), list(blocks.values())
 
 
-def _update_place(config: SwapConfig, hardware: Hardware, job: Job) -> UpdatePlace:
+def _update_place(config: SwapConfig, hardware: Hardware, job: StepSpec) -> UpdateDevice:
     """As the engine would decide by the rates of this machine."""
     place = settled(
         config.schedule.update_on,
@@ -449,6 +457,8 @@ def _update_place(config: SwapConfig, hardware: Hardware, job: Job) -> UpdatePla
     )
     if place is not None:
         return place
-    if hardware.device.update_gbps is None:
-        return UpdatePlace("host", f"{hardware.name} has no device.update_gbps to compare it with")
+    if hardware.device.update_gb_per_s is None:
+        return UpdateDevice(
+            "host", f"{hardware.name} has no device.update_gb_per_s to compare it with"
+        )
     return choose(job, hardware.rates())

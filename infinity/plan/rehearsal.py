@@ -23,13 +23,13 @@ from infinity.config import SwapConfig
 from infinity.engine.optimizers import AdamW
 from infinity.engine.registry import engine_of
 from infinity.errors import CapacityError
+from infinity.observe.step_summary import summarize
 from infinity.observe.timeline import laid_out
-from infinity.observe.tracer import Lane, Span
-from infinity.plan.model import Model
-from infinity.schedule.job import Batch, updated_nbytes
+from infinity.observe.tracer import Span, Track
+from infinity.plan.model import PlannedModel
+from infinity.simulate.job import Batch, updated_nbytes
 from infinity.sizes import MIB
 from infinity.storage.arena import available_host_nbytes
-from infinity.trace.summary import summarize
 from infinity.training.model import checkpoint_activations
 
 _NUM_BLOCKS = 2
@@ -51,7 +51,7 @@ class Rehearsed:
 
 
 def rehearse(
-    config: SwapConfig, model: Model, batch: Batch, directories: Sequence[Path]
+    config: SwapConfig, model: PlannedModel, batch: Batch, directories: Sequence[Path]
 ) -> Rehearsed | None:
     """Needs memory and space in `directories`, one per path of the file, for two blocks. None where
     there is no such model, its configuration does not let itself be cut, or it does not fit."""
@@ -79,16 +79,18 @@ def rehearse(
         engine = engine_of(own)
         stack.callback(engine.close)
         steps = _steps(own, torch.randint(_VOCABULARY, (count, length)))
-        updated = sum(updated_nbytes(unit) for unit in engine.parts.store.units)
-    blocks = [site for site in model.sites if site.attention_width][:_NUM_BLOCKS]
-    weight_nbytes = sum(model.units[unit].weight_nbytes for site in blocks for unit in site.units)
+        updated = sum(updated_nbytes(unit) for unit in engine.store.units)
+    blocks = [hooked for hooked in model.hooked_modules if hooked.attention_width][:_NUM_BLOCKS]
+    weight_nbytes = sum(
+        model.units[unit].weight_nbytes for hooked in blocks for unit in hooked.units
+    )
     passes = 1 + (3 if batch.recomputes else 2)
     flops = passes * sum(block.forward_flops(count * length, length) for block in blocks)
     flops += 3 * 2 * count * length * _VOCABULARY * model.checkpoint_width  # The head.
     return Rehearsed(
-        flops=flops / steps[Lane.COMPUTE],
-        update=updated / steps[Lane.UPDATES],
-        hold=2 * weight_nbytes / steps[Lane.ENGINE],
+        flops=flops / steps[Track.COMPUTE],
+        update=updated / steps[Track.UPDATES],
+        hold=2 * weight_nbytes / steps[Track.ENGINE],
     )
 
 
@@ -98,7 +100,7 @@ def timed_shape(batch: Batch) -> tuple[int, int]:
     return max(1, min(batch.num_tokens, _MOST_TOKENS) // length), length
 
 
-def _own_blocks(model: Model, dtype: torch.dtype) -> Any:
+def _own_blocks(model: PlannedModel, dtype: torch.dtype) -> Any:
     """The model cut down to its first blocks, with a vocabulary that costs next to nothing."""
     if model.hf_config is None:
         return None
@@ -132,6 +134,6 @@ def _steps(model: Any, ids: torch.Tensor) -> dict[str, float]:
     spans: list[Span] = laid_out(tracer.spans())
     busy: dict[str, list[float]] = {}
     for step in summarize(spans, num_stalls=0):
-        for use in step.lanes:
-            busy.setdefault(use.lane, []).append(use.busy_s)
-    return {lane: statistics.median(seconds) for lane, seconds in busy.items()}
+        for use in step.tracks:
+            busy.setdefault(use.track, []).append(use.busy_s)
+    return {track: statistics.median(seconds) for track, seconds in busy.items()}

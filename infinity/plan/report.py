@@ -41,7 +41,7 @@ def to_dict(forecast: Forecast, advice: Sequence[Advice]) -> dict[str, Any]:
         "working_nbytes": forecast.working_nbytes,
         "num_spares": forecast.num_spares,
         "spare_nbytes": forecast.spare_nbytes,
-        "parked_nbytes": {} if forecast.parked is None else dict([forecast.parked]),
+        "parked_nbytes": {} if forecast.saved is None else dict([forecast.saved]),
         "is_tight": forecast.is_tight,
         "updates": asdict(forecast.update_place),
         "moved_nbytes": step.moved_nbytes,
@@ -104,7 +104,7 @@ def _ranks(forecast: Forecast) -> list[str]:
         if ranks.is_collective
         else "between hosts"
     )
-    estimated = "" if hardware.host.sockets_gbps else ", an estimate by host.sum_gbps"
+    estimated = "" if hardware.host.sockets_gb_per_s else ", an estimate by host.sum_gb_per_s"
     return [
         f"{ranks.count} ranks, stage {ranks.stage}, each with a batch of its own; exchange "
         f"{between}; sockets {rates.sockets / 1e9:,.3g} GB/s a rank{estimated}"
@@ -112,7 +112,7 @@ def _ranks(forecast: Forecast) -> list[str]:
 
 
 def _of_a_rank(forecast: Forecast) -> str:
-    """Ranks differ by what units cannot be cut into equal parts."""
+    """RankLayout differ by what units cannot be cut into equal parts."""
     return "" if forecast.ranks is None else ", of one rank"
 
 
@@ -131,8 +131,8 @@ def _places(forecast: Forecast) -> list[str]:
     for kind, tiers in forecast.placed_nbytes.items():
         parts = ", ".join(f"{tier} {format_nbytes(nbytes)}" for tier, nbytes in tiers.items())
         lines.append(f"  {kind:<12}{parts}")
-    if forecast.parked is not None:
-        tier, nbytes = forecast.parked
+    if forecast.saved is not None:
+        tier, nbytes = forecast.saved
         lines.append(f"  {'activations':<12}{tier} {format_nbytes(nbytes)} at the most")
     if forecast.num_spares:
         lines.append(
@@ -150,15 +150,15 @@ def _places(forecast: Forecast) -> list[str]:
 def _links(forecast: Forecast) -> list[str]:
     step = forecast.step
     lines = []
-    for lane, title in _LANES.items():
-        busy_s = step.busy_s.get(lane, 0.0)
+    for track, title in _LANES.items():
+        busy_s = step.busy_s.get(track, 0.0)
         if not busy_s:
             continue
         # "nvme_read" is of the lane "nvme", "h2d" of its own.
         moved = [
-            f"{name.removeprefix(lane).lstrip('_')} {format_nbytes(nbytes)}".lstrip()
+            f"{name.removeprefix(track).lstrip('_')} {format_nbytes(nbytes)}".lstrip()
             for name, nbytes in step.moved_nbytes.items()
-            if name == lane or name.startswith(f"{lane}_")
+            if name == track or name.startswith(f"{track}_")
         ]
         share = f"{_duration(busy_s)}, {busy_s / step.step_s:.0%}"
         lines.append(f"  {title:<34}{share:<16}{', '.join(moved)}".rstrip())

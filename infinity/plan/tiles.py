@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 
-from infinity.plan.model import Model, SiteWork
+from infinity.plan.model import ModuleWork, PlannedModel
 from infinity.state.tiles import cut_rows
 from infinity.state.units import TensorFacts, Unit, layout_unit
 from infinity.tiers.ranges import rounded_nbytes
@@ -19,7 +19,7 @@ from infinity.tiers.ranges import rounded_nbytes
 _MOST_STACKED = 3  # Gate, up and down of a feed-forward.
 
 
-def largest_nbytes(model: Model) -> int:
+def largest_nbytes(model: PlannedModel) -> int:
     """Of the parameters that can be cut, those together that are cut at the same rows."""
     every = [tensor.facts for unit in model.units for tensor in unit.tensors]
     sizes = [_nbytes(facts) for facts in every if _is_matrix(facts)]
@@ -27,7 +27,7 @@ def largest_nbytes(model: Model) -> int:
     return max(sizes, default=0)
 
 
-def with_tiles(model: Model, limit_nbytes: int | None) -> Model:
+def with_tiles(model: PlannedModel, limit_nbytes: int | None) -> PlannedModel:
     """The model with every matrix, and every block's experts, of more than the limit as tiles, each
     of them a unit that is used right after what is left of its own. None: the model itself."""
     if limit_nbytes is None:
@@ -40,14 +40,17 @@ def with_tiles(model: Model, limit_nbytes: int | None) -> Model:
         for name, tensors in [(unit.name, left)] * bool(left) + tiles:
             units.append(layout_unit(len(units), name, tensors, unit.moments))
         parts.append((tuple(range(first, first + bool(left))), _to_end(first + bool(left), units)))
-    held = [_held_nbytes([parts[unit] for unit in site.units], units) for site in model.sites]
+    held = [
+        _held_nbytes([parts[unit] for unit in hooked.units], units)
+        for hooked in model.hooked_modules
+    ]
     return replace(
         model,
         units=tuple(units),
-        sites=tuple(
-            site
-            for whole in model.sites
-            for site in _sites(whole, [parts[unit] for unit in whole.units], units)
+        hooked_modules=tuple(
+            hooked
+            for whole in model.hooked_modules
+            for hooked in _hooked_modules(whole, [parts[unit] for unit in whole.units], units)
         ),
         held_nbytes=max(held) + _nested_nbytes(model),
     )
@@ -130,16 +133,18 @@ def _cut_experts(name: str, experts: list[TensorFacts], limit_nbytes: int) -> _T
     ]
 
 
-def _sites(whole: SiteWork, parts: list[_Parts], units: list[Unit]) -> Iterator[SiteWork]:
+def _hooked_modules(
+    whole: ModuleWork, parts: list[_Parts], units: list[Unit]
+) -> Iterator[ModuleWork]:
     """One use of what is left, with the attention, then one of every tile."""
     left = tuple(unit for rest, _ in parts for unit in rest)
     tiles = [unit for _, tiles in parts for unit in tiles]
     num_params = sum(_numel(units[unit]) for unit in (*left, *tiles))
     shares = [whole.active_params * _numel(units[unit]) // max(num_params, 1) for unit in tiles]
     if left or whole.attention_width:
-        yield SiteWork(left, whole.active_params - sum(shares), whole.attention_width)
+        yield ModuleWork(left, whole.active_params - sum(shares), whole.attention_width)
     for unit, share in zip(tiles, shares, strict=True):
-        yield SiteWork((unit,), share, is_tile=whole.attention_width > 0)
+        yield ModuleWork((unit,), share, is_tile=whole.attention_width > 0)
 
 
 def _numel(unit: Unit) -> int:
@@ -153,10 +158,10 @@ def _held_nbytes(parts: list[_Parts], units: list[Unit]) -> int:
     return left + max(tiles, default=0)
 
 
-def _nested_nbytes(model: Model) -> int:
+def _nested_nbytes(model: PlannedModel) -> int:
     """What sites around others hold beside the largest; it is not cut."""
     largest = max(
-        sum(rounded_nbytes(model.units[unit].weight_nbytes) for unit in site.units)
-        for site in model.sites
+        sum(rounded_nbytes(model.units[unit].weight_nbytes) for unit in hooked.units)
+        for hooked in model.hooked_modules
     )
     return max(model.held_nbytes - largest, 0)

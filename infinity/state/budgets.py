@@ -13,14 +13,14 @@ from infinity.errors import CapacityError, ConfigError
 from infinity.sizes import MIB, align_up, format_nbytes
 from infinity.state.placement import (
     Placement,
-    berth_nbytes,
     least_chunk_nbytes,
     place,
-    plan_berths,
+    plan_staging_slots,
     resting_nbytes,
     smallest_working_nbytes,
+    staging_nbytes,
 )
-from infinity.state.units import STATE_ITEM_NBYTES, Piece, Unit
+from infinity.state.units import STATE_ITEM_NBYTES, StateKind, Unit
 from infinity.tiers.ranges import rounded_nbytes
 
 # What gradients in device memory are added to sums on the host through, at most.
@@ -35,11 +35,11 @@ class Budgets:
     `tiers.host.capacity` is taken of. `shares_host_memory`: the device computes on host memory.
     With ranks, `gathered_nbytes`: the largest unit's weights that are put together from shards;
     `serving_nbytes`: what other ranks are served through, lent for good; `given_nbytes`: the most
-    that they give in the time of a backward; `summed_nbytes`: what `infinity.accumulate` sums
+    that they give in the time of a backward; `summed_nbytes`: what `infinity.forward_backward` sums
     gradients in before they are given away, for which room is kept where the file says that there
     are micro-batches. `needed_for_sums_nbytes` is what it works in, all together, and
     `least_for_sums_nbytes` the smallest budget that keeps it.
-    `inbox_nbytes` of the budget are not in the arena.
+    `reduce_buffer_nbytes` of the budget are not in the arena.
     Raises ConfigError for a tier that is not there, CapacityError for a budget that is too small.
     """
 
@@ -84,15 +84,15 @@ class Budgets:
         )
         needed_nbytes = smallest + self._resting_nbytes(units)
         has_nvme = any("nvme" in order for order in self.preferences.values())
-        self.inbox_spills = given_nbytes > 0 and has_nvme  # To nvme.
-        self.inbox_nbytes = self._inbox_nbytes(
+        self.reduce_buffer_spills = given_nbytes > 0 and has_nvme  # To nvme.
+        self.reduce_buffer_nbytes = self._reduce_buffer_nbytes(
             config, units, given_nbytes, asked_nbytes, asked_nbytes - needed_nbytes
         )
         self.least_for_sums_nbytes = (
             self._resting_nbytes(units) + with_sums
-            + self._inbox_nbytes(config, units, given_nbytes, 0, 0)
+            + self._reduce_buffer_nbytes(config, units, given_nbytes, 0, 0)
         )  # fmt: skip
-        self.host_nbytes = asked_nbytes - self.inbox_nbytes
+        self.host_nbytes = asked_nbytes - self.reduce_buffer_nbytes
         self._refuse_small_host(units, smallest)
         self.placement = self._place(units, smallest, comfortable)
         self._refuse_small_device(units)
@@ -103,18 +103,18 @@ class Budgets:
         # now.
         self.is_tight = working_nbytes - kept_nbytes < 3 * alone
         self.needed_for_sums_nbytes = with_sums - serving_nbytes
-        weights_nbytes = max(resting_nbytes(unit, Piece.PARAMETERS) for unit in units)
+        weights_nbytes = max(resting_nbytes(unit, StateKind.PARAMETERS) for unit in units)
         weights_nbytes = max(weights_nbytes, gathered_nbytes)
         granule_nbytes, travelling = least_chunk_nbytes(units), self.placement.travelling()
-        self.chunk_nbytes, self.num_berths = plan_berths(
+        self.chunk_nbytes, self.num_staging_slots = plan_staging_slots(
             working_nbytes - max(weights_nbytes, self.held_nbytes),
             config.schedule.update_chunk,
             unit_nbytes=max(unit.state_numel for unit in units) * STATE_ITEM_NBYTES,
-            travelling_nbytes=sum(berth_nbytes(units, travelling, granule_nbytes).values()),
+            travelling_nbytes=sum(staging_nbytes(units, travelling, granule_nbytes).values()),
             granule_nbytes=granule_nbytes,
         )
-        self.ring_nbytes = self.num_berths * sum(
-            berth_nbytes(units, travelling, self.chunk_nbytes).values()
+        self.ring_nbytes = self.num_staging_slots * sum(
+            staging_nbytes(units, travelling, self.chunk_nbytes).values()
         )
         self.window_nbytes = 0 if self.is_tight else self._window_nbytes(config, working_nbytes)
 
@@ -138,9 +138,9 @@ class Budgets:
     def _comfortable(self, config: SwapConfig, units: Sequence[Unit], smallest: int) -> int:
         """Working memory that lets fetches, gradients and updates run ahead of each other."""
         weights_nbytes = max(
-            self.held_nbytes, *(resting_nbytes(u, Piece.PARAMETERS) for u in units)
+            self.held_nbytes, *(resting_nbytes(u, StateKind.PARAMETERS) for u in units)
         )
-        gradients_nbytes = max(resting_nbytes(unit, Piece.GRADIENTS) for unit in units)
+        gradients_nbytes = max(resting_nbytes(unit, StateKind.GRADIENTS) for unit in units)
         return max(
             3 * smallest,
             3 * weights_nbytes + 2 * gradients_nbytes,
@@ -159,10 +159,12 @@ class Budgets:
         if not capacity.is_auto:
             return asked_nbytes
         # More than all state and comfortable working memory would never be touched.
-        all_nbytes = sum(resting_nbytes(unit, piece) for unit in units for piece in Piece)
+        all_nbytes = sum(
+            resting_nbytes(unit, state_kind) for unit in units for state_kind in StateKind
+        )
         return min(asked_nbytes, align_up(all_nbytes + comfortable, 2 * MIB))
 
-    def _inbox_nbytes(
+    def _reduce_buffer_nbytes(
         self,
         config: SwapConfig,
         units: Sequence[Unit],
@@ -175,33 +177,34 @@ class Budgets:
         if not given_nbytes:
             return 0
         largest_nbytes = max(unit.state_numel for unit in units) * STATE_ITEM_NBYTES
-        least_nbytes = 0 if self.inbox_spills else 2 * largest_nbytes
-        if config.ranks.inbox == "auto":
+        least_nbytes = 0 if self.reduce_buffer_spills else 2 * largest_nbytes
+        if config.distributed.reduce_buffer == "auto":
             return max(least_nbytes, min(given_nbytes, asked_nbytes // 8, spare_nbytes))
-        if config.ranks.inbox < least_nbytes:
+        if config.distributed.reduce_buffer < least_nbytes:
             raise CapacityError(
                 "host",
                 needed_nbytes=least_nbytes,
-                available_nbytes=config.ranks.inbox,
-                key="ranks.inbox, or place a kind of state on nvme, where any size will do",
+                available_nbytes=config.distributed.reduce_buffer,
+                key="distributed.reduce_buffer, or place a kind of state on nvme, where any size "
+                "will do",
                 detail="gradients of other ranks need room for those of the largest unit, twice",
             )
-        return config.ranks.inbox
+        return config.distributed.reduce_buffer
 
     def _resting_nbytes(self, units: Sequence[Unit]) -> int:
         """Bytes that can rest nowhere but on the host."""
         only_host = [kind for kind, order in self.preferences.items() if set(order) == {"host"}]
         return sum(
-            resting_nbytes(unit, piece)
+            resting_nbytes(unit, state_kind)
             for unit in units
-            for piece in Piece
-            if piece.kind in only_host
+            for state_kind in StateKind
+            if state_kind.kind in only_host
         )
 
     def _refuse_small_host(self, units: Sequence[Unit], smallest: int) -> None:
-        resting = self._resting_nbytes(units)
-        needed_nbytes = resting + smallest + self.inbox_nbytes
-        available_nbytes = self.host_nbytes + self.inbox_nbytes
+        host_view = self._resting_nbytes(units)
+        needed_nbytes = host_view + smallest + self.reduce_buffer_nbytes
+        available_nbytes = self.host_nbytes + self.reduce_buffer_nbytes
         if available_nbytes < needed_nbytes:
             largest = max(units, key=lambda unit: unit.weight_nbytes)
             raise CapacityError(
@@ -211,12 +214,12 @@ class Budgets:
                 key=f"tiers.host.capacity to {align_up(needed_nbytes, MIB) // MIB}MiB or more",
                 detail=(
                     f"the smallest host budget that works is {format_nbytes(needed_nbytes)}: "
-                    f"{format_nbytes(resting)} rest there by placement, "
+                    f"{format_nbytes(host_view)} rest there by placement, "
                     f"{format_nbytes(smallest)} are needed to work in (largest unit "
                     f"{largest.name!r}, {format_nbytes(largest.weight_nbytes)})"
                     + (
-                        f", {format_nbytes(self.inbox_nbytes)} for gradients of other ranks"
-                        if self.inbox_nbytes
+                        f", {format_nbytes(self.reduce_buffer_nbytes)} for gradients of other ranks"
+                        if self.reduce_buffer_nbytes
                         else ""
                     )
                 ),

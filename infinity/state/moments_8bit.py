@@ -20,7 +20,7 @@ GRANULE_NUMEL = PAGE_NBYTES // SCALE_NBYTES * BLOCK_NUMEL
 _GRANULE_NBYTES = GRANULE_NUMEL + PAGE_NBYTES
 
 
-def piece_nbytes(numel: int) -> int:
+def kind_nbytes(numel: int) -> int:
     """Bytes of the piece's first `numel` elements; when more follow, of whole granules.
 
     Worked example: 262,144 codes and 1,024 scales are 65 pages; 2,048 codes and 8 scales are 2.
@@ -34,7 +34,7 @@ def piece_nbytes(numel: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class CodeRun:
     """`numel` elements from `start` on, which lie in one granule: their codes are in one row, and
     so are the scales of their blocks. Offsets are bytes in the piece."""
 
@@ -44,7 +44,7 @@ class Run:
     scales_offset_nbytes: int
 
 
-def runs_within(numel: int, start: int, stop: int) -> Iterator[Run]:
+def runs_within(numel: int, start: int, stop: int) -> Iterator[CodeRun]:
     """Elements [start, stop) of a piece of `numel`, granule by granule. `start` is a multiple of
     BLOCK_NUMEL."""
     assert start % BLOCK_NUMEL == 0
@@ -55,7 +55,7 @@ def runs_within(numel: int, start: int, stop: int) -> Iterator[Run]:
         codes_nbytes = index * _GRANULE_NBYTES
         scales_nbytes = codes_nbytes + align_up(granule_numel, PAGE_NBYTES)
         scales_nbytes += SCALE_NBYTES * (first // BLOCK_NUMEL)
-        yield Run(start, last - first, codes_nbytes + first, scales_nbytes)
+        yield CodeRun(start, last - first, codes_nbytes + first, scales_nbytes)
         start += last - first
 
 
@@ -64,7 +64,7 @@ def states_within(
 ) -> Iterator[tuple[int, State8Bit]]:
     """Elements [start, stop) of `numel` that lie in `memory`: (first element, state) by granule.
 
-    `memory` is uint8 of `piece_nbytes(numel)` and starts where a granule does; `start` is a
+    `memory` is uint8 of `kind_nbytes(numel)` and starts where a granule does; `start` is a
     multiple of BLOCK_NUMEL. The states share it.
     """
     for run in runs_within(numel, start, stop):

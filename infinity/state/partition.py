@@ -26,19 +26,19 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from infinity.sizes import PAGE_NBYTES, align_up
-from infinity.state.units import STATE_GRANULE, Piece, TensorFacts, TensorSpec, Unit
+from infinity.state.units import STATE_GRANULE, StateKind, TensorFacts, TensorSpec, Unit
 
 STAGES = (1, 2, 3)
-_STATE = frozenset(Piece) - {Piece.PARAMETERS}
+_STATE = frozenset(StateKind) - {StateKind.PARAMETERS}
 _KEPT = {
-    1: frozenset({Piece.PARAMETERS, Piece.GRADIENTS}),
-    2: frozenset({Piece.PARAMETERS}),
-    3: frozenset[Piece](),
+    1: frozenset({StateKind.PARAMETERS, StateKind.GRADIENTS}),
+    2: frozenset({StateKind.PARAMETERS}),
+    3: frozenset[StateKind](),
 }
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class ShardSegment:
     """`nbytes` bytes of weights: where they lie in the whole unit and where in the shard."""
 
     whole_offset_nbytes: int
@@ -47,7 +47,7 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Share:
+class ShardSlice:
     """Elements [start, stop) of a whole tensor, owned by `rank`; `part` is what they are in the
     shard."""
 
@@ -69,9 +69,9 @@ class Shard:
     unit: Unit
     start: int
     stop: int
-    shares: tuple[Share, ...]
-    frozen: tuple[Share, ...]
-    segments: tuple[Segment, ...]
+    shares: tuple[ShardSlice, ...]
+    frozen: tuple[ShardSlice, ...]
+    segments: tuple[ShardSegment, ...]
 
     @property
     def weight_nbytes(self) -> int:
@@ -81,12 +81,13 @@ class Shard:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Partition:
-    """All units over all ranks, seen from one rank. Unit i's shard is unit `len(wholes) + i`."""
+    """All units over all ranks, seen from one rank. Unit i's shard is unit `len(full_units) +
+    i`."""
 
     rank: int
     count: int
     stage: int
-    wholes: tuple[Unit, ...]
+    full_units: tuple[Unit, ...]
     shards: tuple[tuple[Shard, ...], ...]  # By unit and rank.
 
     @property
@@ -96,20 +97,20 @@ class Partition:
     @property
     def units(self) -> tuple[Unit, ...]:
         """What has state on this rank: wholes, then this rank's shards."""
-        return (*self.wholes, *(shard.unit for shard in self.mine))
+        return (*self.full_units, *(shard.unit for shard in self.mine))
 
-    def served(self, shard: Shard) -> Sequence[Segment]:
+    def served(self, shard: Shard) -> Sequence[ShardSegment]:
         """The weights that others get of a shard: where every rank keeps the whole, what a step
         changes of it, the trainable ones."""
         if self.stage == 3:
             return shard.segments
-        whole = self.wholes[shard.unit.index - len(self.wholes)]
+        whole = self.full_units[shard.unit.index - len(self.full_units)]
         return [s for s in shard.segments if s.whole_offset_nbytes < whole.trainable_nbytes]
 
-    def shares(self) -> dict[TensorSpec, list[Share]]:
+    def shares(self) -> dict[TensorSpec, list[ShardSlice]]:
         """The shares of every trainable tensor in element order. Empty tensors have none."""
-        found: dict[TensorSpec, list[Share]] = {
-            spec: [] for unit in self.wholes for spec in unit.trainable()
+        found: dict[TensorSpec, list[ShardSlice]] = {
+            spec: [] for unit in self.full_units for spec in unit.trainable()
         }
         for of_unit in self.shards:
             for shard in of_unit:
@@ -123,15 +124,15 @@ class Partition:
 def partition(units: Sequence[Unit], *, rank: int, count: int, stage: int) -> Partition:
     """Cuts every unit into `count` shards. `units[i].index` is i."""
     assert 0 <= rank < count and stage in STAGES
-    kept, owned = _KEPT[stage], _STATE | (frozenset({Piece.PARAMETERS}) - _KEPT[stage])
+    kept, owned = _KEPT[stage], _STATE | (frozenset({StateKind.PARAMETERS}) - _KEPT[stage])
     return Partition(
         rank=rank,
         count=count,
         stage=stage,
-        wholes=tuple(dataclasses.replace(unit, pieces=kept) for unit in units),
+        full_units=tuple(dataclasses.replace(unit, kinds=kept) for unit in units),
         shards=tuple(
             tuple(
-                _shard(unit, owner, *bounds, index=len(units) + unit.index, pieces=owned)
+                _shard(unit, owner, *bounds, index=len(units) + unit.index, kinds=owned)
                 for owner, bounds in enumerate(_bounds(unit, count))
             )
             for unit in units
@@ -170,15 +171,15 @@ def _shard(
     frozen_stop_nbytes: int,
     *,
     index: int,
-    pieces: frozenset[Piece],
+    kinds: frozenset[StateKind],
 ) -> Shard:
     low, high = _weight_place(unit, start), _weight_place(unit, stop)
     shares = tuple(_shares(unit, rank, start, stop, low))
     head_nbytes = align_up(high - low, PAGE_NBYTES)
     frozen_nbytes = frozen_stop_nbytes - frozen_start_nbytes
-    cold = Segment(unit.trainable_nbytes + frozen_start_nbytes, head_nbytes, frozen_nbytes)
+    cold = ShardSegment(unit.trainable_nbytes + frozen_start_nbytes, head_nbytes, frozen_nbytes)
     frozen = tuple(_frozen_shares(unit, rank, cold))
-    segments = (Segment(low, 0, high - low), cold)
+    segments = (ShardSegment(low, 0, high - low), cold)
     return Shard(
         rank=rank,
         unit=Unit(
@@ -190,7 +191,7 @@ def _shard(
             state_numel=stop - start,
             master_dtype=unit.master_dtype if stop > start else None,
             moments=unit.moments,
-            pieces=pieces,
+            kinds=kinds,
         ),
         start=start,
         stop=stop,
@@ -217,7 +218,7 @@ def _weight_place(unit: Unit, element: int) -> int:
     )
 
 
-def _shares(unit: Unit, rank: int, start: int, stop: int, low_nbytes: int) -> Iterator[Share]:
+def _shares(unit: Unit, rank: int, start: int, stop: int, low_nbytes: int) -> Iterator[ShardSlice]:
     for whole in unit.trainable():
         first = max(start, whole.state_offset) - whole.state_offset
         last = min(stop, whole.state_offset + whole.numel) - whole.state_offset
@@ -226,7 +227,7 @@ def _shares(unit: Unit, rank: int, start: int, stop: int, low_nbytes: int) -> It
             yield _share(rank, whole, first, last, -low_nbytes, state_offset)
 
 
-def _frozen_shares(unit: Unit, rank: int, segment: Segment) -> Iterator[Share]:
+def _frozen_shares(unit: Unit, rank: int, segment: ShardSegment) -> Iterator[ShardSlice]:
     """Of tensors without state, which are cut at pages: the elements in these bytes."""
     shift_nbytes = segment.shard_offset_nbytes - segment.whole_offset_nbytes
     for whole in unit.tensors:
@@ -240,7 +241,7 @@ def _frozen_shares(unit: Unit, rank: int, segment: Segment) -> Iterator[Share]:
 
 def _share(
     rank: int, whole: TensorSpec, first: int, last: int, shift_nbytes: int, state_offset: int
-) -> Share:
+) -> ShardSlice:
     """`shift_nbytes`: from a place in the unit's weights to the place in the shard's."""
     facts = whole.facts
     part = TensorSpec(
@@ -249,4 +250,4 @@ def _share(
         whole.weight_offset_nbytes + first * facts.dtype.itemsize + shift_nbytes,
         state_offset,
     )
-    return Share(rank, whole, part, first, last)
+    return ShardSlice(rank, whole, part, first, last)

@@ -19,16 +19,16 @@ from infinity.state.units import (
     MOMENT_PIECES,
     STATE_GRANULE,
     STATE_ITEM_NBYTES,
-    Piece,
+    StateKind,
     Unit,
 )
 from infinity.tiers.ranges import rounded_nbytes
 
 # By traffic per step: parameters move twice per micro-batch, gradients once, the rest once a step.
 _PLACING_ORDER = (
-    Piece.PARAMETERS,
-    Piece.GRADIENTS,
-    Piece.MASTER,
+    StateKind.PARAMETERS,
+    StateKind.GRADIENTS,
+    StateKind.MASTER,
     *MOMENT_PIECES,
 )
 
@@ -39,16 +39,16 @@ _BUDGET_KEYS = {"device": "tiers.device.capacity", "host": "tiers.host.capacity"
 class Placement:
     """tier name by (unit index, piece), and the bytes placed on each tier."""
 
-    tiers: Mapping[tuple[int, Piece], str]
+    tiers: Mapping[tuple[int, StateKind], str]
     placed_nbytes: Mapping[str, int]
 
-    def tier(self, unit: Unit, piece: Piece) -> str:
-        return self.tiers[unit.index, piece]
+    def tier(self, unit: Unit, state_kind: StateKind) -> str:
+        return self.tiers[unit.index, state_kind]
 
-    def travelling(self) -> tuple[Piece, ...]:
+    def travelling(self) -> tuple[StateKind, ...]:
         """Pieces of state that come to the optimizer through host memory, for some unit."""
-        away = {piece for (_, piece), tier in self.tiers.items() if tier != "host"}
-        return tuple(piece for piece in STATE_PIECES if piece in away)
+        away = {state_kind for (_, state_kind), tier in self.tiers.items() if tier != "host"}
+        return tuple(state_kind for state_kind in STATE_KINDS if state_kind in away)
 
 
 def place(
@@ -69,45 +69,47 @@ def place(
         "device": float("inf") if device_nbytes is None else max(device_nbytes, 0),
         "nvme": float("inf"),
     }
-    tiers: dict[tuple[int, Piece], str] = {}
+    tiers: dict[tuple[int, StateKind], str] = {}
     placed_nbytes = dict.fromkeys(free_nbytes, 0)
     trained_first = sorted(units, key=lambda unit: not unit.state_numel)
-    for piece in sorted(_PLACING_ORDER, key=lambda piece: "nvme" in preferences[piece.kind]):
+    for state_kind in sorted(
+        _PLACING_ORDER, key=lambda state_kind: "nvme" in preferences[state_kind.kind]
+    ):
         for unit in trained_first:
-            needed_nbytes = resting_nbytes(unit, piece)
+            needed_nbytes = resting_nbytes(unit, state_kind)
             if needed_nbytes == 0:
                 continue
-            order = preferences[piece.kind]
+            order = preferences[state_kind.kind]
             tier = next((tier for tier in order if free_nbytes[tier] >= needed_nbytes), None)
             if tier is None:
-                raise _no_room(units, piece, unit, order, free_nbytes)
-            tiers[unit.index, piece] = tier
+                raise _no_room(units, state_kind, unit, order, free_nbytes)
+            tiers[unit.index, state_kind] = tier
             free_nbytes[tier] -= needed_nbytes
             placed_nbytes[tier] += needed_nbytes
     return Placement(tiers, placed_nbytes)
 
 
-def resting_nbytes(unit: Unit, piece: Piece) -> int:
+def resting_nbytes(unit: Unit, state_kind: StateKind) -> int:
     """Bytes the piece takes where it rests, rounding included; 0 when there is none."""
-    nbytes = unit.nbytes(piece)
+    nbytes = unit.nbytes(state_kind)
     return rounded_nbytes(nbytes) if nbytes else 0
 
 
 def _no_room(
     units: Sequence[Unit],
-    piece: Piece,
+    state_kind: StateKind,
     unit: Unit,
     order: Sequence[str],
     free_nbytes: Mapping[str, float],
 ) -> CapacityError:
-    total_nbytes = sum(resting_nbytes(each, piece) for each in units)
+    total_nbytes = sum(resting_nbytes(each, state_kind) for each in units)
     last = order[-1]
     return CapacityError(
         last,
-        needed_nbytes=resting_nbytes(unit, piece),
+        needed_nbytes=resting_nbytes(unit, state_kind),
         available_nbytes=int(free_nbytes[last]),
-        key=f"{_BUDGET_KEYS.get(last, 'tiers.nvme')}, or add 'nvme' to placement.{piece.kind}",
-        detail=f"{piece.value} of {unit.name!r} has no room "
+        key=f"{_BUDGET_KEYS.get(last, 'tiers.nvme')}, or add 'nvme' to placement.{state_kind.kind}",
+        detail=f"{state_kind.value} of {unit.name!r} has no room "
         f"(all units: {format_nbytes(total_nbytes)})",
     )
 
@@ -118,7 +120,7 @@ _GRANULE_NBYTES = STATE_GRANULE * STATE_ITEM_NBYTES
 _LEAST_BERTHS = 3  # One being read, one updated, one written, where there is room.
 _SMOOTH_BERTHS = 12
 _EFFICIENT_CHUNK_NBYTES = 2 << 20  # Smaller requests cost bandwidth and CPU.
-STATE_PIECES = (Piece.GRADIENTS, *MOMENT_PIECES, Piece.MASTER)
+STATE_KINDS = (StateKind.GRADIENTS, *MOMENT_PIECES, StateKind.MASTER)
 
 
 def least_chunk_nbytes(units: Sequence[Unit]) -> int:
@@ -128,15 +130,15 @@ def least_chunk_nbytes(units: Sequence[Unit]) -> int:
     return max(STATE_ITEM_NBYTES * numel, _GRANULE_NBYTES)
 
 
-def berth_nbytes(
-    units: Sequence[Unit], pieces: Sequence[Piece], chunk_nbytes: int
-) -> dict[Piece, int]:
+def staging_nbytes(
+    units: Sequence[Unit], kinds: Sequence[StateKind], chunk_nbytes: int
+) -> dict[StateKind, int]:
     """Room that a berth has for each piece: what a chunk of `chunk_nbytes` of fp32 has of it at
     most. Worked example: chunks of 16 MiB need 16 MiB of each moment, 8 MiB of a residual."""
     numel = chunk_nbytes // STATE_ITEM_NBYTES
     return {
-        piece: max(unit.nbytes(piece, min(numel, unit.state_numel)) for unit in units)
-        for piece in pieces
+        state_kind: max(unit.nbytes(state_kind, min(numel, unit.state_numel)) for unit in units)
+        for state_kind in kinds
     }
 
 
@@ -163,15 +165,16 @@ def smallest_working_nbytes(
     """
     streamed = {kind for kind, order in preferences.items() if set(order) != {"host"}}
     are_weights_away = "parameters" in streamed or gathered_nbytes > 0
-    weights_nbytes = _most(units, Piece.PARAMETERS) if "parameters" in streamed else 0
+    weights_nbytes = _most(units, StateKind.PARAMETERS) if "parameters" in streamed else 0
     weights_nbytes = max(weights_nbytes, gathered_nbytes)
     held_nbytes = max(held_nbytes, weights_nbytes) if are_weights_away else 0
-    gradients_nbytes = 2 * _most(units, Piece.GRADIENTS) if "gradients" in streamed else 0
-    master_nbytes = _most(units, Piece.MASTER) if "master" in streamed else 0
+    gradients_nbytes = 2 * _most(units, StateKind.GRADIENTS) if "gradients" in streamed else 0
+    master_nbytes = _most(units, StateKind.MASTER) if "master" in streamed else 0
     travelling = sum(
-        piece.kind in streamed
-        for piece in STATE_PIECES
-        if piece not in MOMENT_PIECES or any(piece in unit.moments.pieces for unit in units)
+        state_kind.kind in streamed
+        for state_kind in STATE_KINDS
+        if state_kind not in MOMENT_PIECES
+        or any(state_kind in unit.moments.kinds for unit in units)
     )
     chunk_nbytes = max(min(chunk_nbytes, _SMALLEST_CHUNK_NBYTES), least_chunk_nbytes(units))
     working_nbytes = max(
@@ -183,11 +186,11 @@ def smallest_working_nbytes(
     return working_nbytes + (HUGE_PAGE_NBYTES if working_nbytes >= HUGE_PAGE_NBYTES else 0)
 
 
-def _most(units: Sequence[Unit], piece: Piece) -> int:
-    return max((resting_nbytes(unit, piece) for unit in units), default=0)
+def _most(units: Sequence[Unit], state_kind: StateKind) -> int:
+    return max((resting_nbytes(unit, state_kind) for unit in units), default=0)
 
 
-def plan_berths(
+def plan_staging_slots(
     free_nbytes: int,
     chunk_nbytes: int,
     *,
@@ -213,19 +216,19 @@ def plan_berths(
     chunk_nbytes = max(align_down(chunk_nbytes, granule_nbytes), granule_nbytes)
     smallest_nbytes = max(min(chunk_nbytes, _SMALLEST_CHUNK_NBYTES), granule_nbytes)
 
-    def berth(size_nbytes: int) -> int:
+    def slot(size_nbytes: int) -> int:
         return -(-size_nbytes // granule_nbytes) * travelling_nbytes
 
-    def share(ring_nbytes: int, berths: int) -> int:
-        return ring_nbytes // (berths * travelling_nbytes) * granule_nbytes
+    def share(ring_nbytes: int, staging_slots: int) -> int:
+        return ring_nbytes // (staging_slots * travelling_nbytes) * granule_nbytes
 
     if share(free_nbytes, _LEAST_BERTHS) < smallest_nbytes:
-        return smallest_nbytes, max(1, free_nbytes // berth(smallest_nbytes))
-    ring_nbytes = min(free_nbytes // 2, 2 * berth(align_up(unit_nbytes, chunk_nbytes)))
+        return smallest_nbytes, max(1, free_nbytes // slot(smallest_nbytes))
+    ring_nbytes = min(free_nbytes // 2, 2 * slot(align_up(unit_nbytes, chunk_nbytes)))
     efficient_nbytes = min(chunk_nbytes, _EFFICIENT_CHUNK_NBYTES)
     size_nbytes = min(chunk_nbytes, max(efficient_nbytes, share(ring_nbytes, _SMOOTH_BERTHS)))
     size_nbytes = max(align_down(size_nbytes, granule_nbytes), granule_nbytes)
-    berths = ring_nbytes // berth(size_nbytes)
-    if berths >= _LEAST_BERTHS:
-        return size_nbytes, berths
+    staging_slots = ring_nbytes // slot(size_nbytes)
+    if staging_slots >= _LEAST_BERTHS:
+        return size_nbytes, staging_slots
     return min(chunk_nbytes, share(free_nbytes, _LEAST_BERTHS)), _LEAST_BERTHS

@@ -2,7 +2,7 @@
 
 The store knows nothing of time: what to move and when is the schedule's business. A piece rests in
 exactly one home. Reads bring a range of a piece into a host block, writes take it back; a piece
-whose home the host can address itself is reached by `resting`, without a copy.
+whose home the host can address itself is reached by `host_view`, without a copy.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Protocol
 
 import torch
 
-from infinity.observe import Counters, Lane
+from infinity.observe import Counters, Track
 from infinity.state.placement import Placement
-from infinity.state.units import Piece, Unit
+from infinity.state.units import StateKind, Unit
 from infinity.storage.engine import Priority, Ticket
 from infinity.storage.volume import Extent, Volume
 from infinity.tiers.device import FINISHED, DeviceAdapter
@@ -31,39 +31,39 @@ class Transfer(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class HostHome:
+class HostLocation:
     """Rests in the arena."""
 
     block: Block
 
 
 @dataclass(frozen=True, slots=True)
-class NvmeHome:
+class NvmeLocation:
     """Rests in extents of the volume."""
 
     extents: tuple[Extent, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceHome:
+class DeviceLocation:
     """Rests in device memory: uint8, shape (nbytes,)."""
 
     memory: torch.Tensor
 
 
-Home = HostHome | NvmeHome | DeviceHome
+StateLocation = HostLocation | NvmeLocation | DeviceLocation
 
 
-def rewritten_nbytes(unit: Unit, piece: Piece) -> int | None:
+def rewritten_nbytes(unit: Unit, kind: StateKind) -> int | None:
     """The head of a piece that every step rewrites and a commit keeps; None where it keeps copies:
     of gradients, of which there are seldom any between steps, and of moments of eight bits."""
-    if piece is Piece.GRADIENTS or unit.is_8bit(piece):
+    if kind is StateKind.GRADIENTS or unit.is_8bit(kind):
         return None
-    return unit.trainable_nbytes if piece is Piece.PARAMETERS else unit.nbytes(piece)
+    return unit.trainable_nbytes if kind is StateKind.PARAMETERS else unit.nbytes(kind)
 
 
 def show(
-    counters: Counters, volume: Volume, ticket: Ticket, lane: Lane, what: str, asked_ns: int
+    counters: Counters, volume: Volume, ticket: Ticket, lane: Track, what: str, asked_ns: int
 ) -> None:
     """Lets a trace know of a transfer of the volume, if there is one."""
     if counters.tracer.is_on:
@@ -88,55 +88,55 @@ class StateStore:
         self._volume = volume
         self._device = device
         self._counters = counters
-        self._homes: dict[tuple[int, Piece], Home] = {}
+        self._locations: dict[tuple[int, StateKind], StateLocation] = {}
         self._settle(placement)
 
     def _settle(self, placement: Placement) -> None:
         """Takes the space of every piece. Fresh pieces read as zeros on every tier."""
-        on_nvme: list[tuple[Unit, Piece]] = []
-        for (index, piece), tier in placement.tiers.items():
+        on_nvme: list[tuple[Unit, StateKind]] = []
+        for (index, kind), tier in placement.tiers.items():
             unit = self.units[index]
-            nbytes = unit.nbytes(piece)
+            nbytes = unit.nbytes(kind)
             if tier == "nvme":
-                on_nvme.append((unit, piece))
+                on_nvme.append((unit, kind))
             elif tier == "device":
-                self._homes[index, piece] = DeviceHome(self._device.allocate(nbytes))
+                self._locations[index, kind] = DeviceLocation(self._device.allocate(nbytes))
             else:
-                block = self._host.allocate(nbytes, f"{piece.value} of {unit.name}")
+                block = self._host.allocate(nbytes, f"{kind.value} of {unit.name}")
                 assert block is not None, "the placement fitted the budget, so the arena has room"
                 self._host.tensor(block).zero_()
-                self._homes[index, piece] = HostHome(block)
+                self._locations[index, kind] = HostLocation(block)
         if on_nvme:
             assert self._volume is not None
             extents = self._volume.reserve(
-                [unit.nbytes(piece) for unit, piece in on_nvme],
-                spared_nbytes=[rewritten_nbytes(unit, piece) for unit, piece in on_nvme],
+                [unit.nbytes(kind) for unit, kind in on_nvme],
+                spared_nbytes=[rewritten_nbytes(unit, kind) for unit, kind in on_nvme],
             )
-            for (unit, piece), taken in zip(on_nvme, extents, strict=True):
-                self._homes[unit.index, piece] = NvmeHome(tuple(taken))
+            for (unit, kind), taken in zip(on_nvme, extents, strict=True):
+                self._locations[unit.index, kind] = NvmeLocation(tuple(taken))
 
     @property
     def volume(self) -> Volume | None:
         """Where the pieces on NVMe are; None when there are none."""
         return self._volume
 
-    def home(self, unit: Unit, piece: Piece) -> Home | None:
+    def location(self, unit: Unit, kind: StateKind) -> StateLocation | None:
         """Where the piece rests; None when the unit has no such piece."""
-        return self._homes.get((unit.index, piece))
+        return self._locations.get((unit.index, kind))
 
-    def resting(self, unit: Unit, piece: Piece) -> torch.Tensor | None:
+    def host_view(self, unit: Unit, kind: StateKind) -> torch.Tensor | None:
         """The resting bytes themselves, uint8 (nbytes,), where the host can address them."""
-        home = self._homes.get((unit.index, piece))
-        if isinstance(home, HostHome):
-            return self._host.tensor(home.block)
-        if isinstance(home, DeviceHome) and self._device.shares_host_memory:
-            return home.memory
+        location = self._locations.get((unit.index, kind))
+        if isinstance(location, HostLocation):
+            return self._host.tensor(location.block)
+        if isinstance(location, DeviceLocation) and self._device.shares_host_memory:
+            return location.memory
         return None
 
     def read(
         self,
         unit: Unit,
-        piece: Piece,
+        kind: StateKind,
         block: Block,
         *,
         priority: Priority,
@@ -144,31 +144,31 @@ class StateStore:
         nbytes: int | None = None,
     ) -> Transfer:
         """Starts bringing a range of the piece to the start of `block`. Whole pages only."""
-        home = self._homes[unit.index, piece]
-        length = unit.nbytes(piece) - offset_nbytes if nbytes is None else nbytes
-        if isinstance(home, NvmeHome):
+        location = self._locations[unit.index, kind]
+        length = unit.nbytes(kind) - offset_nbytes if nbytes is None else nbytes
+        if isinstance(location, NvmeLocation):
             assert self._volume is not None
             self._counters.add("nvme_read_nbytes", length)
             asked_ns = time.monotonic_ns()
-            what = f"{piece.value} of {unit.name}"
+            what = f"{kind.value} of {unit.name}"
             ticket = self._volume.read(
-                home.extents,
+                location.extents,
                 offset_nbytes=offset_nbytes,
                 nbytes=length,
                 address=block.address,
                 priority=priority,
                 label=what,
             )
-            show(self._counters, self._volume, ticket, Lane.READS, what, asked_ns)
+            show(self._counters, self._volume, ticket, Track.READS, what, asked_ns)
             return ticket
         return self._copy(
-            home, offset_nbytes, self._host.tensor(block, nbytes=length), inward=False
+            location, offset_nbytes, self._host.tensor(block, nbytes=length), inward=False
         )
 
     def write(
         self,
         unit: Unit,
-        piece: Piece,
+        kind: StateKind,
         block: Block,
         *,
         offset_nbytes: int = 0,
@@ -178,36 +178,38 @@ class StateStore:
 
         The block must stay lent and unchanged until the transfer is done.
         """
-        home = self._homes[unit.index, piece]
-        length = unit.nbytes(piece) - offset_nbytes if nbytes is None else nbytes
-        if isinstance(home, NvmeHome):
+        location = self._locations[unit.index, kind]
+        length = unit.nbytes(kind) - offset_nbytes if nbytes is None else nbytes
+        if isinstance(location, NvmeLocation):
             assert self._volume is not None
             assert not block.is_mapped_away
             self._counters.add("nvme_write_nbytes", length)
             asked_ns = time.monotonic_ns()
             ticket = self._volume.write(
-                home.extents,
+                location.extents,
                 offset_nbytes=offset_nbytes,
                 nbytes=length,
                 address=block.address,
                 priority=Priority.WRITE_BACK,
             )
-            what = f"{piece.value} of {unit.name}"
-            show(self._counters, self._volume, ticket, Lane.WRITES, what, asked_ns)
+            what = f"{kind.value} of {unit.name}"
+            show(self._counters, self._volume, ticket, Track.WRITES, what, asked_ns)
             return ticket
-        return self._copy(home, offset_nbytes, self._host.tensor(block, nbytes=length), inward=True)
+        return self._copy(
+            location, offset_nbytes, self._host.tensor(block, nbytes=length), inward=True
+        )
 
     def _copy(
-        self, home: Home, offset_nbytes: int, host: torch.Tensor, *, inward: bool
+        self, location: StateLocation, offset_nbytes: int, host: torch.Tensor, *, inward: bool
     ) -> Transfer:
         """Between a host range and a home that is not on NVMe."""
-        if isinstance(home, HostHome):
-            rest = self._host.tensor(home.block, offset_nbytes, host.numel())
+        if isinstance(location, HostLocation):
+            rest = self._host.tensor(location.block, offset_nbytes, host.numel())
             _ = rest.copy_(host) if inward else host.copy_(rest)
             return FINISHED
-        assert isinstance(home, DeviceHome)
-        rest = home.memory[offset_nbytes : offset_nbytes + host.numel()]
+        assert isinstance(location, DeviceLocation)
+        rest = location.memory[offset_nbytes : offset_nbytes + host.numel()]
         return self._device.copy(host, rest) if inward else self._device.copy(rest, host)
 
-    def placed(self) -> Mapping[tuple[int, Piece], Home]:
-        return self._homes
+    def placed(self) -> Mapping[tuple[int, StateKind], StateLocation]:
+        return self._locations

@@ -47,7 +47,7 @@ class MomentFormat(StrEnum):
     EIGHT_BIT = "8bit"  # Approximate.
 
 
-class Piece(StrEnum):
+class StateKind(StrEnum):
     """One contiguous run of bytes of a unit."""
 
     PARAMETERS = "parameters"  # what the forward reads, in the compute dtype
@@ -64,19 +64,19 @@ class Piece(StrEnum):
 
 
 # Of all optimizers; which of them there are is said by `Moments`. Named as torch's own state is.
-MOMENT_PIECES = (Piece.EXP_AVG, Piece.EXP_AVG_SQ, Piece.MOMENTUM_BUFFER)
+MOMENT_PIECES = (StateKind.EXP_AVG, StateKind.EXP_AVG_SQ, StateKind.MOMENTUM_BUFFER)
 
 
 @dataclass(frozen=True, slots=True)
 class Moments:
     """What an optimizer keeps of every trainable element, beside the master."""
 
-    pieces: tuple[Piece, ...] = (Piece.EXP_AVG, Piece.EXP_AVG_SQ)
+    kinds: tuple[StateKind, ...] = (StateKind.EXP_AVG, StateKind.EXP_AVG_SQ)
     format: MomentFormat = MomentFormat.FLOAT32
 
     @property
     def is_8bit(self) -> bool:
-        return self.format is MomentFormat.EIGHT_BIT and bool(self.pieces)
+        return self.format is MomentFormat.EIGHT_BIT and bool(self.kinds)
 
 
 OF_ADAM = Moments()
@@ -123,23 +123,23 @@ class Unit:
     state_numel: int
     master_dtype: torch.dtype | None  # int16: a residual; fp32: the whole value; None: no master.
     moments: Moments = OF_ADAM
-    pieces: frozenset[Piece] | None = None  # Those that rest on this rank; None: all of them.
+    kinds: frozenset[StateKind] | None = None  # Those that rest on this rank; None: all of them.
 
     @property
     def has_residual(self) -> bool:
         return self.master_dtype is torch.int16
 
-    def dtype(self, piece: Piece) -> torch.dtype | None:
+    def dtype(self, kind: StateKind) -> torch.dtype | None:
         """Of the elements of a piece of state; None when the unit has none of it."""
-        if piece.kind == "moments" and piece not in self.moments.pieces:
+        if kind.kind == "moments" and kind not in self.moments.kinds:
             return None
-        if self.is_8bit(piece):
+        if self.is_8bit(kind):
             return torch.uint8
-        return self.master_dtype if piece is Piece.MASTER else torch.float32
+        return self.master_dtype if kind is StateKind.MASTER else torch.float32
 
-    def is_8bit(self, piece: Piece) -> bool:
+    def is_8bit(self, kind: StateKind) -> bool:
         """Whether the piece is codes with scales among them."""
-        return piece in self.moments.pieces and self.moments.is_8bit
+        return kind in self.moments.kinds and self.moments.is_8bit
 
     @property
     def granule_numel(self) -> int:
@@ -149,20 +149,20 @@ class Unit:
     @property
     def has_state(self) -> bool:
         """Whether its optimizer's state is kept here, if there is any."""
-        is_kept = self.pieces is None or Piece.MASTER in self.pieces
+        is_kept = self.kinds is None or StateKind.MASTER in self.kinds
         return self.state_numel > 0 and is_kept
 
-    def nbytes(self, piece: Piece, numel: int | None = None) -> int:
+    def nbytes(self, kind: StateKind, numel: int | None = None) -> int:
         """Bytes of the piece, or of `numel` elements of a piece of state that start a chunk; 0 when
         the unit has none of it."""
-        if self.pieces is not None and piece not in self.pieces:
+        if self.kinds is not None and kind not in self.kinds:
             return 0
-        if piece is Piece.PARAMETERS:
+        if kind is StateKind.PARAMETERS:
             return self.weight_nbytes
         numel = self.state_numel if numel is None else numel
-        if self.is_8bit(piece):
-            return moments_8bit.piece_nbytes(numel)
-        dtype = self.dtype(piece)
+        if self.is_8bit(kind):
+            return moments_8bit.kind_nbytes(numel)
+        dtype = self.dtype(kind)
         return 0 if dtype is None else dtype.itemsize * numel
 
     def trainable(self) -> Iterator[TensorSpec]:
@@ -251,11 +251,11 @@ class Chunk:
     stop: int
     slices: tuple[Slice, ...]
 
-    def offset_nbytes(self, piece: Piece) -> int:
-        return self.unit.nbytes(piece, self.start)
+    def offset_nbytes(self, kind: StateKind) -> int:
+        return self.unit.nbytes(kind, self.start)
 
-    def nbytes(self, piece: Piece) -> int:
-        return self.unit.nbytes(piece, self.stop - self.start)
+    def nbytes(self, kind: StateKind) -> int:
+        return self.unit.nbytes(kind, self.stop - self.start)
 
 
 def chunk_unit(unit: Unit, chunk_nbytes: int) -> Iterator[Chunk]:

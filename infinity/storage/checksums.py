@@ -18,7 +18,7 @@ from infinity import _core
 from infinity.errors import CorruptionError
 from infinity.sizes import PAGE_NBYTES
 from infinity.storage.engine import Ticket
-from infinity.storage.generations import GenerationMap, Run
+from infinity.storage.generations import GenerationMap, GenerationRun
 
 CHECKSUM_NBYTES = 4
 
@@ -66,12 +66,12 @@ class PageChecksums:
         self._table[_entries(offset_nbytes, nbytes)] = checksums
         with self._lock:
             if len(self._known) > 1 or self._known.at(0) == _UNKNOWN:
-                self._known.put(Run(_KNOWN, offset_nbytes, nbytes))
+                self._known.put(GenerationRun(_KNOWN, offset_nbytes, nbytes))
 
     def forget(self, offset_nbytes: int, nbytes: int) -> None:
         """Other bytes stand for this range from now on, whose checksums are not known."""
         with self._lock:
-            self._known.put(Run(_UNKNOWN, offset_nbytes, nbytes))
+            self._known.put(GenerationRun(_UNKNOWN, offset_nbytes, nbytes))
 
     def known(self, offset_nbytes: int, nbytes: int) -> list[tuple[int, int]]:
         """The parts of a range that can be checked: offset and length."""

@@ -23,7 +23,7 @@ NOWHERE = -1  # In a frozen map: it needs no generation here.
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class GenerationRun:
     """`nbytes` at `offset_nbytes` of the file of one generation."""
 
     generation: int
@@ -65,7 +65,7 @@ class GenerationMap:
     def at(self, offset_nbytes: int) -> int:
         return self._generations[bisect_right(self._starts, offset_nbytes) - 1]
 
-    def of(self, offset_nbytes: int, nbytes: int) -> list[Run]:
+    def of(self, offset_nbytes: int, nbytes: int) -> list[GenerationRun]:
         """The runs that cover a range, in order; neighbours are of different generations."""
         runs = []
         end = offset_nbytes + nbytes
@@ -73,11 +73,13 @@ class GenerationMap:
         while offset_nbytes < end:
             index += 1
             stop = min(end, self._starts[index]) if index < len(self._starts) else end
-            runs.append(Run(self._generations[index - 1], offset_nbytes, stop - offset_nbytes))
+            runs.append(
+                GenerationRun(self._generations[index - 1], offset_nbytes, stop - offset_nbytes)
+            )
             offset_nbytes = stop
         return runs
 
-    def put(self, run: Run) -> None:
+    def put(self, run: GenerationRun) -> None:
         """From now on the run's generation holds its range."""
         if not run.nbytes:
             return
@@ -94,17 +96,19 @@ class GenerationMap:
         self._generations[low:high] = generations
 
 
-def split_by_frozen(run: Run, frozen: Sequence[GenerationMap]) -> list[tuple[Run, bool]]:
+def split_by_frozen(
+    run: GenerationRun, frozen: Sequence[GenerationMap]
+) -> list[tuple[GenerationRun, bool]]:
     """The run in parts, in order, and of each whether some frozen map points to it."""
     cuts = {
         each.offset_nbytes for map_ in frozen for each in map_.of(run.offset_nbytes, run.nbytes)
     }
-    parts: list[tuple[Run, bool]] = []
+    parts: list[tuple[GenerationRun, bool]] = []
     for start, stop in pairwise(sorted(cuts | {run.offset_nbytes, run.end_nbytes})):
         is_frozen = any(each.at(start) == run.generation for each in frozen)
         if parts and parts[-1][1] == is_frozen:
             start = parts.pop()[0].offset_nbytes
-        parts.append((Run(run.generation, start, stop - start), is_frozen))
+        parts.append((GenerationRun(run.generation, start, stop - start), is_frozen))
     return parts
 
 
@@ -115,7 +119,7 @@ def choose_targets(
     offset_nbytes: int,
     nbytes: int,
     num_generations: int,
-) -> list[Run] | None:
+) -> list[GenerationRun] | None:
     """Where a write of a range may go: in place unless a frozen map needs what is there, else to
     the lowest generation that none of them needs.
 
@@ -127,7 +131,7 @@ def choose_targets(
     cuts = {
         run.offset_nbytes for each in (current, *frozen) for run in each.of(offset_nbytes, nbytes)
     }
-    runs: list[Run] = []
+    runs: list[GenerationRun] = []
     for start, stop in pairwise(sorted(cuts | {end})):
         needed = {each.at(start) for each in frozen}
         generation: int | None = current.at(start)
@@ -137,7 +141,7 @@ def choose_targets(
             return None
         if runs and runs[-1].generation == generation:
             run = runs.pop()
-            runs.append(Run(generation, run.offset_nbytes, stop - run.offset_nbytes))
+            runs.append(GenerationRun(generation, run.offset_nbytes, stop - run.offset_nbytes))
         else:
-            runs.append(Run(generation, start, stop - start))
+            runs.append(GenerationRun(generation, start, stop - start))
     return runs

@@ -35,7 +35,7 @@ from infinity.storage.engine import Operation, Priority, Segment, StorageEngine,
 from infinity.storage.generations import (
     NOWHERE,
     GenerationMap,
-    Run,
+    GenerationRun,
     choose_targets,
     split_by_frozen,
 )
@@ -297,7 +297,9 @@ class Volume:
         with self._lock:
             maps = tuple(each.copy() for each in self._maps)
             for extent in self._scratch:
-                maps[extent.path_index].put(Run(NOWHERE, extent.offset_nbytes, extent.nbytes))
+                maps[extent.path_index].put(
+                    GenerationRun(NOWHERE, extent.offset_nbytes, extent.nbytes)
+                )
             frozen = Frozen(label, maps)
             self._frozen.append(frozen)
         return frozen
@@ -362,7 +364,7 @@ class Volume:
         maps = tuple(GenerationMap(NOWHERE) for _ in self._directories)
         for each in ranges:
             index, generation = places[each.path]
-            maps[index].put(Run(generation, each.offset_nbytes, each.nbytes))
+            maps[index].put(GenerationRun(generation, each.offset_nbytes, each.nbytes))
         return maps
 
     def checksums(self, extents: Sequence[Extent]) -> bytes:
@@ -546,7 +548,9 @@ class Volume:
         ticket = self._engine.submit(operation, segments, priority)
         return CheckedRead(ticket, expected) if expected else ticket
 
-    def _checked(self, path_index: int, runs: Sequence[Run]) -> list[tuple[Run, bytes]]:
+    def _checked(
+        self, path_index: int, runs: Sequence[GenerationRun]
+    ) -> list[tuple[GenerationRun, bytes]]:
         """What of the runs is checked when it is read: with `verify` all of it, else what is
         frozen, whose checksums no write that is under way can change."""
         if self._checksums is None:
@@ -557,15 +561,15 @@ class Volume:
             runs = [part for run in runs for part, held in split_by_frozen(run, maps) if held]
         table = self._checksums[path_index]
         return [
-            (Run(run.generation, *part), table.of(*part))
+            (GenerationRun(run.generation, *part), table.of(*part))
             for run in runs
             for part in table.known(run.offset_nbytes, run.nbytes)
         ]
 
-    def _runs(self, operation: Operation, extent: Extent) -> list[Run]:
+    def _runs(self, operation: Operation, extent: Extent) -> list[GenerationRun]:
         """The files that an extent is read from, or may be written to."""
         if not self.num_spares:
-            return [Run(0, extent.offset_nbytes, extent.nbytes)]
+            return [GenerationRun(0, extent.offset_nbytes, extent.nbytes)]
         current = self._maps[extent.path_index]
         with self._lock:
             if operation == "read":
@@ -593,7 +597,7 @@ class Volume:
     def _write(
         self,
         parts: Sequence[tuple[Extent, int]],
-        runs: Sequence[Sequence[Run]],
+        runs: Sequence[Sequence[GenerationRun]],
         segments: Sequence[Segment],
         address: int,
         priority: Priority,

@@ -140,7 +140,7 @@ class FaultyEngine(WrappedEngine):
         if operation == "read":
             inner = self._engine.submit(operation, segments, priority)
             return _FaultyTicket(inner, ready_at=ready_at, on_done=lambda: _flip_bit(segments))
-        copies = [_Copy(segment) for segment in segments]
+        copies = [_FaultyCopy(segment) for segment in segments]
         swapped = [copy.segment for copy in copies]
         _flip_bit(swapped)
         inner = self._engine.submit(operation, swapped, priority)
@@ -206,7 +206,7 @@ class _FaultyTicket:
             effect()
 
 
-class _Copy:
+class _FaultyCopy:
     """Private memory with the bytes of a segment, so that the caller's stay as they are."""
 
     def __init__(self, segment: Segment) -> None:

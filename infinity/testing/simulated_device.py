@@ -39,7 +39,7 @@ class UnorderedAccess(AssertionError):
     """Two uses of one piece of memory that nothing puts in an order."""
 
 
-class _Order:
+class _EventOrder:
     """How far somebody (a stream, the host) comes after everybody else."""
 
     def __init__(self, name: str) -> None:
@@ -92,7 +92,7 @@ class _Worker:
         return self._thread is threading.current_thread()
 
 
-class SimulatedStream(_Order):
+class SimulatedStream(_EventOrder):
     """One of the transfer streams, or (without a worker) what computes: at once."""
 
     def __init__(self, streams: SimulatedStreams, name: str, *, has_worker: bool) -> None:
@@ -209,7 +209,7 @@ class SimulatedStreams:
         self._names = iter(("in", "out", "link"))
         self._failure: BaseException | None = None
         self.noting = threading.RLock()  # Guards what is known of the order.
-        self.host = _Order("the host")
+        self.host = _EventOrder("the host")
         self.computing = SimulatedStream(self, "compute", has_worker=False)  # The current stream.
         self.transfer: list[SimulatedStream] = []
         self.asked = 0  # The moment up to which what computes has to do with the next copy.

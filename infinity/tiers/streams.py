@@ -6,8 +6,8 @@ CUDA is one (`tiers/cuda.py`); the simulated one, which finds out what is not or
 Note [Streams]
   Three streams: the one that computes, whichever is current, `in` for host -> device and `out` for
   device -> host; and a fourth, `link`, where ranks exchange between their devices
-  (tiers/exchange.py). A stream waits for another by an event, and the host for none of them, but
-  in `Copy.wait`.
+  (distributed/exchange.py). A stream waits for another by an event, and the host for none of them,
+  but in `Copy.wait`.
 
   * Memory of regions is taken and given back on `in`, so it goes from region to region, and never
     to activations or from them: what is reserved for weights does not grow with time. The
@@ -39,7 +39,7 @@ from typing import Any, Protocol
 
 import torch
 
-from infinity.observe import Counters, Lane
+from infinity.observe import Counters, Track
 from infinity.tiers.device import Copy, Region, ResidentRegion, ResizedRegion, all_of
 from infinity.tiers.host import Block, HostTier
 
@@ -146,7 +146,7 @@ class StreamCopy:
         self._event.synchronize()
         self._keep = None
 
-    def let_go(self) -> None:
+    def release_memory(self) -> None:
         """Of what is kept; the copy is over."""
         self._keep = None
 
@@ -262,11 +262,12 @@ class StreamDevice:
             stream.wait_event(event)
             copy = self._issue(stream, on_host.detach(), on_device.detach(), owner)
             while self._under_way and self._under_way[0].done():
-                self._under_way.popleft().let_go()
+                self._under_way.popleft().release_memory()
             self._under_way.append(copy)
         return copy
 
-    # -- Between the devices of several ranks: see tiers/exchange.py -------------------------------
+    # -- Between the devices of several ranks: see distributed/exchange.py
+    # -------------------------------
 
     def bring(self, on_host: torch.Tensor, on_device: torch.Tensor) -> StreamCopy:
         """Issues a copy to memory that nothing else uses, but for what `inward_waits` has said."""
@@ -309,7 +310,7 @@ class StreamDevice:
         event.record(stream)
         copy = StreamCopy(self.streams, event, owner=owner, keep=on_device, traced=traced)
         self.counters.add("device_in_nbytes" if inward else "device_out_nbytes", nbytes)
-        lane = Lane.COPIES_IN if inward else Lane.COPIES_OUT
+        lane = Track.COPIES_IN if inward else Track.COPIES_OUT
         self.counters.tracer.watch(copy, lambda _: lane, "copy", asked_ns)
         return copy
 

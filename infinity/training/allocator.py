@@ -5,7 +5,8 @@ so a training step on the CPU faults in its activations page by page, again and 
 threshold they come from the heap and stay there.
 
 And glibc gives every thread a heap of its own, which keeps what that thread once needed: the
-micro-batches of `infinity.accumulate` run in threads and would keep it many times over. Such a heap
+micro-batches of `infinity.forward_backward` run in threads and would keep it many times over. Such
+a heap
 also ends at 64 MiB, beyond which it maps and unmaps as before. One heap for all has neither fault,
 and hardly any contention: tensors are few and large.
 """

@@ -19,8 +19,8 @@ from infinity.config import Optimizer, Train
 from infinity.engine.optimizer import OffloadedOptimizer
 from infinity.engine.optimizers import OPTIMIZERS
 from infinity.engine.registry import engine_of
-from infinity.engine.tiling import named_parameters_of
 from infinity.errors import NonFiniteError
+from infinity.modules.tiling.split import named_parameters_of
 from infinity.training.data import Batches
 from infinity.training.learning_rate import lr_ratio
 from infinity.training.nonfinite import first_nonfinite_module
@@ -177,7 +177,7 @@ class Loop:
         """The mean over all ranks, which all of them see; one that is not finite makes it so."""
         if self._job.count == 1:
             return loss
-        return sum(engine_of(self._model).gather_numbers("the loss", loss)) / self._job.count
+        return sum(engine_of(self._model).all_gather_numbers("the loss", loss)) / self._job.count
 
     def evaluate(self) -> float:
         """Mean loss over the held-out batches, every sequence weighing the same."""
@@ -200,7 +200,7 @@ class Loop:
         loss = self._loss(ids)
         value = float(loss.item())
         if math.isfinite(value):
-            (loss / self._train.accumulation).backward()
+            (loss / self._train.gradient_accumulation_steps).backward()
         return value
 
     def _backward_by_layers(self, ids: torch.Tensor) -> float:
@@ -208,15 +208,17 @@ class Loop:
 
         def share_of(part: torch.Tensor) -> torch.Tensor:
             # Equal parts are divided by their number, to the bit, as in plain accumulation.
-            return self._loss(part) / (self._train.accumulation * (len(ids) / len(part)))
+            return self._loss(part) / (
+                self._train.gradient_accumulation_steps * (len(ids) / len(part))
+            )
 
-        losses = infinity.accumulate(self._model, share_of, parts)
-        return sum(loss.item() for loss in losses) * self._train.accumulation
+        losses = infinity.forward_backward(self._model, share_of, parts)
+        return sum(loss.item() for loss in losses) * self._train.gradient_accumulation_steps
 
     def _batches_of_step(self) -> Iterator[torch.Tensor]:
         """Ranks take turns: a step of N ranks sees what N times the accumulation would."""
-        first = self.num_steps * self._train.accumulation
-        for index in range(first, first + self._train.accumulation):
+        first = self.num_steps * self._train.gradient_accumulation_steps
+        for index in range(first, first + self._train.gradient_accumulation_steps):
             number = index * self._job.count + self._job.rank
             yield torch.from_numpy(self._batches.train_batch(number))
 

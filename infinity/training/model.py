@@ -16,7 +16,7 @@ import torch
 import infinity
 from infinity.bounded import MAX_TEXT_NBYTES, MalformedError, read_json, table_of
 from infinity.checkpoint import WeightSource, weight_source
-from infinity.checkpoint.import_checks import refuse_quantised
+from infinity.checkpoint.huggingface.import_checks import refuse_quantised
 from infinity.config import Model, SwapConfig
 from infinity.config.extras import require_transformers
 from infinity.errors import ConfigError
@@ -77,7 +77,7 @@ def build_model(plan: ModelPlan, config: SwapConfig) -> Any:
     torch.manual_seed(config.model.seed)
     dtype = getattr(torch, config.precision.compute_dtype)
     try:
-        with infinity.init(config):
+        with infinity.init_empty_weights(config):
             model = AutoModelForCausalLM.from_config(plan.hf_config, dtype=dtype)
     except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
         raise ConfigError(

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from infinity.checkpoint.safetensors_export import make_directory
+from infinity.checkpoint.huggingface.export_weights import make_directory
 from infinity.config import SwapConfig
 from infinity.errors import ConfigError, StorageError
 

@@ -8,7 +8,7 @@ How a run ends:
   all steps done       export, sample, summary; exit code 0
   a signal             the step is finished, then export and summary, or where the file has
                        [checkpoint] a checkpoint and no export; its copy to another file system
-                       has `checkpoint.grace` seconds; exit code 128 and the signal's number: 130
+                       has `checkpoint.grace_s` seconds; exit code 128 and the signal's number: 130
                        for SIGINT, 143 for SIGTERM, 129 for SIGHUP (`training.interrupt` has all)
   a second SIGINT      KeyboardInterrupt at once; no export; exit code 130
   NonFiniteError       the weights of the last good step are exported, then the error; exit code 2
@@ -34,11 +34,11 @@ from rich.console import Console
 
 import infinity
 from infinity.checkpoint import export_safetensors
-from infinity.checkpoint.safetensors_export import check_space, plan_export
-from infinity.checkpoint.state_copy import Saving
-from infinity.checkpoint.state_directory import prune
-from infinity.checkpoint.state_load import Loaded, load
-from infinity.checkpoint.state_save import async_save, commit, copy_behind
+from infinity.checkpoint.huggingface.export_weights import check_space, plan_export
+from infinity.checkpoint.run.copy import Saving
+from infinity.checkpoint.run.directory import prune
+from infinity.checkpoint.run.load import Loaded, load
+from infinity.checkpoint.run.save import async_save, commit, copy_behind
 from infinity.config import SwapConfig
 from infinity.errors import ConfigError, InfinityError, NonFiniteError
 from infinity.training.allocator import give_back, keep_freed_memory
@@ -48,7 +48,7 @@ from infinity.training.loop import Loop, make_optimizer
 from infinity.training.model import ModelPlan, build_model, plan_model, stream_weights
 from infinity.training.output import MARKER_NAME, SUMMARY_NAME, OutputDirectory
 from infinity.training.ranks import JobRank, job_rank
-from infinity.training.report import Reporter, StepRecord, Summary, write_summary
+from infinity.training.report import MetricsRecord, Reporter, Summary, write_summary
 from infinity.training.resume import (
     check_same_run,
     clear_way,
@@ -143,7 +143,7 @@ def _prepare(config: SwapConfig, stack: ExitStack, resume: Loaded | None, rank: 
         output = OutputDirectory(config, resumed=resume.path if resume is not None else None)
         stack.callback(output.close)
     if config.output.export and output is not None:
-        export_nbytes = plan_export(model, max_shard_nbytes=config.output.max_shard).nbytes
+        export_nbytes = plan_export(model, max_shard_nbytes=config.output.max_shard_size).nbytes
         check_space(output.path, export_nbytes)
     batches = open_batches(
         data,
@@ -216,10 +216,10 @@ class _Run:
             prune(directory, checkpoint.keep)  # A crash may have come between.
         stream_weights(self._model, self._job.plan, self._config, resume=resume)
         self._engine = infinity.engine_of(self._model)
-        parts = self._engine.parts
-        self.summary.update_on = parts.update_place.place
-        if not parts.device.shares_host_memory:
-            self._reporter.note(f"updates {parts.update_place}")
+        engine = self._engine
+        self.summary.update_on = engine.update_device.place
+        if not engine.device.shares_host_memory:
+            self._reporter.note(f"updates {engine.update_device}")
         if self._trace_plan is not None:
             self._tracing = Tracing(
                 self._trace_plan, self._engine.counters.tracer, self._reporter.note
@@ -261,7 +261,7 @@ class _Run:
 
     def _go_on_copying(self, loaded: Loaded) -> None:
         """The copy of this step was cut off."""
-        checkpoint, volume = self._config.checkpoint, self._engine.parts.store.volume
+        checkpoint, volume = self._config.checkpoint, self._engine.store.volume
         if checkpoint is not None and volume is not None:
             directory = self._config.checkpoint_directory
             self._saving = copy_behind(self._engine, loaded.path, directory, keep=checkpoint.keep)
@@ -290,14 +290,14 @@ class _Run:
     def _is_stopped(self, interrupt: Interrupt) -> bool:
         """Whether any rank was asked to end: a signal reaches them at different moments."""
         if self._job.rank.count > 1:
-            received = self._engine.gather_numbers("whether to stop", interrupt.received or 0)
+            received = self._engine.all_gather_numbers("whether to stop", interrupt.received or 0)
             if interrupt.received is None and max(received):
                 interrupt.received = signal.Signals(int(max(received)))
         return interrupt.received is not None
 
     def _wait_for_all(self, what: str) -> None:
         """Other ranks need this one's shards as long as they read weights."""
-        self._engine.gather_numbers(what, 0)
+        self._engine.all_gather_numbers(what, 0)
 
     def finish(self, interrupt: Interrupt) -> None:
         """What is left to do when the steps are over; rank 0 does it."""
@@ -354,7 +354,7 @@ class _Run:
             if is_evaluated or is_last or self._commits_steps():
                 self._engine.flush()  # It is this step's work: no later one does it.
         elapsed_s = time.perf_counter() - start_s
-        record = StepRecord.between(
+        record = MetricsRecord.between(
             before,
             self._engine.counters.snapshot(),
             outcome=outcome,
@@ -410,11 +410,12 @@ class _Run:
         if saving is None or checkpoint is None:
             return
         with self._phase("copy_s"):
-            self._await_copy(interrupt, grace_s=checkpoint.grace or math.inf)
+            self._await_copy(interrupt, grace_s=checkpoint.grace_s or math.inf)
         if saving.is_abandoned:
             self.summary.checkpoint = str(saving.source)
             self._reporter.note(
-                f"gave up copying {saving.path} after {checkpoint.grace} s; --resume goes on from "
+                f"gave up copying {saving.path} after {checkpoint.grace_s} s; --resume goes on "
+                f"from "
                 f"{saving.source}"
             )
 
@@ -449,7 +450,7 @@ class _Run:
             export_safetensors(
                 self._model,
                 output,
-                max_shard_nbytes=self._config.output.max_shard,
+                max_shard_nbytes=self._config.output.max_shard_size,
                 tokenizer=getattr(self._job.tokenizer, "tokenizer", None),
             )
         self.summary.export_directory = str(output)

@@ -49,7 +49,7 @@ Snapshot = Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepRecord:
+class MetricsRecord:
     """One line of metrics.jsonl: an outcome, and what moved and waited meanwhile."""
 
     outcome: StepOutcome
@@ -68,7 +68,7 @@ class StepRecord:
         *,
         outcome: StepOutcome,
         elapsed_s: float,
-    ) -> StepRecord:
+    ) -> MetricsRecord:
         def grown(name: str) -> float:
             return after.get(name, 0.0) - before.get(name, 0.0)
 
@@ -143,7 +143,7 @@ class Summary:
 
     steps: int
     num_parameters: int
-    records: list[StepRecord] = field(default_factory=list)
+    records: list[MetricsRecord] = field(default_factory=list)
     held_out_losses: list[tuple[int, float]] = field(default_factory=list)
     phases_s: dict[str, float] = field(default_factory=dict)
     export_directory: str | None = None
@@ -235,7 +235,7 @@ class Reporter:
         """A line of its own, above the live one."""
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
-    def step(self, record: StepRecord, held_out_loss: float | None) -> None:
+    def step(self, record: MetricsRecord, held_out_loss: float | None) -> None:
         """Records one step; `held_out_loss` is that of an evaluation after it, if there was one."""
         step = record.outcome.step
         if self._metrics is not None:

@@ -13,16 +13,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from infinity.checkpoint.state_directory import list_checkpoints, step_of
-from infinity.checkpoint.state_load import Loaded, read_program
-from infinity.checkpoint.state_removal import damaged_after, give_up, set_aside
+from infinity.checkpoint.run.directory import list_checkpoints, step_of
+from infinity.checkpoint.run.load import Loaded, read_program
+from infinity.checkpoint.run.removal import damaged_after, give_up, set_aside
 from infinity.config import SwapConfig
 from infinity.errors import ConfigError, CorruptionError, InfinityError
 from infinity.training.data import Batches
 
 _DATA_KEYS = ("sequence_length", "held_out", "seed", "shuffle")
 _TRAIN_KEYS = ("batch_size", "schedule", "warmup_steps", "min_lr_ratio", "seed")
-_BATCHES_KEY = "train.accumulation"
+_BATCHES_KEY = "train.gradient_accumulation_steps"
 _IDENTITY = "run"
 
 
@@ -135,7 +135,7 @@ def identity_of(config: SwapConfig, batches: Batches, *, num_ranks: int = 1) -> 
     facts |= {f"precision.{key}": value for key, value in table["precision"].items()}
     facts |= {f"data.{key}": table["data"][key] for key in _DATA_KEYS}
     facts |= {f"train.{key}": table["train"][key] for key in _TRAIN_KEYS}
-    facts[_BATCHES_KEY] = table["train"]["accumulation"] * num_ranks
+    facts[_BATCHES_KEY] = table["train"]["gradient_accumulation_steps"] * num_ranks
     if table["train"]["schedule"] != "constant":  # Else a run may be made longer.
         facts["train.steps"] = table["train"]["steps"]
     if table["schedule"]["micro_batch"] is not None:  # It decides which random numbers are drawn.
@@ -166,4 +166,8 @@ def check_same_run(loaded: Loaded, identity: dict[str, Any]) -> None:
 
 
 def _name(key: str) -> str:
-    return "train.accumulation times the number of ranks" if key == _BATCHES_KEY else key
+    return (
+        "train.gradient_accumulation_steps times the number of ranks"
+        if key == _BATCHES_KEY
+        else key
+    )

@@ -117,7 +117,7 @@ def test_tune_prints_a_fragment_for_the_named_paths(
     fragment = tomllib.loads(done.stdout)
     assert written.read_text() == done.stdout
     (tier,) = fragment["tiers"]["nvme"]
-    assert tier["path"] == str(config.parent / "swap") and tier["read_gbps"] > 0
+    assert tier["path"] == str(config.parent / "swap") and tier["read_gb_per_s"] > 0
     assert fragment["io"]["queue_depth"] >= 2
     assert "chosen" in done.stderr
 

@@ -10,7 +10,7 @@ import pytest
 from infinity.bench import fio
 from infinity.bench.lab import Lab
 from infinity.bench.nvme import KINDS, open_site
-from infinity.bench.scratch import Share
+from infinity.bench.scratch import SpaceShare
 from infinity.errors import UnsupportedError
 from infinity.sizes import MIB
 
@@ -38,14 +38,14 @@ def job(*, read: int = 0, write: int = 0, runtime_ms: int = 500, error: int = 0)
 @pytest.mark.parametrize(("access", "rw"), [("strided", "read:65536"), ("random", "randread")])
 def test_access_with_gaps_moves_half_of_the_range(access: fio.Access, rw: str) -> None:
     settings = fio.FioSettings(64 << 10, 8, access)
-    words = fio.command([Share("/a/f", 0, 16 * MIB)], "read", settings, nbytes=4 * MIB)
+    words = fio.command([SpaceShare("/a/f", 0, 16 * MIB)], "read", settings, nbytes=4 * MIB)
     assert f"--rw={rw}" in words
     assert words[-2:] == [f"--size={4 * MIB}", f"--io_size={2 * MIB}"]
     assert str(settings) == f"64 KiB x 8, {access}"
 
 
 def test_each_file_is_a_job_over_its_share() -> None:
-    shares = [Share("/a/f", 8 * MIB, 16 * MIB), Share("/b/f", 0, 16 * MIB)]
+    shares = [SpaceShare("/a/f", 8 * MIB, 16 * MIB), SpaceShare("/b/f", 0, 16 * MIB)]
     words = fio.command(shares, "write", SETTINGS)
     assert words[words.index("--name=path0") :] == [
         "--name=path0", "--filename=/a/f", f"--offset={8 * MIB}", f"--size={16 * MIB}",
@@ -57,7 +57,7 @@ def test_each_file_is_a_job_over_its_share() -> None:
 
 
 def test_a_read_cannot_write_and_a_file_is_never_made() -> None:
-    words = fio.command([Share("/a", 0, MIB)], "read", SETTINGS, nbytes=4096)
+    words = fio.command([SpaceShare("/a", 0, MIB)], "read", SETTINGS, nbytes=4096)
     assert "--readonly" in words and "--allow_file_create=0" in words and "--size=4096" in words
 
 
@@ -116,6 +116,6 @@ def test_fio_gets_huge_pages_where_the_arena_does(make_lab: Callable[..., Lab]) 
 
 @needs_fio
 def test_fio_that_fails_says_why() -> None:
-    broken = fio.Fio([Share("/proc/nothing/here", 0, MIB)], "read", SETTINGS)
+    broken = fio.Fio([SpaceShare("/proc/nothing/here", 0, MIB)], "read", SETTINGS)
     with pytest.raises(UnsupportedError, match="--no-fio"):
         broken.run()

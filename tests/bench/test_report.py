@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from infinity.bench import plots, table
-from infinity.bench.measure import GB, Group, Result, Sample
+from infinity.bench.measure import GB, ContenderGroup, Measurement, Result
 from infinity.bench.report import from_json, rows_of, to_json
 from infinity.errors import UnsupportedError
 from infinity.sizes import KIB, MIB
@@ -20,14 +20,14 @@ class Named:
     def __init__(self, name: str) -> None:
         self.name = name
 
-    def run(self) -> Sample:
+    def run(self) -> Measurement:
         raise NotImplementedError
 
 
 def result(
     section: str, *, ok: bool = True, note: str = "", extent_nbytes: int = MIB, num_paths: int = 1
 ) -> Result:
-    group = Group(
+    group = ContenderGroup(
         section,
         f"case of {extent_nbytes} on {num_paths}",
         [Named("ours")],
@@ -37,9 +37,12 @@ def result(
     )
     latency_s = {0.5: 0.001, 0.9: 0.002, 0.99: 0.005}
     samples = {
-        "ours": [Sample(GB, 0.5, 0.01, ok, latency_s), Sample(GB, 1.0, 0.01, ok, latency_s)],
-        "slow ceiling": [Sample(GB, 1.0, 0.02), Sample(GB, 1.0, 0.02)],
-        "fast ceiling": [Sample(GB, 0.4, None, None, latency_s), Sample(GB, 0.8, None)],
+        "ours": [
+            Measurement(GB, 0.5, 0.01, ok, latency_s),
+            Measurement(GB, 1.0, 0.01, ok, latency_s),
+        ],
+        "slow ceiling": [Measurement(GB, 1.0, 0.02), Measurement(GB, 1.0, 0.02)],
+        "fast ceiling": [Measurement(GB, 0.4, None, None, latency_s), Measurement(GB, 0.8, None)],
     }
     return Result(group, samples)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from infinity.bench.measure import Group, Sample
+from infinity.bench.measure import ContenderGroup, Measurement
 from infinity.bench.runner import run_group
 
 
@@ -13,16 +13,16 @@ class Logged:
         self.name = name
         self._log = log
 
-    def run(self) -> Sample:
+    def run(self) -> Measurement:
         self._log.append(self.name)
-        return Sample(len(self._log), 1.0)
+        return Measurement(len(self._log), 1.0)
 
 
 def test_turns_are_interleaved_and_who_begins_changes() -> None:
     log: list[str] = []
     a, b, c = (Logged(name, log) for name in "ABC")
     rounds: list[int] = []
-    result = run_group(Group("t", "c", [a], [b, c]), rounds=3, on_round=rounds.append)
+    result = run_group(ContenderGroup("t", "c", [a], [b, c]), rounds=3, on_round=rounds.append)
     assert "".join(log[3:]) == "ABCBCACAB"
     assert rounds == [-1, 0, 1, 2]
     # Warm-ups are thrown away; the i-th samples are of one round.
@@ -32,10 +32,10 @@ def test_turns_are_interleaved_and_who_begins_changes() -> None:
 
 def test_without_warm_up_the_first_round_counts() -> None:
     log: list[str] = []
-    result = run_group(Group("t", "c", [Logged("A", log)]), rounds=1, warm_ups=0)
+    result = run_group(ContenderGroup("t", "c", [Logged("A", log)]), rounds=1, warm_ups=0)
     assert [sample.nbytes for sample in result.samples["A"]] == [1]
 
 
 def test_two_contenders_of_one_name_are_refused() -> None:
     with pytest.raises(AssertionError, match="one name"):
-        run_group(Group("t", "c", [Logged("A", []), Logged("A", [])]), rounds=1)
+        run_group(ContenderGroup("t", "c", [Logged("A", []), Logged("A", [])]), rounds=1)

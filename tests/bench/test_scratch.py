@@ -1,4 +1,4 @@
-"""Scratch files: the size that was said, full drives, and nothing left behind."""
+"""BenchDirectory files: the size that was said, full drives, and nothing left behind."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from infinity.bench import pattern
 from infinity.bench.lab import Lab
-from infinity.bench.scratch import DIRECTORY_NAME, Scratch, Share, check_room, shares_of
+from infinity.bench.scratch import DIRECTORY_NAME, BenchDirectory, SpaceShare, check_room, shares_of
 from infinity.errors import CapacityError, StorageError, SwapLockedError
 from infinity.sizes import GIB, MIB
 from infinity.storage.arena import Arena
@@ -22,7 +22,7 @@ _Statvfs = namedtuple("_Statvfs", "f_frsize f_blocks f_bavail")
 
 
 def test_files_have_the_stated_size_and_are_removed(arena: Arena, tmp_path: Path) -> None:
-    with Scratch(arena, [tmp_path], NBYTES) as scratch:
+    with BenchDirectory(arena, [tmp_path], NBYTES) as scratch:
         (path,) = scratch.file_paths
         assert os.stat(path).st_size == 2 * NBYTES
         # Allocated and written, not sparse: holes would be read without the drive.
@@ -36,7 +36,7 @@ def test_files_have_the_stated_size_and_are_removed(arena: Arena, tmp_path: Path
 
 def test_striped_files_share_the_regions(arena: Arena, make_lab: Callable[..., Lab]) -> None:
     lab = make_lab(2)
-    with Scratch(arena, lab.directories, NBYTES) as scratch:
+    with BenchDirectory(arena, lab.directories, NBYTES) as scratch:
         sizes = [os.stat(path).st_size for path in scratch.file_paths]
         assert sizes == [NBYTES, NBYTES]
         assert [share.nbytes for share in scratch.shares("busy")] == [NBYTES // 2, NBYTES // 2]
@@ -44,7 +44,7 @@ def test_striped_files_share_the_regions(arena: Arena, make_lab: Callable[..., L
 
 
 def test_files_are_removed_when_the_block_raises(arena: Arena, tmp_path: Path) -> None:
-    with pytest.raises(KeyboardInterrupt), Scratch(arena, [tmp_path], NBYTES):
+    with pytest.raises(KeyboardInterrupt), BenchDirectory(arena, [tmp_path], NBYTES):
         raise KeyboardInterrupt
     assert list(tmp_path.iterdir()) == []
 
@@ -53,16 +53,16 @@ def test_a_foreign_file_in_our_directory_stays(arena: Arena, tmp_path: Path) -> 
     foreign = tmp_path / DIRECTORY_NAME / "foreign"
     foreign.parent.mkdir()
     foreign.write_text("mine")
-    with Scratch(arena, [tmp_path], NBYTES):
+    with BenchDirectory(arena, [tmp_path], NBYTES):
         pass
     assert foreign.read_text() == "mine"
     assert [path.name for path in foreign.parent.iterdir()] == ["foreign"]
 
 
 def test_two_benchmarks_on_one_path_are_refused(arena: Arena, tmp_path: Path) -> None:
-    with Scratch(arena, [tmp_path], NBYTES) as scratch:
+    with BenchDirectory(arena, [tmp_path], NBYTES) as scratch:
         with pytest.raises(SwapLockedError):
-            Scratch(arena, [tmp_path], NBYTES)
+            BenchDirectory(arena, [tmp_path], NBYTES)
         assert os.path.exists(scratch.file_paths[0])
 
 
@@ -74,7 +74,7 @@ def test_a_full_drive_is_refused_before_a_file_is_made(
     full = _Statvfs(pages, 100 * GIB // pages, (GIB + 20 * MIB) // pages)
     monkeypatch.setattr(os, "statvfs", lambda _: full)
     with pytest.raises(CapacityError, match="too full") as caught:
-        Scratch(arena, [tmp_path], NBYTES)
+        BenchDirectory(arena, [tmp_path], NBYTES)
     assert caught.value.needed_nbytes == 2 * NBYTES
     assert caught.value.available_nbytes == 20 * MIB
     assert list(tmp_path.iterdir()) == []
@@ -94,9 +94,9 @@ def test_paths_of_one_drive_need_room_together(
 
 def test_a_missing_directory_is_named(arena: Arena, tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="no directory"):
-        Scratch(arena, [tmp_path / "nowhere"], NBYTES)
+        BenchDirectory(arena, [tmp_path / "nowhere"], NBYTES)
 
 
 def test_shares_are_one_range_per_file() -> None:
     extents = [Extent(0, 8, 4), Extent(1, 0, 4), Extent(0, 12, 4)]
-    assert shares_of(extents, ["a", "b"]) == [Share("a", 8, 8), Share("b", 0, 4)]
+    assert shares_of(extents, ["a", "b"]) == [SpaceShare("a", 8, 8), SpaceShare("b", 0, 4)]

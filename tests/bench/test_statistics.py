@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from infinity.bench.measure import GB, Sample
+from infinity.bench.measure import GB, Measurement
 from infinity.bench.statistics import (
     cpu_s_per_gb,
     paired_ratios,
@@ -14,12 +14,12 @@ from infinity.bench.statistics import (
 )
 
 
-def samples(*gbps: float) -> list[Sample]:
-    return [Sample(GB, 1 / each) for each in gbps]
+def samples(*gbps: float) -> list[Measurement]:
+    return [Measurement(GB, 1 / each) for each in gbps]
 
 
 def test_bandwidth_is_decimal() -> None:
-    assert Sample(3 * GB, 2.0).gbps == pytest.approx(1.5)
+    assert Measurement(3 * GB, 2.0).gbps == pytest.approx(1.5)
 
 
 def test_summary_has_median_and_spread() -> None:
@@ -40,12 +40,12 @@ def test_ratios_need_the_same_rounds() -> None:
 
 def test_cpu_is_summed_before_it_is_divided() -> None:
     """fio counts whole milliseconds: most rounds may say 0."""
-    found = [Sample(GB, 1.0, cpu_s) for cpu_s in (0.0, 0.0, 0.003)]
+    found = [Measurement(GB, 1.0, cpu_s) for cpu_s in (0.0, 0.0, 0.003)]
     assert cpu_s_per_gb(found) == pytest.approx(0.001)
 
 
 def test_cpu_is_unknown_when_one_sample_does_not_know() -> None:
-    assert cpu_s_per_gb([Sample(GB, 1.0, 0.5), Sample(GB, 1.0)]) is None
+    assert cpu_s_per_gb([Measurement(GB, 1.0, 0.5), Measurement(GB, 1.0)]) is None
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_cpu_is_unknown_when_one_sample_does_not_know() -> None:
 def test_one_wrong_comparison_is_wrong(
     flags: tuple[bool | None, ...], expected: bool | None
 ) -> None:
-    assert verdict([Sample(GB, 1.0, ok=flag) for flag in flags]) is expected
+    assert verdict([Measurement(GB, 1.0, ok=flag) for flag in flags]) is expected
 
 
 def test_quantiles_are_values_that_occurred() -> None:

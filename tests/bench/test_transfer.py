@@ -10,7 +10,7 @@ import pytest
 
 from infinity.bench import extents
 from infinity.bench.lab import Lab
-from infinity.bench.nvme import KINDS, Site, open_site
+from infinity.bench.nvme import KINDS, DriveSite, open_site
 from infinity.bench.raw_ring import RawRing
 from infinity.bench.transfer import (
     EngineLatency,
@@ -30,7 +30,7 @@ NBYTES = 8 * MIB
 
 
 @pytest.fixture(params=[1, 2])
-def site(request: pytest.FixtureRequest, make_lab: Callable[..., Lab]) -> Iterator[Site]:
+def site(request: pytest.FixtureRequest, make_lab: Callable[..., Lab]) -> Iterator[DriveSite]:
     """One path, and two striped ones."""
     lab = make_lab(request.param)
     with open_site(lab, lab.directories) as site:
@@ -38,7 +38,7 @@ def site(request: pytest.FixtureRequest, make_lab: Callable[..., Lab]) -> Iterat
 
 
 @pytest.fixture
-def files(site: Site) -> Iterator[FileSet]:
+def files(site: DriveSite) -> Iterator[FileSet]:
     with site.lab.engine() as engine:
         yield FileSet(engine, site.scratch, site.lab.arena)
 
@@ -112,7 +112,7 @@ def test_two_extents_that_change_places_are_seen(files: FileSet, kind: TransferK
 
 @pytest.mark.parametrize("kind", ["read", "mixed"])
 def test_a_changed_byte_on_the_drive_is_seen(
-    site: Site, files: FileSet, kind: TransferKind
+    site: DriveSite, files: FileSet, kind: TransferKind
 ) -> None:
     share = site.scratch.shares("still")[0]
     with open(share.path, "r+b") as file:
@@ -142,14 +142,14 @@ class Forgetful:
 
 
 @pytest.mark.parametrize("kind", ["read", "write"])
-def test_a_transfer_that_did_nothing_is_seen(site: Site, kind: TransferKind) -> None:
+def test_a_transfer_that_did_nothing_is_seen(site: DriveSite, kind: TransferKind) -> None:
     with site.lab.engine() as engine:
         files = FileSet(Forgetful(engine, kind), site.scratch, site.lab.arena)
         transfer = EngineTransfer("e", files, kind, nbytes=NBYTES, extent_nbytes=MIB)
         assert transfer.run().ok is False
 
 
-def test_an_error_of_the_drive_is_raised(site: Site) -> None:
+def test_an_error_of_the_drive_is_raised(site: DriveSite) -> None:
     with site.lab.engine() as engine:
         faulty = FaultyEngine(engine)
         files = FileSet(faulty, site.scratch, site.lab.arena)
@@ -166,7 +166,7 @@ def test_latency_is_taken_per_request(files: FileSet) -> None:
         assert 0 < sample.latency_s[0.01] <= sample.latency_s[0.5] <= sample.latency_s[0.999]
 
 
-def test_write_backs_are_queued_while_a_demand_read_waits(site: Site) -> None:
+def test_write_backs_are_queued_while_a_demand_read_waits(site: DriveSite) -> None:
     submitted: list[tuple[str, Priority]] = []
 
     class Watching:

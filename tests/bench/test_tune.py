@@ -12,8 +12,8 @@ import pytest
 from infinity.bench import tune
 from infinity.bench.lab import Lab
 from infinity.bench.nvme import KINDS
-from infinity.bench.statistics import Summary
-from infinity.bench.tune import Candidate, Choice, PathBandwidth, RingSetup
+from infinity.bench.statistics import SampleSummary
+from infinity.bench.tune import Candidate, PathBandwidth, RingSetup, TunedSetting
 from infinity.config import SwapConfig
 from infinity.sizes import MIB
 from infinity.storage.probe import explain_missing_uring
@@ -66,19 +66,19 @@ def test_two_searches_of_one_noisy_drive_agree() -> None:
         for _ in range(9):
             spell = chance.choice((1.0, 0.6))
             for who, values in found.items():
-                true_gbps = 3.0 * min(1.0, who.in_flight_nbytes / (8 * MIB))
-                values.append(true_gbps * spell * chance.gauss(1.0, 0.02))
+                true_gb_per_s = 3.0 * min(1.0, who.in_flight_nbytes / (8 * MIB))
+                values.append(true_gb_per_s * spell * chance.gauss(1.0, 0.02))
         return tune.choose(tune.scores(rates(found)))
 
     assert {search(seed) for seed in range(20)} == {Candidate(4 * MIB, 2)}
 
 
-def choice(*gbps: float, rings: RingSetup | None = None) -> Choice:
+def choice(*gbps: float, rings: RingSetup | None = None) -> TunedSetting:
     paths = tuple(
-        PathBandwidth(f"/mnt/{index}", *[Summary(each, each / 2, each * 2, 5)] * 3)
+        PathBandwidth(f"/mnt/{index}", *[SampleSummary(each, each / 2, each * 2, 5)] * 3)
         for index, each in enumerate(gbps)
     )
-    return Choice(MIDDLE, {MIDDLE: 1.0}, rings, {}, 3, 0.005, paths)
+    return TunedSetting(MIDDLE, {MIDDLE: 1.0}, rings, {}, 3, 0.005, paths)
 
 
 def test_fragment_is_a_configuration() -> None:
@@ -86,7 +86,7 @@ def test_fragment_is_a_configuration() -> None:
     config = SwapConfig.load(tomllib.loads(text))
     assert (config.io.block_size, config.io.queue_depth) == (4 * MIB, 4)
     (tier,) = config.tiers.nvme
-    assert (tier.read_gbps, tier.write_gbps, tier.mixed_gbps) == (2.5, 2.5, 2.5)
+    assert (tier.read_gb_per_s, tier.write_gb_per_s, tier.mixed_gb_per_s) == (2.5, 2.5, 2.5)
     assert text.startswith("# remark\n")
 
 

@@ -23,8 +23,8 @@ from typing import Any
 
 import torch
 
-from infinity.checkpoint.safetensors_format import tensor_bytes
-from infinity.checkpoint.state_directory import list_checkpoints, step_of
+from infinity.checkpoint.huggingface.safetensors_file import tensor_bytes
+from infinity.checkpoint.run.directory import list_checkpoints, step_of
 from tests.checkpoint.harness import durable, run
 from tests.checkpoint.test_copy import elsewhere, save
 

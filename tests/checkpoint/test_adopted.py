@@ -44,7 +44,7 @@ def names(directory: Path) -> set[str]:
 
 
 def volume_of(each: Run) -> Any:
-    return infinity.engine_of(each.model).parts.store.volume
+    return infinity.engine_of(each.model).store.volume
 
 
 @pytest.mark.parametrize("placement", ["nvme", MIXED], ids=["nvme", "mixed"])

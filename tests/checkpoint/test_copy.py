@@ -12,7 +12,7 @@ import pytest
 
 import infinity
 from infinity.checkpoint import Saving
-from infinity.checkpoint.state_copy import Pace
+from infinity.checkpoint.run.copy import Pace
 from infinity.engine import durability
 from infinity.errors import ConfigError, CorruptionError, InfinityError, StorageError
 from infinity.storage.engine import Priority
@@ -84,7 +84,7 @@ def started(tmp_path: Path, far: Path, drives: list[Drive], **options: Any):
 
 
 def frozen(each: Run) -> list[str]:
-    volume = infinity.engine_of(each.model).parts.store.volume
+    volume = infinity.engine_of(each.model).store.volume
     assert volume is not None
     return [Path(one.label).parent.name for one in volume.frozen]
 
@@ -220,6 +220,6 @@ def test_spares_are_for_the_copy_and_the_last_step(tmp_path, far):
         section = durable(far, durability=mode, keep=5)
         with run("bf16", tmp_path / "swap", checkpoint=section) as each:
             engine = infinity.engine_of(each.model)
-            assert engine.parts.store.volume.num_spares == count
+            assert engine.store.volume.num_spares == count
             ranked = durability.count_spares(engine.config, num_ranks=2)
             assert ranked == max(0, count - 1), "several ranks do not copy behind training"

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 import infinity
-from infinity.checkpoint.state_load import read_program
-from infinity.checkpoint.state_manifest import DIGEST_NAME, MANIFEST_NAME, SCHEMA, digest_line
-from infinity.checkpoint.state_removal import remove_own
+from infinity.checkpoint.run.load import read_program
+from infinity.checkpoint.run.manifest import DIGEST_NAME, MANIFEST_NAME, SCHEMA, digest_line
+from infinity.checkpoint.run.removal import remove_own
 from infinity.errors import ConfigError, CorruptionError, InfinityError, UnsupportedError
 
 from .harness import assert_same, content, run

@@ -119,7 +119,7 @@ def test_too_little_space_is_refused_before_anything_is_written(tmp_path, monkey
 
 
 def test_two_writers_are_kept_apart(tmp_path):
-    from infinity.checkpoint import state_directory
+    from infinity.checkpoint.run import directory as state_directory
 
     with run("fp32", tmp_path / "swap") as each:
         with (

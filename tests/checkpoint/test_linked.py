@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import infinity
-from infinity.checkpoint.state_linked import CHECKSUMS_NAME, TABLE_NAME
+from infinity.checkpoint.run.linked import CHECKSUMS_NAME, TABLE_NAME
 from infinity.errors import CapacityError, ConfigError, CorruptionError, StorageError
 from infinity.testing.faulty_engine import Fault, FaultyEngine
 from tests.storage.test_kernel_faults import ext4_on_loop
@@ -67,7 +67,7 @@ def test_what_rests_elsewhere_is_written_beside_the_links(tmp_path):
         path = each.save(checkpoints)
         plain = each.save(tmp_path / "plain", linked=False)
         expected = each.steps(2, 4)
-    linked = {tensor[0] for piece in table(path) for tensor in piece["tensors"]}
+    linked = {tensor[0] for state_kind in table(path) for tensor in state_kind["tensors"]}
     copied = set()
     for file in path.glob("unit-*.safetensors"):
         names = json.loads(file.read_bytes()[8:].split(b"}}")[0] + b"}}")
@@ -159,7 +159,7 @@ def test_a_checkpoint_does_not_grow_with_the_model(tmp_path, monkeypatch):
             before = counter.nbytes
             path = each.save(directory / "checkpoints")
             spent[kind] = counter.nbytes - before
-            state[kind] = sum(run[2] for piece in table(path) for run in piece["runs"])
+            state[kind] = sum(run[2] for state_kind in table(path) for run in state_kind["runs"])
             before = counter.nbytes
             each.save(directory / "plain", linked=False)
             assert counter.nbytes - before >= state[kind] * 0.9
@@ -190,7 +190,7 @@ def test_without_the_section_there_is_nothing_to_pay(tmp_path, monkeypatch):
         ) as each:
             each.steps(0, 2)
             assert len(list((tmp_path / name).glob("*.swap"))) == 1
-            assert infinity.engine_of(each.model).parts.store.volume.num_spares == 0
+            assert infinity.engine_of(each.model).store.volume.num_spares == 0
         seen[name] = writes
     assert seen["none"] == seen["off"]
 
@@ -226,7 +226,7 @@ def test_a_file_system_without_links_gets_a_copy(tmp_path, monkeypatch, code):
         monkeypatch.setattr(os, "link", refuse)
         path = each.save(tmp_path / "c", keep=1)
         assert not is_linked(path)
-        assert infinity.engine_of(each.model).parts.store.volume.frozen == ()
+        assert infinity.engine_of(each.model).store.volume.frozen == ()
         each.steps(1, 2)
         assert infinity.checkpoint.inspect(path, verify=True)[0].is_whole
 
@@ -269,8 +269,8 @@ def test_a_flipped_bit_is_found_in_every_page_and_every_small_file(saved, tmp_pa
     shutil.copytree(saved, copy)
     places = [
         (run[0], run[1] + page * 4096 + (page * 977) % 4096)
-        for piece in table(saved)
-        for run in piece["runs"]
+        for state_kind in table(saved)
+        for run in state_kind["runs"]
         for page in range(run[2] // 4096)
     ]
     assert len({name for name, _ in places}) == 2, "two generations hold the state"
@@ -297,7 +297,7 @@ def test_other_ranges_of_a_linked_file_are_no_part_of_it(saved, tmp_path):
     copy = tmp_path / saved.name
     shutil.copytree(saved, copy)
     used: dict[str, set[int]] = {}
-    for run_ in (run_ for piece in table(saved) for run_ in piece["runs"]):
+    for run_ in (run_ for state_kind in table(saved) for run_ in state_kind["runs"]):
         pages = range(run_[1] // 4096, (run_[1] + run_[2]) // 4096)
         used.setdefault(run_[0], set()).update(pages)
     for name, pages in used.items():
@@ -312,8 +312,8 @@ def test_other_ranges_of_a_linked_file_are_no_part_of_it(saved, tmp_path):
 def test_a_damaged_page_stops_a_load(saved, tmp_path):
     copy = tmp_path / saved.name
     shutil.copytree(saved, copy)
-    piece = next(p for p in table(saved) if p["piece"] == "exp_avg")
-    name, offset, _ = piece["runs"][0]
+    state_kind = next(p for p in table(saved) if p["piece"] == "exp_avg")
+    name, offset, _ = state_kind["runs"][0]
     flip(copy / name, offset + 10)
     with (
         run("frozen", tmp_path / "swap", seed=4) as each,
@@ -421,10 +421,10 @@ def state_of(directory: Path) -> dict[str, bytes]:
         for name, data in content(path).items():
             if not name.endswith(".swap"):
                 found[f"{path.name}/{name}"] = data
-        for number, piece in enumerate(table(path)):
+        for number, state_kind in enumerate(table(path)):
             parts = [
                 (path / file).read_bytes()[offset : offset + nbytes]
-                for file, offset, nbytes in piece["runs"]
+                for file, offset, nbytes in state_kind["runs"]
             ]
             found[f"{path.name}/{number}"] = b"".join(parts)
     return found
@@ -507,7 +507,7 @@ def test_host_memory_that_runs_out_in_a_step_keeps_the_last_commit(tmp_path, mon
         engine = infinity.engine_of(each.model)
         left = nth
 
-        def require(nbytes, label, real=engine.parts.pool.require):
+        def require(nbytes, label, real=engine.pool.require):
             nonlocal left
             left -= 1
             if left <= 0:
@@ -517,7 +517,7 @@ def test_host_memory_that_runs_out_in_a_step_keeps_the_last_commit(tmp_path, mon
             return real(nbytes, label)
 
         with monkeypatch.context() as patched:
-            patched.setattr(engine.parts.pool, "require", require)
+            patched.setattr(engine.pool, "require", require)
             with pytest.raises(CapacityError):
                 each.step(2)
                 each.commit()

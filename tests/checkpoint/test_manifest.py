@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinity.checkpoint.state_manifest import (
+from infinity.checkpoint.run.manifest import (
     SCHEMA,
-    Extent,
     FileEntry,
     Manifest,
+    StoredRange,
     digest_line,
     parse,
     to_bytes,
@@ -32,7 +32,7 @@ def file_entries(draw, name):
     for _ in range(draw(st.integers(1, 4))):
         nbytes = draw(st.integers(0, 2**50))
         kind = draw(st.sampled_from(["header", "parameters", "moments"]))
-        extents.append(Extent(draw(texts), kind, end, nbytes, draw(digests)))
+        extents.append(StoredRange(draw(texts), kind, end, nbytes, draw(digests)))
         end += nbytes
     return FileEntry(name, end, tuple(extents))
 
@@ -95,8 +95,8 @@ def test_a_newer_schema_is_refused_with_the_remedy():
         read(json.dumps(body).encode())
 
 
-def extent(start: int, nbytes: int) -> Extent:
-    return Extent("t", "parameters", start, nbytes, "0" * 64)
+def extent(start: int, nbytes: int) -> StoredRange:
+    return StoredRange("t", "parameters", start, nbytes, "0" * 64)
 
 
 FILE = FileEntry("a", 3, (extent(0, 1), extent(1, 2)))

@@ -18,8 +18,8 @@ import pytest
 
 import infinity
 from infinity.checkpoint import Saving
-from infinity.checkpoint.state_directory import list_checkpoints, step_of
-from infinity.checkpoint.state_manifest import MANIFEST_NAME
+from infinity.checkpoint.run.directory import list_checkpoints, step_of
+from infinity.checkpoint.run.manifest import MANIFEST_NAME
 from infinity.storage.volume import Volume
 
 from .harness import assert_same, durable, run

@@ -251,7 +251,7 @@ def assert_describes(error: BaseException, *, operation: str, code: int, directo
 
 
 def lent(engine: Engine) -> list[str]:
-    return engine.parts.pool._host.lent()
+    return engine.pool._host.lent()
 
 
 def settle(engine: Engine) -> None:
@@ -276,7 +276,7 @@ def assert_nothing_leaked(engine: Engine) -> None:
     assert len(labels) == len(set(labels)), f"lent twice: {labels}"
     allowed = {
         f"{what} of {unit.name}"
-        for unit in engine.parts.store.units
+        for unit in engine.store.units
         for what in ("parameters", "gradients")
     } | {"chunks of the optimizer"}
     assert set(labels) <= allowed, f"leaked: {sorted(set(labels) - allowed)}"
@@ -284,7 +284,7 @@ def assert_nothing_leaked(engine: Engine) -> None:
 
 def assert_everything_comes_back(engine: Engine) -> None:
     """Where all state rests on NVMe, the whole arena can be had in one piece."""
-    pool = engine.parts.pool
+    pool = engine.pool
     capacity_nbytes = pool._host.capacity_nbytes
     try:
         block = pool.require(capacity_nbytes, "everything")

@@ -14,7 +14,7 @@ import infinity
 from infinity.engine.engine import Engine
 from infinity.errors import CorruptionError, InfinityError
 from infinity.sizes import PAGE_NBYTES
-from infinity.state.store import NvmeHome
+from infinity.state.store import NvmeLocation
 from infinity.storage.volume import FileRange
 from infinity.testing.models import Mlp
 from infinity.testing.simulated_device import SimulatedDevice
@@ -47,13 +47,13 @@ def flip(path: str, offset_nbytes: int, random_bits: random.Random) -> None:
 
 def places(engine: Engine, piece: str) -> list[tuple[str, FileRange]]:
     """Every unit that has this piece on NVMe, and where its bytes are now."""
-    store = engine.parts.store
+    store = engine.store
     assert store.volume is not None
     return [
         (store.units[index].name, each)
-        for (index, name), home in store.placed().items()
-        if name.value == piece and isinstance(home, NvmeHome)
-        for each in store.volume.locate(home.extents)
+        for (index, name), location in store.placed().items()
+        if name.value == piece and isinstance(location, NvmeLocation)
+        for each in store.volume.locate(location.extents)
     ]
 
 
@@ -151,7 +151,7 @@ def test_flipped_bits_of_parked_activations_end_in_an_error(tmp_path: Path) -> N
     config["placement"]["activations"] = "nvme"
     model = mlp()
     engine = offload(model, config, device=SimulatedDevice())
-    volume = engine.parts.store.volume
+    volume = engine.store.volume
     assert volume is not None
     (path,) = volume.file_paths
 
@@ -167,7 +167,9 @@ def test_flipped_bits_of_parked_activations_end_in_an_error(tmp_path: Path) -> N
 
     try:
         with pytest.raises(CorruptionError, match="activations: the page is not what was written"):
-            infinity.accumulate(model, loss, [torch.full((2, 96), 0.1), torch.full((2, 96), 0.2)])
+            infinity.forward_backward(
+                model, loss, [torch.full((2, 96), 0.1), torch.full((2, 96), 0.2)]
+            )
     finally:
         engine.close()
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from infinity.engine.interrupts import uninterrupted
+from infinity.modules.interrupts import uninterrupted
 
 from .harness import (
     assert_same,

@@ -19,7 +19,7 @@ BATCHES = [torch.full((2, 96), 0.1 * number) for number in range(1, 4)]
 
 
 def accumulate(model: torch.nn.Module) -> tuple[list[float], Any]:
-    losses = infinity.accumulate(model, lambda x: model(x).square().mean(), BATCHES)
+    losses = infinity.forward_backward(model, lambda x: model(x).square().mean(), BATCHES)
     engine = infinity.engine_of(model)
     gradients = {name: engine.read_gradient(name) for name in engine.parameter_names()}
     return [loss.item() for loss in losses], gradients
@@ -38,12 +38,12 @@ def test_a_failed_transfer_of_inputs_is_raised_and_leaks_nothing(
         expected_losses, expected = accumulate(reference)
     model = mlp()
     with trapped(model, config, device=SimulatedDevice(seed=nth, delay_s=1e-4)) as (engine, trap):
-        lent = engine.parts.store._host.lent()
+        lent = engine.store._host.lent()
         trap.set(operation, nth, errno.EIO)
         with pytest.raises(StorageError, match=operation):
             accumulate(model)
         assert engine.resident_units() == []
-        assert engine.parts.store._host.lent() == lent
+        assert engine.store._host.lent() == lent
         model.zero_grad()
         if operation == "write":
             with pytest.raises(StorageError, match="write"):  # The volume takes nothing any more.

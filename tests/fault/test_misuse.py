@@ -109,7 +109,7 @@ def test_a_loss_that_is_none_is_named(tmp_path, loss):
     model = infinity.offload(nn.Linear(4, 4), swap_config(tmp_path))
     got = "NoneType" if loss is None else r"shape \(2,\)"
     with pytest.raises(ConfigError, match=f"expected loss_of.* got {got}"):
-        infinity.accumulate(model, lambda batch: loss, [1, 2])
+        infinity.forward_backward(model, lambda batch: loss, [1, 2])
     model(torch.ones(1, 4)).sum().backward()
     infinity.engine_of(model).close()
 
@@ -130,7 +130,7 @@ def test_a_closed_engine_says_so(tmp_path):
         with pytest.raises(InfinityError, match="engine .*is closed"):
             use()
     with pytest.raises(InfinityError, match="not offloaded"):
-        infinity.accumulate(model, lambda batch: model(batch).sum(), [torch.ones(1, 4)])
+        infinity.forward_backward(model, lambda batch: model(batch).sum(), [torch.ones(1, 4)])
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,7 @@ def step(model: Any, optimizer: Any, inputs: dict[str, Tensor]) -> Tensor:
 def test_the_arena_is_pinned_while_the_engine_lives(swap_directory: Path) -> None:
     with offloaded(decoder(), config(swap_directory)) as model:
         engine = infinity.engine_of(model)
-        host = engine.parts.device.host  # type: ignore[attr-defined]
+        host = engine.device.host  # type: ignore[attr-defined]
         assert host._bytes[:4096].is_pinned() and host._bytes[-4096:].is_pinned()
         assert torch.cuda.get_sync_debug_mode() == 0
     # A second engine may have the same addresses: the first one has given them back.
@@ -186,7 +186,7 @@ def test_updates_have_the_same_bits_wherever_they_are_made(swap_directory: Path)
     for place in ("host", "device", "auto"):
         with offloaded(decoder(), config(swap_directory, schedule={"update_on": place})) as model:
             engine = infinity.engine_of(model)
-            why[place] = engine.parts.update_place.why
+            why[place] = engine.update_device.why
             optimizer = infinity.AdamW(model, lr=1e-3, max_grad_norm=1.0)
             for number in range(3):
                 step(model, optimizer, batch(number))
@@ -221,7 +221,7 @@ def test_micro_batches_are_summed_on_the_device(swap_directory: Path) -> None:
     left_nbytes = []
     for count in (1, 4):
         with offloaded(decoder(), config(swap_directory)) as model:
-            infinity.accumulate(model, lambda seed: model(**batch(seed)), range(count))
+            infinity.forward_backward(model, lambda seed: model(**batch(seed)), range(count))
             counters = infinity.engine_of(model).counters.snapshot()
             left_nbytes.append(counters["device_out_nbytes"])
     blocks_nbytes = LAYERS * block_nbytes()
@@ -231,10 +231,10 @@ def test_micro_batches_are_summed_on_the_device(swap_directory: Path) -> None:
 def test_micro_batches_take_turns_at_tiles(swap_directory: Path) -> None:
     """In half a block's window: backwards wait for each other, each in a thread of its own."""
     found = []
-    for num_inside in (1, 4):
-        schedule = {"tile": "1MiB", "tile_strands": num_inside}
+    for tile_micro_batches in (1, 4):
+        schedule = {"tile": "1MiB", "tile_micro_batches": tile_micro_batches}
         with offloaded(decoder(), config(swap_directory, blocks=0.5, schedule=schedule)) as model:
-            infinity.accumulate(model, lambda seed: model(**batch(seed)), range(4))
+            infinity.forward_backward(model, lambda seed: model(**batch(seed)), range(4))
             engine = infinity.engine_of(model)
             gradients = {name: engine.read_gradient(name) for name in engine.parameter_names()}
             found.append((engine.counters.snapshot()["device_in_nbytes"], gradients))

@@ -82,13 +82,15 @@ class Reads:
 
 
 def test_what_is_trained_and_what_is_frozen_are_units_of_their_own() -> None:
-    mixed = discover.dissect(lora())
+    mixed = discover.discover_units(lora())
     for _, members in mixed.units:
         assert len({found.parameter.requires_grad for found in members}) == 1
     names = [name for name, _ in mixed.units]
     assert len(set(names)) == len(names)
     trained = lora().requires_grad_(True)
-    assert len(discover.dissect(trained).units) == len(names) - 4  # The adapters of four blocks.
+    assert (
+        len(discover.discover_units(trained).units) == len(names) - 4
+    )  # The adapters of four blocks.
 
 
 @pytest.mark.parametrize("updates", ["deferred", "at_step"])
@@ -116,7 +118,7 @@ def test_saving_an_adapter_reads_the_adapter_alone(host: str, tmp_path: Path) ->
     model = infinity.offload(lora(), swap(tmp_path, host))
     with infinity.engine_of(model) as engine, torch.no_grad():
         model(input_ids=IDS)  # There is an order of uses to be mistaken for a pass.
-        engine.parts.executor.forget()
+        engine.weight_cache.forget()
         reads = Reads(model)
         values = model.state_dict()
         assert list(values) == list(plain.state_dict()) and reads() == 0
@@ -132,7 +134,7 @@ def test_an_adapter_is_loaded_onto_an_offloaded_model(tmp_path: Path) -> None:
     set_peft_model_state_dict(plain, wanted, ignore_mismatched_sizes=True)
     model = infinity.offload(lora(), swap(tmp_path))
     with infinity.engine_of(model) as engine, torch.no_grad():
-        engine.parts.executor.forget()
+        engine.weight_cache.forget()
         reads = Reads(model)
         set_peft_model_state_dict(model, wanted, ignore_mismatched_sizes=True)
         found = get_peft_model_state_dict(model)
@@ -202,17 +204,17 @@ def test_a_checkpoint_of_units_that_were_mixed_is_loaded(
 ) -> None:
     """As earlier releases wrote them: adapters and base of a block in one unit."""
 
-    def mixed(model: nn.Module, rule: Any) -> discover.Anatomy:
-        anatomy = discover.dissect(model, rule)
-        units: dict[tuple[int, ...], tuple[str, list[discover.Found]]] = {}
+    def mixed(model: nn.Module, rule: Any) -> discover.ModelLayout:
+        anatomy = discover.discover_units(model, rule)
+        units: dict[tuple[int, ...], tuple[str, list[discover.FoundParam]]] = {}
         for name, members in anatomy.units:
             units.setdefault(tuple(members[0].sites), (name, []))[1].extend(members)
-        return discover.Anatomy(model, anatomy.sites, list(units.values()))
+        return discover.ModelLayout(model, anatomy.sites, list(units.values()))
 
     config = swap(tmp_path) | {
         "checkpoint": {"durability": "step", "directory": str(tmp_path / "c")}
     }
-    monkeypatch.setattr(build, "dissect", mixed)
+    monkeypatch.setattr(build, "discover_units", mixed)
     model = infinity.offload(lora(), config)
     optimizer = infinity.AdamW(model, lr=1e-2)
     train(model, optimizer, 2)

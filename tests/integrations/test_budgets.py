@@ -45,7 +45,7 @@ def adapted(model: Any) -> Any:
 
 
 def on_meta(name: str, config: dict[str, Any]) -> Any:
-    with infinity.init(config):
+    with infinity.init_empty_weights(config):
         return MODELS[name]()
 
 

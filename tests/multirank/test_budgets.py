@@ -63,7 +63,7 @@ def accumulate_untold(rank: int, swap: Path) -> None:
     with pytest.raises(
         CapacityError, match=rf"micro_batch.* {math.ceil(least / 2**20)}MiB or more"
     ):
-        infinity.accumulate(model, calls.append, micro_batches(case, rank, 0))  # type: ignore[arg-type]
+        infinity.forward_backward(model, calls.append, micro_batches(case, rank, 0))  # type: ignore[arg-type]
     assert not calls
     train_model(model, rank, replace(case, layer_major=False))
     infinity.engine_of(model).close()

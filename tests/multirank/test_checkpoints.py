@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 import infinity
-from infinity.checkpoint import state_save
-from infinity.checkpoint.source import CheckpointSource
-from infinity.checkpoint.source import _whole as whole_of
-from infinity.checkpoint.state_directory import step_of
+from infinity.checkpoint.reader import CheckpointSource
+from infinity.checkpoint.reader import _whole as whole_of
+from infinity.checkpoint.run import save as state_save
+from infinity.checkpoint.run.directory import step_of
 from infinity.errors import ConfigError, CorruptionError, InfinityError, StorageError
 from infinity.ops.dynamic_8bit import State8Bit, decode
 from infinity.storage.page_reader import PageReader
@@ -282,7 +282,7 @@ def _go_on_in_place(rank: int, directory: str) -> tuple[float, list[tuple[float,
     section = {"durability": "step", "keep": 1, "directory": f"{directory}/saved"}
     case = Case(2, NVME, compute="bfloat16")
     run = Run(rank, case, directory, checkpoint=section, resume=commits)
-    weights_nbytes = sum(unit.weight_nbytes for unit in run.engine.parts.ranks.partition.wholes)
+    weights_nbytes = sum(unit.weight_nbytes for unit in run.engine.ranks.partition.full_units)
     before = run.engine.counters.snapshot()["nvme_write_nbytes"]
     assert run.load(commits).step == 2
     written = run.engine.counters.snapshot()["nvme_write_nbytes"] - before
@@ -352,8 +352,8 @@ def test_what_ranks_wrote_is_checked_and_can_be_exported(tmp_path: Path) -> None
     assert there <= sum(read) < 1.3 * there, "a rank reads what it keeps"
     assert max(read) < there / 2
     shard = saved / "rank-00001"
-    pieces = json.loads((shard / "linked.json").read_text())["pieces"]
-    file, at, _ = next(piece for piece in pieces if piece["piece"] == "exp_avg")["runs"][0]
+    kinds = json.loads((shard / "linked.json").read_text())["pieces"]
+    file, at, _ = next(kind for kind in kinds if kind["piece"] == "exp_avg")["runs"][0]
     with (shard / file).open("r+b") as linked:
         byte = os.pread(linked.fileno(), 1, at + 5)[0]
         os.pwrite(linked.fileno(), bytes([byte ^ 16]), at + 5)

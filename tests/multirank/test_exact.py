@@ -40,8 +40,8 @@ OTHERS = [
     *(Case(stage, NVME, model="experts", steps=4) for stage in STAGES),
     *(Case(stage, accumulation=3, skips=True) for stage in STAGES),
     # Nearly all that waits to be summed waits on the drive.
-    Case(1, NVME, inbox=4096, steps=2),
-    Case(3, NVME, inbox=4096, accumulation=2, steps=2),
+    Case(1, NVME, reduce_buffer=4096, steps=2),
+    Case(3, NVME, reduce_buffer=4096, accumulation=2, steps=2),
     Case(2, layer_major=True, accumulation=3, steps=2),
     Case(3, MIXED, layer_major=True, accumulation=3, simulated=True),
     Case(1, reduce_dtype="bfloat16", accumulation=2, steps=2),
@@ -92,9 +92,9 @@ def test_ranks_have_the_bits_of_a_sum_in_rank_order(count: int) -> None:
     ):
         for rank, (found, wanted) in enumerate(zip(runs, expected(case, count), strict=True)):
             assert_same(found, wanted, f"rank {rank} of {count}, {case}")
-            if case.inbox != "auto":
-                assert found.counters["ranks_inbox_high_water_nbytes"] <= case.inbox
-                assert found.counters["ranks_inbox_spilled_nbytes"] > case.inbox
+            if case.reduce_buffer != "auto":
+                assert found.counters["ranks_inbox_high_water_nbytes"] <= case.reduce_buffer
+                assert found.counters["ranks_inbox_spilled_nbytes"] > case.reduce_buffer
             assert (found.counters.get("ranks_collectives", 0) > 0) == (case in BETWEEN_DEVICES)
 
 
@@ -145,16 +145,18 @@ def _goes_its_own_way(rank: int, exchange: str) -> tuple[dict[str, torch.Tensor]
     between steps while this one trains on; weights are read by one rank alone, and set by all."""
     import torch.distributed as dist
 
-    from infinity.ranks import collectives
+    from infinity.distributed import collectives
 
     collectives.PATIENCE_S = 0.3
     case = Case(3, steps=4, exchange=exchange, simulated=True)
     width = MODELS[case.model].width
     model = offloaded(case, Path())
     optimizer = infinity.AdamW(model, lr=LR)
-    links = infinity.engine_of(model).parts.ranks.links
-    is_waited_for, await_backwards = [], links.await_backwards
-    links.await_backwards = lambda *a, **k: is_waited_for.append(await_backwards(*a, **k)) or True
+    transport = infinity.engine_of(model).ranks.transport
+    is_waited_for, await_backwards = [], transport.await_backwards
+    transport.await_backwards = lambda *a, **k: (
+        is_waited_for.append(await_backwards(*a, **k)) or True
+    )
     for micro in range(1 + 3 * (rank == 0)):  # One has offered what the other never does.
         loss_of(model, batch(rank + micro, width), (rank,)).backward()
     optimizer.step()

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import infinity
+from infinity.distributed import transport as transport
 from infinity.errors import InfinityError, NonFiniteError, RankError
-from infinity.ranks import links
 
 from .models import loss_of
 from .processes import Ranks, run_ranks
@@ -39,9 +39,9 @@ def _die_in(
 ) -> None:
     """Trains until rank VICTIM dies in `phase` of the second step."""
     if silence_s is not None:
-        links.BEAT_S, links.SILENCE_S = silence_s / 4, silence_s
+        transport.BEAT_S, transport.SILENCE_S = silence_s / 4, silence_s
     if signal_number is None:
-        links._CAUSE_S = TIME_LIMIT_S  # Its word is on its way, however late it is read.
+        transport._CAUSE_S = TIME_LIMIT_S  # Its word is on its way, however late it is read.
     case = Case(3, steps=50, exchange=exchange, simulated=exchange == "collective")
     model = offloaded(case, None)  # type: ignore[arg-type]
     engine = infinity.engine_of(model)
@@ -60,7 +60,7 @@ def _die_in(
             elif phase == "backward":
                 model.blocks[1].register_full_backward_hook(die)
             elif phase == "step":
-                engine.parts.updater._compute = die  # type: ignore[method-assign]
+                engine.updater._compute = die  # type: ignore[method-assign]
             else:
                 die()
         for x, skip in micro_batches(case, rank, step):
@@ -146,7 +146,7 @@ def _misuse(rank: int) -> dict[str, str]:
 
     torch.manual_seed(rank)
     note("other weights", InfinityError, lambda: infinity.offload(_unlike(rank), _config()))
-    unlike = _config() | {"ranks": {"exchange": ("one_sided", "collective")[rank]}}
+    unlike = _config() | {"distributed": {"exchange": ("one_sided", "collective")[rank]}}
     note("other exchange", InfinityError, lambda: infinity.offload(build(case), unlike))
 
     model = offloaded(case, None)  # type: ignore[arg-type]

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
+from infinity.distributed import transport as transport_module
+from infinity.distributed.transport import MessageType, Peer, PeerTransport
 from infinity.errors import RankError, StorageError
 from infinity.observe import Counters
-from infinity.ranks import links as links_module
-from infinity.ranks.links import Kind, Links, Peer
 from tests.forked import TIME_LIMIT_S
 
 CONTENT = bytes(range(256)) * 1000
@@ -27,7 +27,7 @@ class Shelf:
     def __init__(self) -> None:
         self.delivered: list[tuple[int, int, int, int, bytes]] = []
 
-    def serve(self, unit: int, piece: int, *, to: int) -> tuple[int, Iterable[memoryview]]:
+    def serve(self, unit: int, kind: int, *, to: int) -> tuple[int, Iterable[memoryview]]:
         half = len(CONTENT) // 2
         return len(CONTENT), (memoryview(CONTENT)[:half], memoryview(CONTENT)[half:])
 
@@ -46,16 +46,16 @@ class Shelf:
         self.delivered.append((rank, tensor, dtype, generation, bytes(content)))
 
 
-def make(count: int) -> list[Links]:
+def make(count: int) -> list[PeerTransport]:
     listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
     peers = [
         Peer(rank, "here", rank, "127.0.0.1", each.getsockname()[1], b"%032d" % rank)
         for rank, each in enumerate(listeners)
     ]
-    return [Links(rank, peers, each, Counters()) for rank, each in enumerate(listeners)]
+    return [PeerTransport(rank, peers, each, Counters()) for rank, each in enumerate(listeners)]
 
 
-def together(functions: Iterable[object]) -> None:
+def collective_section(functions: Iterable[object]) -> None:
     threads = [threading.Thread(target=function) for function in functions]  # type: ignore[arg-type]
     for thread in threads:
         thread.start()
@@ -65,32 +65,34 @@ def together(functions: Iterable[object]) -> None:
 
 
 @pytest.fixture
-def pair() -> Iterator[tuple[list[Links], list[Shelf]]]:
-    links, shelves = make(2), [Shelf(), Shelf()]
-    together([lambda i=i: links[i].open(shelves[i]) for i in range(2)])
-    yield links, shelves
-    together([each.close for each in links])
+def pair() -> Iterator[tuple[list[PeerTransport], list[Shelf]]]:
+    transport, shelves = make(2), [Shelf(), Shelf()]
+    collective_section([lambda i=i: transport[i].open(shelves[i]) for i in range(2)])
+    yield transport, shelves
+    collective_section([each.close for each in transport])
 
 
 def test_gets_are_scattered_and_puts_come_before_notes(
-    pair: tuple[list[Links], list[Shelf]],
+    pair: tuple[list[PeerTransport], list[Shelf]],
 ) -> None:
-    links, shelves = pair
+    transport, shelves = pair
     sinks = [bytearray(1000), bytearray(len(CONTENT) - 1000)]
-    links[0].get(1, 3, 0, [memoryview(sink) for sink in sinks]).wait()
+    transport[0].get(1, 3, 0, [memoryview(sink) for sink in sinks]).wait()
     assert sinks[0] + sinks[1] == CONTENT
     for number in range(20):
-        links[1].put(0, number, 1, 2, memoryview(CONTENT), meanwhile=lambda: None)
+        transport[1].put(0, number, 1, 2, memoryview(CONTENT), meanwhile=lambda: None)
     gathered: list[list[bytes]] = []
-    together([lambda i=i: gathered.append(links[i].all_gather("x", b"%d" % i)) for i in range(2)])
+    collective_section(
+        [lambda i=i: gathered.append(transport[i].all_gather("x", b"%d" % i)) for i in range(2)]
+    )
     assert gathered == [[b"0", b"1"]] * 2
     assert shelves[0].delivered == [(1, number, 1, 2, CONTENT) for number in range(20)]
 
 
 def test_a_word_does_not_wait_for_gradients_that_have_no_room(
-    pair: tuple[list[Links], list[Shelf]], monkeypatch: pytest.MonkeyPatch
+    pair: tuple[list[PeerTransport], list[Shelf]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    links, shelves = pair
+    transport, shelves = pair
     room, heard, deliver = threading.Event(), threading.Event(), shelves[1].deliver
 
     def deliver_late(*message: Any) -> None:
@@ -99,50 +101,52 @@ def test_a_word_does_not_wait_for_gradients_that_have_no_room(
 
     monkeypatch.setattr(shelves[1], "deliver", deliver_late)
     monkeypatch.setattr(shelves[1], "hear", lambda *unused: heard.set(), raising=False)
-    links[0].put(1, 0, 0, 0, memoryview(CONTENT), meanwhile=lambda: None)
-    links[0].tell(1, b"a word")
+    transport[0].put(1, 0, 0, 0, memoryview(CONTENT), meanwhile=lambda: None)
+    transport[0].tell(1, b"a word")
     assert heard.wait(5)
     room.set()
 
 
 def test_strangers_are_not_let_in() -> None:
-    links = make(2)
-    mine = links[0].peers[0]
+    transport = make(2)
+    mine = transport[0].peers[0]
     stranger = socket.create_connection((mine.address, mine.port))
-    stranger.sendall(links_module._HEADER.pack(Kind.HELLO, 1, 0, 0, 32) + b"a guess".ljust(32))
-    together([lambda i=i: links[i].open(Shelf()) for i in range(2)])
+    stranger.sendall(
+        transport_module._HEADER.pack(MessageType.HELLO, 1, 0, 0, 32) + b"a guess".ljust(32)
+    )
+    collective_section([lambda i=i: transport[i].open(Shelf()) for i in range(2)])
     stranger.settimeout(TIME_LIMIT_S)
     with stranger:
         assert stranger.recv(1) == b"", "the connection is closed"
-    together([each.close for each in links])
+    collective_section([each.close for each in transport])
 
 
 def test_silent_and_slow_clients_do_not_hold_up_a_start() -> None:
-    links = make(2)
-    mine = links[0].peers[0]
+    transport = make(2)
+    mine = transport[0].peers[0]
     silent = [socket.create_connection((mine.address, mine.port)) for _ in range(5)]
-    hello = links_module._HEADER.pack(Kind.HELLO, 1, 0, 0, 32)
+    hello = transport_module._HEADER.pack(MessageType.HELLO, 1, 0, 0, 32)
     for number, each in enumerate(silent):
         each.sendall(hello[:number])
     start_s = time.monotonic()
-    together([lambda i=i: links[i].open(Shelf()) for i in range(2)])
+    collective_section([lambda i=i: transport[i].open(Shelf()) for i in range(2)])
     assert time.monotonic() - start_s < 5
     for each in silent:
         each.settimeout(TIME_LIMIT_S)
         with each, contextlib.suppress(ConnectionResetError):
             assert each.recv(1) == b"", "the connection is closed"
-    together([each.close for each in links])
+    collective_section([each.close for each in transport])
 
 
 def test_one_deadline_holds_for_all_that_connect(monkeypatch: pytest.MonkeyPatch) -> None:
     """However slowly they speak, and however many."""
-    monkeypatch.setattr(links_module, "SILENCE_S", 1.0)
+    monkeypatch.setattr(transport_module, "SILENCE_S", 1.0)
     first, second = make(2)
     me, is_over = first.peers[0], threading.Event()
     slow = [socket.create_connection((me.address, me.port)) for _ in range(3)]
 
     def speak() -> None:
-        for byte in links_module._HEADER.pack(Kind.HELLO, 1, 0, 0, 32):
+        for byte in transport_module._HEADER.pack(MessageType.HELLO, 1, 0, 0, 32):
             for each in slow:
                 with contextlib.suppress(OSError):
                     each.send(bytes([byte]))
@@ -166,29 +170,29 @@ def test_one_deadline_holds_for_all_that_connect(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("header", "why"),
     [
-        ((Kind.WORD, 0, 0, 0, 8 << 30), "announced a WORD of 8589934592 bytes"),
-        ((Kind.NOTE, 0, 0, 0, 1 << 62), "announced a NOTE"),
-        ((Kind.BYE, 1, 0, 0, 1 << 40), "announced a BYE"),
-        ((Kind.BYE, 99, 0, 0, 0), "rank 98 failed, and there is none"),
-        ((Kind.BEAT, 0, 0, 0, 1), "announced a BEAT"),
+        ((MessageType.WORD, 0, 0, 0, 8 << 30), "announced a WORD of 8589934592 bytes"),
+        ((MessageType.NOTE, 0, 0, 0, 1 << 62), "announced a NOTE"),
+        ((MessageType.BYE, 1, 0, 0, 1 << 40), "announced a BYE"),
+        ((MessageType.BYE, 99, 0, 0, 0), "rank 98 failed, and there is none"),
+        ((MessageType.BEAT, 0, 0, 0, 1), "announced a BEAT"),
         ((77, 0, 0, 0, 0), "kind 77"),
     ],
 )
 def test_a_rank_that_announces_what_cannot_be_is_named(
-    pair: tuple[list[Links], list[Shelf]], header: tuple[int, ...], why: str
+    pair: tuple[list[PeerTransport], list[Shelf]], header: tuple[int, ...], why: str
 ) -> None:
-    links, _ = pair
-    liar = links[1]._outgoing[0, links_module.Purpose.GIVING]
+    transport, _ = pair
+    liar = transport[1]._outgoing[0, transport_module.Purpose.GIVING]
     with liar.sending:
-        liar.connection.sendall(links_module._HEADER.pack(*header))
-    assert links[0]._wait_until(lambda: links[0].is_broken, TIME_LIMIT_S)
+        liar.connection.sendall(transport_module._HEADER.pack(*header))
+    assert transport[0]._wait_until(lambda: transport[0].is_broken, TIME_LIMIT_S)
     with pytest.raises(RankError, match=f"rank 1 .*{why}") as caught:
-        links[0].check()
+        transport[0].check()
     assert caught.value.rank == 1
 
 
 def test_a_rank_that_never_connects_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(links_module, "SILENCE_S", 1.0)
+    monkeypatch.setattr(transport_module, "SILENCE_S", 1.0)
     first, second = make(2)
     with pytest.raises(RankError, match="rank 1 .* has not connected") as caught:
         first.open(Shelf())
@@ -199,32 +203,32 @@ def test_a_rank_that_never_connects_is_named(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("is_late", [False, True])
 def test_different_calls_are_named(
-    pair: tuple[list[Links], list[Shelf]], is_late: bool, monkeypatch: pytest.MonkeyPatch
+    pair: tuple[list[PeerTransport], list[Shelf]], is_late: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also when one has seen it before its own word about its call has left."""
-    links, _ = pair
+    transport, _ = pair
     if is_late:
-        monkeypatch.setattr(links[0], "_submit", lambda *message: None)
+        monkeypatch.setattr(transport[0], "_submit", lambda *message: None)
     found: list[str] = []
 
     def call(rank: int) -> None:
         with pytest.raises(RankError) as caught:
-            links[rank].all_gather(f"call {rank}", b"")
+            transport[rank].all_gather(f"call {rank}", b"")
         found.append(str(caught.value))
 
-    together([lambda i=i: call(i) for i in range(2)])
+    collective_section([lambda i=i: call(i) for i in range(2)])
     assert all("'call 0'" in text and "'call 1'" in text for text in found)
 
 
 def test_who_is_ahead_waits_for_the_last_backward_but_not_for_who_waits(
-    pair: tuple[list[Links], list[Shelf]],
+    pair: tuple[list[PeerTransport], list[Shelf]],
 ) -> None:
-    links, _ = pair
+    transport, _ = pair
     looks = threading.Semaphore(0)
 
     def waiting(step: int, count: int) -> threading.Thread:
         thread = threading.Thread(
-            target=lambda: links[0].await_backwards(
+            target=lambda: transport[0].await_backwards(
                 step, count, timeout_s=60, meanwhile=looks.release
             )
         )
@@ -233,31 +237,33 @@ def test_who_is_ahead_waits_for_the_last_backward_but_not_for_who_waits(
         return thread
 
     first = waiting(3, 1)
-    links[1].note_backward(3, 1)
+    transport[1].note_backward(3, 1)
     first.join(TIME_LIMIT_S)
     assert not first.is_alive()
-    assert links[0].await_backwards(2, 7, timeout_s=60, meanwhile=pytest.fail), "that step is over"
-    assert not links[0].await_backwards(3, 2, timeout_s=0.05, meanwhile=looks.release)
+    assert transport[0].await_backwards(2, 7, timeout_s=60, meanwhile=pytest.fail), (
+        "that step is over"
+    )
+    assert not transport[0].await_backwards(3, 2, timeout_s=0.05, meanwhile=looks.release)
     second = waiting(3, 2)
-    meeting = threading.Thread(target=lambda: links[1].all_gather("a meeting", b""))
+    meeting = threading.Thread(target=lambda: transport[1].all_gather("a meeting", b""))
     meeting.start()  # It gives nothing more before the other one comes.
     second.join(TIME_LIMIT_S)
     assert not second.is_alive()
-    links[0].all_gather("a meeting", b"")
+    transport[0].all_gather("a meeting", b"")
     meeting.join(TIME_LIMIT_S)
 
 
 def test_a_drive_that_fails_is_of_the_rank_that_serves(
-    pair: tuple[list[Links], list[Shelf]], monkeypatch: pytest.MonkeyPatch
+    pair: tuple[list[PeerTransport], list[Shelf]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    links, shelves = pair
+    transport, shelves = pair
 
-    def broken(unit: int, piece: int, *, to: int) -> tuple[int, Iterable[memoryview]]:
+    def broken(unit: int, kind: int, *, to: int) -> tuple[int, Iterable[memoryview]]:
         raise StorageError(errno.EIO, operation="read", path="/swap")
 
     monkeypatch.setattr(shelves[1], "serve", broken)
     with pytest.raises(RankError, match="rank 1 .*Input/output error") as caught:
-        links[0].get(1, 0, 0, [memoryview(bytearray(8))]).wait()
+        transport[0].get(1, 0, 0, [memoryview(bytearray(8))]).wait()
     assert caught.value.rank == 1
 
 
@@ -266,11 +272,11 @@ def test_a_rank_that_takes_its_time_is_not_gone(monkeypatch: pytest.MonkeyPatch)
     while it waits in a meeting: the other one's word comes behind what it gave. A shard that is
     asked for does not wait for that."""
     # Longer than a thread of a busy machine waits for its turn.
-    monkeypatch.setattr(links_module, "SILENCE_S", 3.0)
-    links, shelves = make(2), [Shelf(), Shelf()]
-    together([lambda i=i: links[i].open(shelves[i]) for i in range(2)])
+    monkeypatch.setattr(transport_module, "SILENCE_S", 3.0)
+    transport, shelves = make(2), [Shelf(), Shelf()]
+    collective_section([lambda i=i: transport[i].open(shelves[i]) for i in range(2)])
     # Not before: who connects has a beat's time to say who it is.
-    monkeypatch.setattr(links_module, "BEAT_S", 0.2)
+    monkeypatch.setattr(transport_module, "BEAT_S", 0.2)
     has_room, take = threading.Event(), shelves[1].deliver
 
     def deliver(*message: object) -> None:
@@ -279,11 +285,13 @@ def test_a_rank_that_takes_its_time_is_not_gone(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(shelves[1], "deliver", deliver)
     content = bytes(16 << 20)  # More than sockets hold.
-    links[0].put(1, 0, 0, 0, memoryview(content), meanwhile=lambda: None)
+    transport[0].put(1, 0, 0, 0, memoryview(content), meanwhile=lambda: None)
     sink = bytearray(len(CONTENT))
-    links[0].get(1, 0, 0, [memoryview(sink)]).wait()
+    transport[0].get(1, 0, 0, [memoryview(sink)]).wait()
     assert sink == CONTENT and not shelves[1].delivered
-    assert not has_room.wait(1.3 * links_module.SILENCE_S)
-    together([lambda i=i: links[i].all_gather("x", b"", meanwhile=has_room.set) for i in range(2)])
+    assert not has_room.wait(1.3 * transport_module.SILENCE_S)
+    collective_section(
+        [lambda i=i: transport[i].all_gather("x", b"", meanwhile=has_room.set) for i in range(2)]
+    )
     assert shelves[1].delivered == [(0, 0, 0, 0, content)]
-    together([each.close for each in links])
+    collective_section([each.close for each in transport])

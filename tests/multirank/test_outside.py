@@ -74,14 +74,14 @@ def _from_meta(rank: int, swap: str) -> tuple[dict[str, Tensor], dict[str, Tenso
         "tiers": {"host": {"capacity": "48MiB"}, "nvme": [{"path": swap, "capacity": "64MiB"}]},
         "placement": NVME,
     }
-    with infinity.init(config):
+    with infinity.init_empty_weights(config):
         model = Meta()
     assert model.layers[0].weight.is_meta
     infinity.offload(model, config, seed=3)
     found = read_weights(model)
     infinity.engine_of(model).close()
     given = {name: torch.full_like(tensor, 2.0) for name, tensor in found.items()}
-    with infinity.init(config):
+    with infinity.init_empty_weights(config):
         model = Meta()
     infinity.offload(model, config, weights=given.__getitem__)
     again = read_weights(model)
@@ -91,7 +91,7 @@ def _from_meta(rank: int, swap: str) -> tuple[dict[str, Tensor], dict[str, Tenso
 
 
 class Meta(nn.Module):
-    """Parameters above the size that `infinity.init` keeps real."""
+    """Parameters above the size that `infinity.init_empty_weights` keeps real."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -177,7 +177,7 @@ def _train_divided(rank: int, mesh: Any, swap: str, group: Any) -> dict[str, Any
     device = SimulatedDevice(rank)
     infinity.offload(model, config, group=mesh["dp"], model_parallel_group=group, device=device)
     engine = infinity.engine_of(model)
-    part = engine.parts.ranks.partition
+    part = engine.ranks.partition
     assert (part.rank, part.count) == (mesh["dp"].get_local_rank(), 2)
     optimizer = infinity.AdamW(model, lr=LR)
 
@@ -187,7 +187,7 @@ def _train_divided(rank: int, mesh: Any, swap: str, group: Any) -> dict[str, Any
     losses: list[Tensor] = []
     for step in range(2):
         seed = 100 * step + 10 * part.rank
-        losses += infinity.accumulate(model, loss_of, [seed, seed + 1])
+        losses += infinity.forward_backward(model, loss_of, [seed, seed + 1])
         optimizer.step()
         optimizer.zero_grad()
     found: dict[str, Any] = {
@@ -198,7 +198,7 @@ def _train_divided(rank: int, mesh: Any, swap: str, group: Any) -> dict[str, Any
     if group is not None:
         engine.share_activations(group.get_group())
         try:  # Each rank has a batch of its own.
-            infinity.accumulate(model, loss_of, [rank])
+            infinity.forward_backward(model, loss_of, [rank])
         except InfinityError as error:
             found["refused"] = str(error)
     engine.close()

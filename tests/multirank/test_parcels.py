@@ -12,10 +12,10 @@ import torch
 
 import infinity
 from infinity.config import SwapConfig
+from infinity.distributed import partials as partials_module
+from infinity.distributed.partials import Fill, PartialGradients
 from infinity.errors import CapacityError
 from infinity.observe import Counters
-from infinity.ranks import parcels as parcels_module
-from infinity.ranks.parcels import Fill, Parcels
 from infinity.sizes import MIB
 from infinity.state.budgets import Budgets
 from infinity.state.partition import partition
@@ -58,7 +58,7 @@ def test_beyond_the_budget_bytes_go_to_the_drive_and_come_back(
         engine = stack.enter_context(open_engine("threads", arena=host.arena))
         volume = stack.enter_context(Volume(engine, [VolumePath(path=str(tmp_path / "swap"))]))
         windows = [host.allocate(WINDOW, "window") for _ in range(5)]
-        parcels = Parcels(
+        partials = PartialGradients(
             BUDGET, host=host, volume=volume, window=windows.pop(), counters=Counters()
         )
 
@@ -66,17 +66,17 @@ def test_beyond_the_budget_bytes_go_to_the_drive_and_come_back(
             """Sums of two, of lengths that are no whole pages, over and over."""
             for turn in range(8):
                 both = [torch.randn(1300 + 7 * giver) for _ in range(2)]
-                one = parcels.receive(
+                one = partials.receive(
                     torch.float32, both[0].nbytes, filling(both[0]), window=windows[giver]
                 )
-                other = parcels.put(both[1].clone())
+                other = partials.put(both[1].clone())
                 assert other is not None
-                assert all(map(torch.equal, both, map(parcels.read, (one, other))))
-                total = parcels.merge((one, other), both[0] + both[1])
-                assert torch.equal(parcels.read(total), both[0] + both[1])
-                assert 0 <= parcels.kept_nbytes <= BUDGET
+                assert all(map(torch.equal, both, map(partials.read, (one, other))))
+                total = partials.merge((one, other), both[0] + both[1])
+                assert torch.equal(partials.read(total), both[0] + both[1])
+                assert 0 <= partials.kept_nbytes <= BUDGET
                 done.append((giver, turn))
-                parcels.drop(total)
+                partials.drop(total)
 
         done: list[tuple[int, int]] = []
         threads = [threading.Thread(target=give, args=(giver,)) for giver in range(4)]
@@ -85,7 +85,7 @@ def test_beyond_the_budget_bytes_go_to_the_drive_and_come_back(
         for thread in threads:
             thread.join()
         assert len(done) == 32, "a thread failed"
-        assert parcels.kept_nbytes == 0
+        assert partials.kept_nbytes == 0
         grown = Path(volume.file_paths[0]).stat().st_size
         assert grown <= 4 * 3 * SLOT_NBYTES, "scratch is used again"
 
@@ -93,35 +93,35 @@ def test_beyond_the_budget_bytes_go_to_the_drive_and_come_back(
 def test_without_a_drive_a_giver_waits_for_room(
     host: HostTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    parcels = Parcels(BUDGET, host=host, volume=None, window=None, counters=Counters())
+    partials = PartialGradients(BUDGET, host=host, volume=None, window=None, counters=Counters())
     window = host.allocate(WINDOW, "window")
     assert window is not None
-    first = parcels.put(torch.zeros(2000))
+    first = partials.put(torch.zeros(2000))
     assert first is not None
-    assert parcels.put(torch.zeros(2000)) is None, "the owner does not wait for itself"
+    assert partials.put(torch.zeros(2000)) is None, "the owner does not wait for itself"
     values, found = torch.randn(2000), []
     giver = threading.Thread(
         target=lambda: found.append(
-            parcels.receive(torch.float32, values.nbytes, filling(values), window=window)
+            partials.receive(torch.float32, values.nbytes, filling(values), window=window)
         )
     )
     giver.start()
     giver.join(0.05)
     assert giver.is_alive()
-    parcels.drop(first)
+    partials.drop(first)
     giver.join()
-    assert torch.equal(parcels.read(found[0]), values)
-    monkeypatch.setattr(parcels_module, "PATIENCE_S", 0.01)
-    with pytest.raises(CapacityError, match="ranks.inbox"):
-        parcels.receive(torch.float32, values.nbytes, filling(values), window=window)
-    assert parcels.kept_nbytes == values.nbytes
+    assert torch.equal(partials.read(found[0]), values)
+    monkeypatch.setattr(partials_module, "PATIENCE_S", 0.01)
+    with pytest.raises(CapacityError, match="distributed.reduce_buffer"):
+        partials.receive(torch.float32, values.nbytes, filling(values), window=window)
+    assert partials.kept_nbytes == values.nbytes
 
 
 def _without_room(rank: int) -> torch.Tensor:
     """Rank 1 has no batch, waits for the step at once, and has no room for half of what comes."""
     model = offloaded(Case(2), None)  # type: ignore[arg-type]
     engine = infinity.engine_of(model)
-    engine.parts.store.parcels.budget_nbytes = 24 << 10
+    engine.store.partials.budget_nbytes = 24 << 10
     optimizer = infinity.AdamW(model, lr=LR)
     if rank == 0:
         loss_of(model, batch(0, model.width)).backward()
@@ -136,11 +136,11 @@ def test_who_waits_for_the_step_makes_room() -> None:
     assert torch.equal(mine, theirs)
 
 
-def budgets(inbox: str, *, host: str = "64MiB", placement: str = "host") -> Budgets:
+def budgets(reduce_buffer: str, *, host: str = "64MiB", placement: str = "host") -> Budgets:
     facts = TensorFacts("weight", (1 << 20,), (1,), torch.float32, is_trainable=True)
     divided = partition([layout_unit(0, "unit", [facts])], rank=0, count=2, stage=3)
     config = {
-        "ranks": {"inbox": inbox},
+        "distributed": {"reduce_buffer": reduce_buffer},
         "tiers": {"host": {"capacity": host}, "nvme": [{"path": "/swap"}]},
         "placement": dict.fromkeys(("parameters", "master", "moments"), placement),
     }
@@ -157,9 +157,9 @@ def budgets(inbox: str, *, host: str = "64MiB", placement: str = "host") -> Budg
     )
 
 
-def test_the_inbox_is_a_part_of_the_host_budget() -> None:
+def test_the_reduce_buffer_is_a_part_of_the_host_budget() -> None:
     """Of 4 MiB of weights: two backward passes, an eighth of the budget, at least two units."""
-    for options, inbox_nbytes in (
+    for options, reduce_buffer_nbytes in (
         ({"inbox": "auto"}, 8 * MIB),
         ({"inbox": "auto", "placement": "nvme", "host": "48MiB"}, 6 * MIB),
         ({"inbox": "4KiB", "placement": "nvme"}, 4096),
@@ -167,9 +167,9 @@ def test_the_inbox_is_a_part_of_the_host_budget() -> None:
     ):
         found = budgets(**options)
         asked_nbytes = int(options.get("host", "64MiB")[:-3]) * MIB
-        assert (found.inbox_nbytes, found.host_nbytes) == (
-            inbox_nbytes,
-            asked_nbytes - inbox_nbytes,
+        assert (found.reduce_buffer_nbytes, found.host_nbytes) == (
+            reduce_buffer_nbytes,
+            asked_nbytes - reduce_buffer_nbytes,
         )
-    with pytest.raises(CapacityError, match="ranks.inbox"):
+    with pytest.raises(CapacityError, match="distributed.reduce_buffer"):
         budgets("4MiB")

@@ -13,11 +13,11 @@ import pytest
 import infinity
 from infinity import SwapConfig
 from infinity.engine.build import facts_of
-from infinity.engine.discover import dissect
+from infinity.modules.discover import discover_units
 from infinity.plan.hardware import Device, Hardware, Host, Nvme
-from infinity.plan.model import Model, SiteWork
+from infinity.plan.model import ModuleWork, PlannedModel
 from infinity.plan.predict import forecast
-from infinity.schedule.job import Batch
+from infinity.simulate.job import Batch
 from infinity.state.partition import STAGES
 from infinity.state.units import layout_unit
 from infinity.testing import SimulatedDevice
@@ -47,7 +47,7 @@ class Run:
     def table(self, swap: Path) -> dict[str, Any]:
         case = self.case
         found: dict[str, Any] = {
-            "ranks": {"stage": case.stage, "exchange": case.exchange},
+            "distributed": {"zero_stage": case.stage, "exchange": case.exchange},
             "tiers": {"host": {"capacity": case.capacity}, "device": {"kind": "cpu"}},
             "placement": dict.fromkeys(NVME, "host") | case.placement,
             "precision": {"compute": case.compute},
@@ -75,18 +75,18 @@ def _count(rank: int, runs: list[Run]) -> list[dict[str, float]]:
     return found
 
 
-def _model(config: SwapConfig, case: Case) -> Model:
-    anatomy = dissect(build(case))
+def _model(config: SwapConfig, case: Case) -> PlannedModel:
+    anatomy = discover_units(build(case))
     units = tuple(
         layout_unit(index, name, [facts_of(each, config) for each in members])
         for index, (name, members) in enumerate(anatomy.units)
     )
-    return Model(
+    return PlannedModel(
         name=case.model,
         units=units,
-        sites=tuple(
-            SiteWork(tuple(needed), 1, int(site.is_block))
-            for site, needed in zip(anatomy.sites, anatomy.site_units(), strict=True)
+        hooked_modules=tuple(
+            ModuleWork(tuple(needed), 1, int(hooked.is_block))
+            for hooked, needed in zip(anatomy.hooked_modules, anatomy.module_units(), strict=True)
         ),
         held_nbytes=anatomy.held_nbytes([rounded_nbytes(unit.weight_nbytes) for unit in units]),
         num_params=1,
@@ -98,15 +98,16 @@ def _predicted(rank: int, run: Run) -> dict[str, float]:
     config, case = SwapConfig.load(run.table(Path("/nowhere"))), run.case
     memory = None if run.window is None else 1 << 40
     hardware = Hardware(
-        name="this one", source="", host=Host(memory=1 << 40, update_gbps=1, sum_gbps=1),
-        device=Device(count=COUNT, tflops=1, memory=memory, gather_gbps=1),
-        nvme=Nvme(capacity=1 << 40, read_gbps=1, write_gbps=1),
+        name="this one", source="", host=Host(memory=1 << 40, update_gb_per_s=1, sum_gb_per_s=1),
+        device=Device(count=COUNT, tflops=1, memory=memory, gather_gb_per_s=1),
+        nvme=Nvme(capacity=1 << 40, read_gb_per_s=1, write_gb_per_s=1),
     )  # fmt: skip
     num = 1 if case.layer_major else case.accumulation
     batch = Batch(case.accumulation // num, 1, num, recomputes=False)
     step = forecast(config, _model(config, case), hardware, batch, num_ranks=COUNT, rank=rank).step
     return {
-        name: sum(step.moved_nbytes.get(link, 0) for link in links) for name, links in LINKS.items()
+        name: sum(step.moved_nbytes.get(link, 0) for link in transport)
+        for name, transport in LINKS.items()
     }
 
 

@@ -37,7 +37,12 @@ def _table(directory: Path, name: str, accumulation: int, **more: Any) -> dict[s
         "tiers": {"host": {"capacity": "64MiB"}, "nvme": [{"path": str(directory / "swap")}]},
         "model": {"config": MODEL},
         "data": {"paths": [str(directory / "text.txt")], "sequence_length": 32},
-        "train": {"steps": 3, "batch_size": 2, "accumulation": accumulation, "eval_every": 3},
+        "train": {
+            "steps": 3,
+            "batch_size": 2,
+            "gradient_accumulation_steps": accumulation,
+            "eval_every": 3,
+        },
         "optimizer": {"lr": 1e-2, "max_grad_norm": 0},
         "output": {"directory": str(directory / name)},
     }
@@ -97,7 +102,7 @@ def test_a_run_of_two_ranks_is_gone_on_with_by_one(tmp_path: Path) -> None:
     table = _table(tmp_path, "parts", 1, checkpoint={})
     with pytest.raises(ConfigError, match="accumulation times the number of ranks is 1 and was 2"):
         program.train(SwapConfig.load(table), resume=True)
-    table["train"]["accumulation"] = 2
+    table["train"]["gradient_accumulation_steps"] = 2
     summary, _ = program.train(SwapConfig.load(table), resume=True)
     assert summary.resumed_at == 2
     weights = [load_file(tmp_path / name / "model.safetensors") for name in ("alone", "parts")]

@@ -52,7 +52,7 @@ class Case:
     tile: int | None = None
     moments: str = "float32"
     optimizer: str = "adamw"  # Or another name, with a momentum if it is "momentum".
-    inbox: int | str = "auto"
+    reduce_buffer: int | str = "auto"
     reduce_dtype: str = "auto"
     budgets: str = "node"
     capacity: str | int = "48MiB"
@@ -92,10 +92,10 @@ def offloaded(
     case: Case, swap: Path, *, checkpoint: dict[str, Any] | None = None, resume: Any = None
 ) -> nn.Module:
     config: dict[str, Any] = {
-        "ranks": {
-            "stage": case.stage,
+        "distributed": {
+            "zero_stage": case.stage,
             "budgets": case.budgets,
-            "inbox": case.inbox,
+            "reduce_buffer": case.reduce_buffer,
             "reduce_dtype": case.reduce_dtype,
             "exchange": case.exchange,
         },
@@ -155,11 +155,11 @@ def counted_in_a_step(
     seen: list[dict[str, float]] = []
     for step in range(4):
         one_step(model, optimizer, rank, case, step)
-        for weights in engine.parts.executor.weights:
+        for weights in engine.weight_cache.weights:
             if weights.reading is not None:
                 weights.reading.wait()
         if case.exchange == "collective":  # All ranks have offered the same ahead.
-            assert engine.parts.ranks._collectives._is_idle(30.0)
+            assert engine.ranks._collectives._is_idle(30.0)
         dist.barrier()  # What the others have fetched ahead was read here, and is counted.
         seen.append(engine.counters.snapshot())
         dist.barrier()
@@ -188,7 +188,7 @@ def one_step(model: nn.Module, optimizer: Any, rank: int, case: Case, step: int)
         return loss_of(model, batch[0].to(dtype), batch[1])
 
     if case.layer_major:
-        losses = infinity.accumulate(model, forward, batches)
+        losses = infinity.forward_backward(model, forward, batches)
     else:
         losses = []
         for each in batches:

@@ -12,7 +12,7 @@ from infinity.ops.dynamic_8bit import BLOCK_NUMEL, State8Bit, encode_, num_scale
 from infinity.ops.lion import LionSettings
 from infinity.ops.optimizers import Settings
 from infinity.ops.sgd import SGDSettings
-from infinity.ops.span import Span
+from infinity.ops.span import StateSpan
 from infinity.ops.split_master import split
 
 RANGES = ("ordinary", "wide", "any bits")
@@ -40,7 +40,7 @@ def make_span(
     is_split: bool = False,
     gradient_dtype: torch.dtype = torch.float32,
     is_8bit: bool = False,
-) -> Span:
+) -> StateSpan:
     source = torch.Generator().manual_seed(seed)
     weight, gradient = (random_fp32(numel, source, values) for _ in range(2))
     states: tuple = tuple(random_fp32(numel, source, values) for _ in settings.state_names)
@@ -51,7 +51,7 @@ def make_span(
         weight, residual = split(weight)
     if is_8bit:
         states = tuple(map(to_8bit, states, settings.state_names))
-    return Span(weight, gradient.to(gradient_dtype), states, residual)
+    return StateSpan(weight, gradient.to(gradient_dtype), states, residual)
 
 
 def to_8bit(numbers: Tensor, name: str) -> State8Bit:
@@ -61,18 +61,18 @@ def to_8bit(numbers: Tensor, name: str) -> State8Bit:
     return state
 
 
-def arrays(span: Span) -> list[Tensor]:
+def arrays(span: StateSpan) -> list[Tensor]:
     each = [span.weight, span.gradient]
     for state in span.states:
         each += [state.codes, state.scales] if isinstance(state, State8Bit) else [state]
     return each if span.residual is None else [*each, span.residual]
 
 
-def clone(span: Span) -> Span:
+def clone(span: StateSpan) -> StateSpan:
     return part(span, 0, span.weight.numel(), copy=True)
 
 
-def part(span: Span, start: int, stop: int, *, copy: bool = False) -> Span:
+def part(span: StateSpan, start: int, stop: int, *, copy: bool = False) -> StateSpan:
     def cut(array: Tensor) -> Tensor:
         return array[start:stop].clone() if copy else array[start:stop]
 
@@ -84,7 +84,7 @@ def part(span: Span, start: int, stop: int, *, copy: bool = False) -> Span:
 
     residual = None if span.residual is None else cut(span.residual)
     states = tuple(cut_state(each) for each in span.states)
-    return Span(cut(span.weight), cut(span.gradient), states, residual)
+    return StateSpan(cut(span.weight), cut(span.gradient), states, residual)
 
 
 def bits(array: Tensor) -> Tensor:
@@ -95,7 +95,7 @@ def bits(array: Tensor) -> Tensor:
     return canonical.view(torch.int32 if array.dtype is torch.float32 else torch.int16)
 
 
-def assert_same_bits(ours: Span, theirs: Span) -> None:
+def assert_same_bits(ours: StateSpan, theirs: StateSpan) -> None:
     for name, a, b in zip(
         ("weight", "gradient", *(f"state or residual {i}" for i in range(5))),
         arrays(ours),

@@ -26,7 +26,7 @@ from infinity.ops.dynamic_8bit import (
 from infinity.ops.lion import LionSettings
 from infinity.ops.optimizers import Settings, reference_update_, step_, update_
 from infinity.ops.sgd import SGDSettings
-from infinity.ops.span import Span
+from infinity.ops.span import StateSpan
 from infinity.ops.split_master import join, split
 from tests.ops.state import (
     RANGES,
@@ -134,7 +134,7 @@ def test_every_code_comes_back_through_the_native_kernel(simd: str) -> None:
     for exponent in range(-126, 128):
         codes = torch.arange(256).roll(1).to(torch.uint8)
         state = State8Bit(codes.clone(), torch.tensor([math.ldexp(1.37, exponent)]))
-        span = Span(torch.zeros(256), torch.zeros(256), (state,))
+        span = StateSpan(torch.zeros(256), torch.zeros(256), (state,))
         update_([span], KEEPS_MOMENTUM)
         assert torch.equal(state.codes, codes), exponent
 
@@ -147,7 +147,7 @@ def test_values_and_codes_of_the_native_kernel_are_the_references(simd: str) -> 
         numbers += [1.0, *edges[:127], -1.0, *(-edge for edge in edges[1:])]
     gradient = torch.tensor(numbers)
     assert gradient.numel() % BLOCK_NUMEL == 0
-    native = Span(torch.zeros_like(gradient), gradient, (to_8bit(gradient * 0, "exp_avg"),))
+    native = StateSpan(torch.zeros_like(gradient), gradient, (to_8bit(gradient * 0, "exp_avg"),))
     update_([native], TAKES_GRADIENT)
     assert_state(native.states[0], to_8bit(gradient, "exp_avg"))
     # Squares: with beta2 = 0 and step 1 the second moment is gradient * gradient.
@@ -186,7 +186,7 @@ def test_the_error_is_at_most_half_a_step_of_the_map(
 def test_what_is_not_finite_makes_its_block_nan_and_no_other(simd: str, bad: str) -> None:
     numbers = random_fp32(3 * BLOCK_NUMEL + 40, torch.Generator().manual_seed(1), "ordinary")
     numbers[BLOCK_NUMEL + 17] = float(bad)
-    span = Span(torch.zeros_like(numbers), numbers, (to_8bit(numbers * 0, "exp_avg"),))
+    span = StateSpan(torch.zeros_like(numbers), numbers, (to_8bit(numbers * 0, "exp_avg"),))
     span.states[0].zero_("exp_avg")
     update_([span], TAKES_GRADIENT)
     assert_state(span.states[0], to_8bit(numbers, "exp_avg"))
@@ -199,7 +199,7 @@ def test_zeros_and_what_is_below_a_normal_number_are_zero(simd: str) -> None:
     for largest in (0.0, 1e-45, SMALLEST_SCALE * 0.99):
         numbers = torch.full((300,), largest)
         numbers[::2] *= -1
-        span = Span(torch.zeros(300), numbers, (to_8bit(torch.ones(300), "exp_avg"),))
+        span = StateSpan(torch.zeros(300), numbers, (to_8bit(torch.ones(300), "exp_avg"),))
         update_([span], TAKES_GRADIENT)
         state = span.states[0]
         assert isinstance(state, State8Bit)
@@ -254,14 +254,14 @@ def test_the_update_is_decode_fp32_update_encode(
     span = make_span(numel, seed, recipe, is_8bit=True, is_split=is_split)
     wide = tuple(map(decode, span.states, recipe.state_names))
     weight = span.weight.clone() if span.residual is None else join(span.weight, span.residual)
-    fp32 = Span(weight, span.gradient, wide)
+    fp32 = StateSpan(weight, span.gradient, wide)
     update_([span], recipe)
     update_([fp32], recipe)
     residual = None
     if span.residual is not None:
         weight, residual = split(weight)
     states = tuple(map(to_8bit, wide, recipe.state_names))
-    assert_same_bits(span, Span(weight, span.gradient, states, residual))
+    assert_same_bits(span, StateSpan(weight, span.gradient, states, residual))
 
 
 @given(
@@ -302,7 +302,7 @@ def test_codes_may_start_anywhere_in_memory(simd: str) -> None:
     whole = make_span(1000, 5, ADAMW, is_8bit=True)
     codes = [torch.empty(1003, dtype=torch.uint8)[3:] for _ in whole.states]
     shifted = clone(whole)
-    shifted = Span(
+    shifted = StateSpan(
         shifted.weight,
         shifted.gradient,
         tuple(
@@ -339,7 +339,7 @@ def test_many_steps_stay_close_to_fp32_moments() -> None:
             recipe = AdamWSettings(
                 lr=0.01, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0, step=step
             )
-            update_([Span(weight, gradient, states)], recipe)
+            update_([StateSpan(weight, gradient, states)], recipe)
         losses[is_8bit] = weight.square().mean().item()
     assert losses[False] < 0.05
     assert abs(losses[True] - losses[False]) < 0.01
@@ -356,7 +356,7 @@ def test_many_steps_stay_close_to_fp32_moments() -> None:
 def test_arrays_that_do_not_fit_are_refused(states: object, message: str) -> None:
     span = make_span(300, 1, ADAMW, is_8bit=True)
     with pytest.raises(ConfigError, match=message):
-        update_([Span(span.weight, span.gradient, states(span.states))], ADAMW)
+        update_([StateSpan(span.weight, span.gradient, states(span.states))], ADAMW)
 
 
 def test_fp32_and_8_bits_in_one_call_are_refused() -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from infinity.ops.native import SIMD_VARIABLE, apply_rule, instruction_sets
-from infinity.ops.span import Span
+from infinity.ops.span import StateSpan
 from infinity.ops.split_master import join, split
 
 NUM_PATTERNS = 1 << 32
@@ -48,7 +48,7 @@ def test_all_patterns_come_back_and_native_kernels_keep_them(
             if number and chunk % 16 != number:
                 continue
             monkeypatch.setenv(SIMD_VARIABLE, simd)
-            span = Span(weight.clone(), gradient, states, residual.clone())
+            span = StateSpan(weight.clone(), gradient, states, residual.clone())
             apply_rule("stream", [span], [0.0], grad_scale=1.0, threads=1)
             assert torch.equal(span.weight.view(torch.int16), expected[0].view(torch.int16)), simd
             assert torch.equal(span.residual, expected[1]), simd

@@ -18,7 +18,7 @@ from infinity.ops.adamw import AdamWSettings, has_torch_bits
 from infinity.ops.native import SIMD_VARIABLE, apply_rule
 from infinity.ops.optimizers import OPTIMIZERS, Settings, reference_update_, update_
 from infinity.ops.sgd import SGDSettings
-from infinity.ops.span import CUT_NUMEL, Span
+from infinity.ops.span import CUT_NUMEL, StateSpan
 from infinity.ops.split_master import join, split
 from tests.ops.state import (
     RANGES,
@@ -71,7 +71,7 @@ def test_every_instruction_set_has_the_bits_of_the_reference(
     assert torch.equal(bits(native.gradient), bits(gradient)), "the gradient is read only"
 
 
-def torch_update(span: Span, recipe: Settings) -> None:
+def torch_update(span: StateSpan, recipe: Settings) -> None:
     """The same step by torch's fused kernels."""
     if isinstance(recipe, SGDSettings):
         torch._fused_sgd_(
@@ -170,7 +170,7 @@ def test_threads_and_addresses_change_no_bit(simd: str, is_split: bool) -> None:
 def test_split_update_is_join_update_split(seed: int, numel: int, recipe: AdamWSettings) -> None:
     whole = make_span(numel, seed, recipe, is_split=True)
     assert whole.residual is not None
-    fp32 = Span(
+    fp32 = StateSpan(
         join(whole.weight, whole.residual),
         whole.gradient,
         tuple(state.clone() for state in whole.states),
@@ -178,7 +178,7 @@ def test_split_update_is_join_update_split(seed: int, numel: int, recipe: AdamWS
     update_([whole], recipe)
     update_([fp32], recipe)
     weight, residual = split(fp32.weight)
-    assert_same_bits(whole, Span(weight, fp32.gradient, fp32.states, residual))
+    assert_same_bits(whole, StateSpan(weight, fp32.gradient, fp32.states, residual))
 
 
 @given(seed=seeds, numel=numels, factor=st.floats(0, 1, width=32))
@@ -241,7 +241,7 @@ def test_calls_from_several_threads_take_turns() -> None:
         for _ in range(5):
             update_([span], ADAMW, threads=1)
 
-    def work(span: Span) -> None:
+    def work(span: StateSpan) -> None:
         for _ in range(5):
             update_([span], ADAMW, threads=3)
 
@@ -310,7 +310,7 @@ def test_arrays_that_do_not_fit_are_refused(change: dict, message: str) -> None:
         "residual": None,
     }
     with pytest.raises(ConfigError, match=message):
-        update_([Span(**(fields | change))], ADAMW)
+        update_([StateSpan(**(fields | change))], ADAMW)
 
 
 def test_spans_of_two_formats_are_refused() -> None:

@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from infinity.distributed.exchange import Buffers, DeviceExchange, PlacedRange, mean_of
 from infinity.observe import Counters
 from infinity.storage.arena import Arena
 from infinity.tiers.device import all_of
-from infinity.tiers.exchange import Buffers, DeviceExchange, Stretch, mean_of
 from infinity.tiers.host import HostTier
 from infinity.tiers.streams import StreamDevice, StreamRegion
 from tests.loopback import Loopback
@@ -21,18 +21,18 @@ WHOLE_NBYTES = 40_000
 LARGEST_NBYTES = 12_288  # So a unit takes several rounds.
 
 
-def stretches_of(count: int) -> list[Stretch]:
+def stretches_of(count: int) -> list[PlacedRange]:
     """Parts of unlike sizes, the first rank's in two stretches, in another order than the ranks."""
     bounds = [0, 7_000, *(7_000 + 33_000 * r // count for r in range(1, count)), WHOLE_NBYTES]
-    found = [Stretch(0, 0, 0, 5_000), Stretch(0, 5_000, 5_000, bounds[1] - 5_000)]
+    found = [PlacedRange(0, 0, 0, 5_000), PlacedRange(0, 5_000, 5_000, bounds[1] - 5_000)]
     places = list(itertools.pairwise(bounds[1:]))
     for rank, (low, high) in enumerate(reversed(places)):
         first = bounds[1] if rank == 0 else 0
-        found.append(Stretch(rank, first, low, high - low))
+        found.append(PlacedRange(rank, first, low, high - low))
     return found
 
 
-def part_of(whole: torch.Tensor, rank: int, stretches: Sequence[Stretch]) -> torch.Tensor:
+def part_of(whole: torch.Tensor, rank: int, stretches: Sequence[PlacedRange]) -> torch.Tensor:
     return torch.cat([whole[s.place : s.place + s.nbytes] for s in stretches if s.rank == rank])
 
 
@@ -43,7 +43,7 @@ def run(
     AssertionError for a byte that is wrong. `on_device`: a rank's part rests there."""
     count, errors = loopback.count, []
     source = torch.Generator().manual_seed(0)
-    wholes = [
+    tiled_params = [
         torch.randint(0, 256, (WHOLE_NBYTES,), generator=source).to(torch.uint8) for _ in range(3)
     ]
     stretches = stretches_of(count)
@@ -76,17 +76,17 @@ def run(
         exchange: DeviceExchange, device: StreamDevice, host: HostTier, rank: int
     ) -> None:
         region = device.reserve(WHOLE_NBYTES)
-        for whole in wholes:
+        for whole in tiled_params:
             mine = part_of(whole, rank, stretches)
             block = host.allocate(mine.numel(), "shard")
             assert block is not None
             on_host = host.tensor(block, nbytes=mine.numel())
             on_host.copy_(mine)
             exchange.take(region)
-            resting = device.allocate(mine.numel()).copy_(mine) if on_device else on_host
+            host_view = device.allocate(mine.numel()).copy_(mine) if on_device else on_host
             for event in exchange.ready():
                 event.synchronize()
-            arrival, departure = exchange.gather(region, resting, stretches)
+            arrival, departure = exchange.gather(region, host_view, stretches)
             departure.wait()
             host.free(block)
             arrival.order()
@@ -98,7 +98,7 @@ def run(
             if on_device:
                 kept = device.allocate(WHOLE_NBYTES)
                 ready = exchange.ready()
-                exchange.gather_in_place(kept, resting, stretches, ready).order()
+                exchange.gather_in_place(kept, host_view, stretches, ready).order()
                 assert torch.equal(kept.cpu(), whole), "weights were refreshed otherwise"
 
     def _sum(exchange: DeviceExchange, device: StreamDevice, rank: int) -> None:

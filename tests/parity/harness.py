@@ -130,8 +130,8 @@ class OffloadedSide:
         return found
 
     def settled(self) -> None:
-        held = held_units(self.model)
-        assert not held, f"still held after the backward: {held}"
+        in_use = held_units(self.model)
+        assert not in_use, f"still held after the backward: {in_use}"
 
 
 Side = PlainSide | OffloadedSide

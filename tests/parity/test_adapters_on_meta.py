@@ -1,4 +1,4 @@
-"""Adapters over a base that `infinity.init` built without memory start as over one in memory."""
+"""Adapters over a base that `infinity.init_empty_weights` built without memory start as over one in memory."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def in_memory(path: Path, dtype: torch.dtype = torch.float32) -> Any:
 
 
 def on_meta() -> Any:
-    with infinity.init():
+    with infinity.init_empty_weights():
         model = llama()
     assert model.lm_head.weight.is_meta and model.lm_head.weight.device.type == "cpu"
     return model
@@ -134,7 +134,7 @@ def test_transformers_own_load_adapter_keeps_the_values(checkpoint: Path, tmp_pa
 
 
 def test_fp32_adapters_over_a_bf16_base_start_as_plain(checkpoint: Path, tmp_path: Path) -> None:
-    with infinity.init():
+    with infinity.init_empty_weights():
         model = LlamaForCausalLM._from_config(llama().config, dtype=torch.bfloat16)
     plain = in_memory(checkpoint, torch.bfloat16)
     torch.manual_seed(3)
@@ -166,7 +166,7 @@ def test_lora_on_packed_experts_starts_as_over_a_base_in_memory(tmp_path: Path) 
 
     plain = mixtral()
     plain.save_pretrained(tmp_path / "base")
-    with infinity.init():
+    with infinity.init_empty_weights():
         model = mixtral()
     with offloaded(adapted(model), tmp_path, tmp_path / "base") as model:
         assert_same(adapted(plain), model)
@@ -197,7 +197,7 @@ def test_an_initialisation_from_base_weights_is_refused() -> None:
 def test_an_adapter_made_on_meta_is_refused_by_name(checkpoint: Path, tmp_path: Path) -> None:
     with torch.device("meta"):
         elsewhere = llama()
-    with infinity.init():
+    with infinity.init_empty_weights():
         within = peft.get_peft_model(llama(), ADAPTERS["lora"]())
     for model in (peft.get_peft_model(elsewhere, ADAPTERS["lora"]()), within):
         with (

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from infinity.distributed.exchange import mean_of
 from infinity.testing.simulated_device import SimulatedDevice
-from infinity.tiers.exchange import mean_of
 from infinity.tiers.streams import StreamCopy, StreamDevice
 from tests.loopback import Loopback
 
@@ -28,7 +28,7 @@ def test_weights_are_put_together_and_gradients_summed(count: int, on_device: bo
     exchanges.run(simulated, Loopback(count), on_device=on_device)
 
 
-def test_a_mean_is_summed_by_the_tree_of_the_inbox() -> None:
+def test_a_mean_is_summed_by_the_tree_of_the_reduce_buffer() -> None:
     rows = [torch.randn(1000) for _ in range(4)]
     parts = [row * 0.25 for row in rows]
     wanted = (parts[0] + parts[1]) + (parts[2] + parts[3])

@@ -225,7 +225,7 @@ def test_accumulated_micro_batches_train_a_fused_head(is_tied: bool, swap_direct
     expected = scenario(PlainSide(build(is_tied)()))
     with offloaded(build(is_tied)(), swap_config(swap_directory)) as model:
         seeds = range(3)
-        losses = infinity.accumulate(model, lambda seed: model(*batch(seed)) / 3, seeds)
+        losses = infinity.forward_backward(model, lambda seed: model(*batch(seed)) / 3, seeds)
         came = {f"loss {i}": loss for i, loss in enumerate(losses)}
         came |= OffloadedSide(model).gradients()
     assert list(came) == list(expected)
@@ -299,7 +299,7 @@ def test_functions_of_weights_that_stand_as_tiles(swap_directory: Path) -> None:
     expected = scenario(PlainSide(build(True, words=CUT_WORDS)()))
     config = swap_config(swap_directory, schedule={"tile": "64KiB"})
     with offloaded(build(True, words=CUT_WORDS)(), config) as model:
-        assert infinity.engine_of(model).wholes
+        assert infinity.engine_of(model).tiled_params
         came = scenario(OffloadedSide(model))
     for name, tensor in expected.items():
         assert torch.equal(came[name], tensor), name

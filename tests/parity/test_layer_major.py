@@ -1,4 +1,4 @@
-"""`infinity.accumulate`: the gradients of plain accumulation, in whatever order blocks are run.
+"""`infinity.forward_backward`: the gradients of plain accumulation, in whatever order blocks are run.
 
 The reference is `for batch in micro_batches: loss_of(batch).backward()` over the plain model. Where
 every parameter and every tensor between blocks has one use, sums are made in the same order and all
@@ -87,7 +87,7 @@ def accumulated(
             return entry.loss(model, to_device(entry.batch(seed), place)) / len(seeds)
 
         seed_everything(5)
-        losses = infinity.accumulate(model, loss_of, seeds)
+        losses = infinity.forward_backward(model, loss_of, seeds)
         assert not held_units(model)
         return [loss.cpu() for loss in losses], OffloadedSide(model).gradients()
 
@@ -148,7 +148,7 @@ def train(config: dict[str, Any], device: Any = None) -> tuple[list[float], dict
         seed_everything(9)
         for step in range(3):
             seeds = range(3 * step, 3 * step + 3)
-            found = infinity.accumulate(
+            found = infinity.forward_backward(
                 model, lambda s: entry.loss(model, to_device(entry.batch(s), place)) / 3, seeds
             )
             losses += [loss.item() for loss in found]
@@ -235,7 +235,9 @@ def test_bytes_of_a_step_are_the_same_for_any_number_of_micro_batches(
     reads 2, as often as a group of micro-batches goes through a block, not once for each of them."""
     width, layers = 512, 3 if tile else 8
     moved = []
-    for count, num_inside in [(1, 4), (4, 4), (4, 1)] if tile else [(1, 4), (4, 4), (16, 4)]:
+    for count, tile_micro_batches in (
+        [(1, 4), (4, 4), (4, 1)] if tile else [(1, 4), (4, 4), (16, 4)]
+    ):
         torch.manual_seed(0)
         model = _Stack(width, layers)
         numel = sum(parameter.numel() for parameter in model.parameters())
@@ -243,7 +245,7 @@ def test_bytes_of_a_step_are_the_same_for_any_number_of_micro_batches(
         config = swap_config(
             swap_directory / str(count), placement={kind: ["nvme"] for kind in kinds},
             prefetch=False, precision={"compute": "bfloat16", "moments": moments},
-            schedule={"tile": tile, "tile_strands": num_inside},
+            schedule={"tile": tile, "tile_micro_batches": tile_micro_batches},
         )  # fmt: skip
         config["tiers"]["host"]["capacity"] = smallest_host_nbytes(
             lambda: _Stack(width, layers), config
@@ -255,7 +257,7 @@ def test_bytes_of_a_step_are_the_same_for_any_number_of_micro_batches(
             batches = [torch.randn(2, width).bfloat16() for _ in range(count)]
             for _ in range(3):  # The second reads moments that were never written: holes.
                 before = _moved(engine)
-                infinity.accumulate(model, _square_loss(model), batches)
+                infinity.forward_backward(model, _square_loss(model), batches)
                 optimizer.step()
                 optimizer.zero_grad()
             moved.append([a - b for a, b in zip(_moved(engine), before, strict=True)])
@@ -306,7 +308,7 @@ def test_no_two_micro_batches_have_logits_at_once(swap_directory: Path) -> None:
     with offloaded(Model(), swap_config(swap_directory)) as model:
         gc.disable()
         try:
-            infinity.accumulate(model, model, [torch.randn(2, 32) for _ in range(5)])
+            infinity.forward_backward(model, model, [torch.randn(2, 32) for _ in range(5)])
         finally:
             gc.enable()
     assert counts == [1] * 5
@@ -337,7 +339,7 @@ def test_each_micro_batch_takes_its_own_way_through_the_blocks(swap_directory: P
     for x, _ in batches:
         x.grad = None
     with offloaded(model, swap_config(swap_directory)):
-        infinity.accumulate(model, lambda batch: model(*batch), batches)
+        infinity.forward_backward(model, lambda batch: model(*batch), batches)
         found = OffloadedSide(model).gradients()
     for (name, parameter), (x, _), expected in itertools.zip_longest(
         reference.named_parameters(), batches, inputs, fillvalue=(None, None)
@@ -407,7 +409,7 @@ def test_blocks_that_cannot_be_repeated_are_refused(
 ) -> None:
     with offloaded(_Wrong(function), swap_config(swap_directory)) as model:
         with pytest.raises(UnsupportedError, match=says):
-            infinity.accumulate(model, model, [torch.randn(2, 8) for _ in range(2)])
+            infinity.forward_backward(model, model, [torch.randn(2, 8) for _ in range(2)])
         assert not held_units(model)
         model(torch.randn(2, 8)).backward()  # The plain way still works.
 
@@ -416,11 +418,13 @@ def test_wrong_moments_are_refused(swap_directory: Path) -> None:
     with offloaded(_Stack(16, 2), swap_config(swap_directory)) as model:
         batch = torch.randn(2, 16)
         with torch.no_grad(), pytest.raises(InfinityError, match="no_grad"):
-            infinity.accumulate(model, lambda x: model(x).sum(), [batch])
+            infinity.forward_backward(model, lambda x: model(x).sum(), [batch])
         with pytest.raises(InfinityError, match="inside another"):
-            infinity.accumulate(model, lambda x: infinity.accumulate(model, model, [x]), [batch])
-        assert infinity.accumulate(model, model, []) == []
-        infinity.accumulate(model, lambda x: model(x).sum(), [batch])
+            infinity.forward_backward(
+                model, lambda x: infinity.forward_backward(model, model, [x]), [batch]
+            )
+        assert infinity.forward_backward(model, model, []) == []
+        infinity.forward_backward(model, lambda x: model(x).sum(), [batch])
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
@@ -431,7 +435,7 @@ def test_nothing_is_left_after_an_exception(error: Any, swap_directory: Path) ->
     with decoder(swap_directory, make) as model:
 
         def run() -> Named:
-            infinity.accumulate(model, lambda s: model(ids(s), labels=ids(s)), SEEDS)
+            infinity.forward_backward(model, lambda s: model(ids(s), labels=ids(s)), SEEDS)
             return OffloadedSide(model).gradients()
 
         expected = run()
@@ -494,17 +498,17 @@ def test_shapes_that_change_reserve_no_more_than_the_largest(swap_directory: Pat
     with offloaded(_Stack(128, 4), config, device=device) as model:
         engine = infinity.engine_of(model)
         optimizer = infinity.AdamW(model, lr=1e-3)
-        host = engine.parts.pool._host
+        host = engine.pool._host
 
         def reserved(sizes: list[int]) -> tuple[Any, ...]:
             batches = [torch.randn(rows, 128) for rows in sizes]
-            infinity.accumulate(model, _square_loss(model), batches)
+            infinity.forward_backward(model, _square_loss(model), batches)
             if len(sizes) % 2:
                 _square_loss(model)(batches[0]).backward()
             optimizer.step()
             optimizer.zero_grad()
             engine.flush()
-            while engine.parts.pool._reclaim(0):
+            while engine.pool._reclaim(0):
                 pass
             files = [path.stat().st_size for path in swap_directory.rglob("*") if path.is_file()]
             return sum(files), device.attached_high_water_nbytes, host.lent(), host.free_nbytes

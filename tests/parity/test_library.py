@@ -652,7 +652,7 @@ def test_two_models_cannot_share_a_swap_directory(swap_directory: Path) -> None:
 
 
 def test_a_model_built_on_meta_trains_from_a_callable(swap_directory: Path) -> None:
-    """`infinity.init`: large parameters on meta; weights streamed by name, tied ones once."""
+    """`infinity.init_empty_weights`: large parameters on meta; weights streamed by name, tied ones once."""
     plain = wide()
     asked: list[str] = []
 
@@ -661,7 +661,7 @@ def test_a_model_built_on_meta_trains_from_a_callable(swap_directory: Path) -> N
         return plain.get_parameter(name).detach()
 
     config = swap_config(swap_directory, host_nbytes="32MiB")
-    with infinity.init(config):
+    with infinity.init_empty_weights(config):
         model = models.TinyDecoder(width=WIDE)
     # Small parameters may be real: they are what their constructors made them.
     assert model.tokens.weight.is_meta and model.blocks[0].qkv.weight.is_meta
@@ -686,7 +686,7 @@ def test_a_model_built_on_meta_trains_from_a_checkpoint(architecture: str, tmp_p
     plain = entry.build(0)
     plain.save_pretrained(tmp_path / "checkpoint", max_shard_size="40KB")
     config = swap_config(tmp_path / "swap")
-    with infinity.init(config):
+    with infinity.init_empty_weights(config):
         model = entry.construct()
     with offloaded(model.train(), config, weights=tmp_path / "checkpoint") as model:
         seed_everything(1)
@@ -703,7 +703,7 @@ def test_seeded_weights_are_the_same_on_every_placement(tmp_path: Path) -> None:
     def weights(seed: int, where: str) -> dict[str, Tensor]:
         config = swap_config(tmp_path / f"{seed}{where}", placement=where, host_nbytes="64MiB")
         torch.manual_seed(seed)
-        with infinity.init(config):
+        with infinity.init_empty_weights(config):
             model = models.TinyDecoder(width=WIDE)
         torch.manual_seed(len(where))  # what happens in between must not matter
         with offloaded(model, config, seed=seed) as model:

@@ -67,7 +67,7 @@ PROGRAM = textwrap.dedent(
         return losses
 
     def on_meta(layers, config):
-        with infinity.init(config):
+        with infinity.init_empty_weights(config):
             return models.TinyDecoder(width=case["width"], layers=layers, heads=8, vocab=256,
             length=64)
 

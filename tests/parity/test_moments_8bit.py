@@ -17,7 +17,7 @@ import infinity
 from infinity.ops.adamw import AdamWSettings
 from infinity.ops.dynamic_8bit import State8Bit, num_scales
 from infinity.ops.optimizers import reference_update_
-from infinity.ops.span import Span
+from infinity.ops.span import StateSpan
 from infinity.ops.split_master import split
 from infinity.state.moments_8bit import GRANULE_NUMEL
 
@@ -95,7 +95,7 @@ def plain_8bit(model: str, *, steps: int, is_split: bool = False) -> Record:
                 gradient = gradients[name]
                 assert gradient is not None
                 residual = residuals[name].flatten() if is_split else None
-                span = Span(
+                span = StateSpan(
                     parameter.data.flatten(), gradient.flatten(), moments[name].states, residual
                 )
                 reference_update_([span], settings)
@@ -203,7 +203,7 @@ def test_units_of_several_granules(placement: str, chunk: str, swap_directory: P
             optimizer.zero_grad()
             for name, parameter in plain.named_parameters():
                 if parameter.grad is not None:
-                    span = Span(parameter.data, parameter.grad, moments[name].states)
+                    span = StateSpan(parameter.data, parameter.grad, moments[name].states)
                     reference_update_([span], settings)
                     parameter.grad = None
         engine = infinity.engine_of(model)

@@ -66,7 +66,7 @@ def test_parameters_and_buffers_have_the_dtypes_of_from_pretrained(
                 buffer.normal_()
     saved.save_pretrained(tmp_path / "model")
     plain = type(saved).from_pretrained(tmp_path / "model", dtype=torch.bfloat16).train()
-    with infinity.init():
+    with infinity.init_empty_weights():
         model = type(saved)._from_config(saved.config, dtype=dtype).train()
     infinity.offload(model, swap(tmp_path), weights=tmp_path / "model")
     try:

@@ -115,7 +115,7 @@ def one_step(model: nn.Module, optimizer: Any, step: int, *, layer_major: bool) 
         return model(batch).square().mean()
 
     if layer_major:
-        losses = infinity.accumulate(model, loss_of, batches)
+        losses = infinity.forward_backward(model, loss_of, batches)
     else:
         losses = [loss_of(batch) for batch in batches]
         for loss in losses:

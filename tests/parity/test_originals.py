@@ -135,7 +135,7 @@ def test_an_original_of_tiles_stands_for_the_whole(swap_directory: Path) -> None
     model = nn.Sequential(nn.Linear(16, 2048, bias=False))
     kept, value = model[0].weight, model[0].weight.detach().clone()
     with offloaded(model, swap_config(swap_directory, schedule={"tile": "64KiB"})) as model:
-        assert infinity.engine_of(model).wholes
+        assert infinity.engine_of(model).tiled_params
         assert torch.equal(kept + 0, value)
         (model(torch.ones(16)).sum() + kept.sum()).backward()
         gradients = OffloadedSide(model).gradients()

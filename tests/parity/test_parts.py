@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import infinity
-from infinity.engine.beginnings import Beginnings
+from infinity.streaming.pass_starts import Beginnings
 
 from .harness import (
     Named,
@@ -154,7 +154,7 @@ def begun(words: str) -> str:
         elif word in "ME":
             begins = beginnings.ask_model("train" if word == "M" else "eval")
         else:
-            begins = beginnings.ask_site("train" if word.islower() else "eval", word.lower())
+            begins = beginnings.ask_hooked("train" if word.islower() else "eval", word.lower())
         found += " *" if begins else " ."
     return found.strip()
 

@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from infinity.engine.outputs import detach_from_parameters, tensors_in
 from infinity.errors import UnsupportedError
+from infinity.modules.outputs import detach_from_parameters, tensors_in
 
 from .harness import Named, Plan, Side, offloaded, swap_config
 from .test_library import compare, finish

@@ -18,13 +18,13 @@ import pytest
 import torch
 
 import infinity
-from infinity.engine.activations import Activations
-from infinity.engine.gradients import Gradients, _tail, widen
-from infinity.engine.update_on_device import update_on_device
 from infinity.engine.update_rates import time_products, time_updates
 from infinity.errors import UnsupportedError
-from infinity.schedule.executor import Executor
-from infinity.schedule.step import Rates
+from infinity.simulate.step import Rates
+from infinity.streaming.activations import ActivationStore
+from infinity.streaming.device_update import update_on_device
+from infinity.streaming.gradients import GradientStore, _tail, widen
+from infinity.streaming.parameters import WeightCache
 from infinity.testing.models import Mlp
 from infinity.testing.simulated_device import SimulatedDevice, SimulatedStream
 from infinity.tiers.cuda import pin, unpin
@@ -71,12 +71,12 @@ def train(
         for step in range(2):
             turn()
             if step == 0:
-                found += infinity.accumulate(model, loss_of, [0])
+                found += infinity.forward_backward(model, loss_of, [0])
                 turn()
                 found.append(loss_of(1))
                 found[-1].backward()
             else:
-                found += infinity.accumulate(model, loss_of, [3, 4, 5])
+                found += infinity.forward_backward(model, loss_of, [3, 4, 5])
             optimizer.step()
             optimizer.zero_grad()
         for block in model.blocks:
@@ -123,18 +123,18 @@ def only_computing_waits(stream: SimulatedStream, event: Any) -> None:
         _WAIT_EVENT(stream, event)
 
 
-def end_without_wait(gradients: Gradients) -> None:
+def end_without_wait(gradients: GradientStore) -> None:
     gradients._leaving.clear()
 
 
-def return_at_once(activations: Activations, parked: Any) -> None:
-    parked.copying = FINISHED
-    _START_RETURN(activations, parked)
+def return_at_once(activations: ActivationStore, saved: Any) -> None:
+    saved.copying = FINISHED
+    _START_RETURN(activations, saved)
 
 
 _INIT = StreamCopy.__init__
 _WAIT_EVENT = SimulatedStream.wait_event
-_START_RETURN = Activations._start_return
+_START_RETURN = ActivationStore._start_return
 
 MUTATIONS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "the-use-s-end-is-not-noted": (StreamDevice, "end_use", no_wait),
@@ -143,9 +143,9 @@ MUTATIONS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "transfers-wait-for-nobody": (SimulatedStream, "wait_event", only_computing_waits),
     "computation-does-not-wait": (StreamCopy, "order", order_without_wait),
     "memory-is-not-kept": (StreamCopy, "__init__", let_go_at_once),
-    "blocks-are-freed-at-once": (Executor, "_finish_copy", no_wait),
-    "gradients-are-read-at-once": (Gradients, "_end_copies", end_without_wait),
-    "activations-are-read-at-once": (Activations, "_start_return", return_at_once),
+    "blocks-are-freed-at-once": (WeightCache, "_finish_copy", no_wait),
+    "gradients-are-read-at-once": (GradientStore, "_end_copies", end_without_wait),
+    "activations-are-read-at-once": (ActivationStore, "_start_return", return_at_once),
 }  # fmt: skip
 
 
@@ -194,8 +194,8 @@ def test_whoever_is_found_faster_updates_with_the_same_bits(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Whatever was timed before leaves nothing behind that training could see."""
-    monkeypatch.setattr("infinity.engine.update_on_device.SLICE_NUMEL", 512)
-    monkeypatch.setattr("infinity.schedule.update_place.LEAST_UPDATE_NBYTES", 0)
+    monkeypatch.setattr("infinity.streaming.device_update.SLICE_NUMEL", 512)
+    monkeypatch.setattr("infinity.simulate.update_device.LEAST_UPDATE_NBYTES", 0)
     timed: list[Rates] = []
 
     def injected(*arguments: Any, **options: Any) -> Rates:
@@ -217,7 +217,7 @@ def test_whoever_is_found_faster_updates_with_the_same_bits(
         updated_there.append(True)
         update_on_device(*arguments)
 
-    monkeypatch.setattr("infinity.engine.update.update_on_device", update_there)
+    monkeypatch.setattr("infinity.streaming.optimizer_step.update_on_device", update_there)
     device = SimulatedDevice(1, delay_s=1e-4)
     with caplog.at_level(logging.INFO, "infinity"):
         batch = {} if flops is None else BATCH

@@ -22,9 +22,9 @@ import infinity
 from infinity.checkpoint import export_safetensors
 from infinity.checkpoint import load as load_checkpoint
 from infinity.checkpoint import save as save_checkpoint
-from infinity.engine.tiled_experts import TiledExperts
-from infinity.engine.tiling import Tiling
 from infinity.errors import CapacityError
+from infinity.modules.tiling.experts import TiledExperts
+from infinity.modules.tiling.split import Tiling
 from infinity.state.tiles import name_of_whole
 from infinity.testing.simulated_device import SimulatedDevice
 
@@ -69,7 +69,7 @@ def cut(model: nn.Module, num_experts: int = 1) -> nn.Module:
     return model
 
 
-def together(named: Mapping[str, Any]) -> dict[str, Any]:
+def collective_section(named: Mapping[str, Any]) -> dict[str, Any]:
     """Tiles, which come in order, as the wholes that they are of."""
     parts: dict[str, list[Any]] = {}
     for name, value in named.items():
@@ -80,13 +80,15 @@ def together(named: Mapping[str, Any]) -> dict[str, Any]:
 def by_whole(record: Record) -> Record:
     return replace(
         record,
-        weights=together(record.weights),
-        gradients=[together(each) for each in record.gradients],
+        weights=collective_section(record.weights),
+        gradients=[collective_section(each) for each in record.gradients],
     )
 
 
 def gradients_of(model: nn.Module) -> dict[str, Any]:
-    return together({name: parameter.grad for name, parameter in model.named_parameters()})
+    return collective_section(
+        {name: parameter.grad for name, parameter in model.named_parameters()}
+    )
 
 
 # --- the operator -----------------------------------------------------------------------------
@@ -218,7 +220,7 @@ def test_names_export_and_checkpoints(swap_directory: Path, tmp_path: Path) -> N
                 save_checkpoint(tmp_path / "again", model, optimizer)
             assert MIXTRAL.loss(model, MIXTRAL.batch(2)).item() == expected
     options = config(tmp_path / "swap", host_nbytes="16MiB")
-    with infinity.init(options):
+    with infinity.init_empty_weights(options):
         empty = build(seed=1)
     with offloaded(empty, options, weights=tmp_path / "out") as model:
         assert isinstance(model.model.layers[0].mlp.experts, TiledExperts)  # type: ignore[union-attr]
@@ -227,7 +229,7 @@ def test_names_export_and_checkpoints(swap_directory: Path, tmp_path: Path) -> N
 
 def test_built_on_meta_they_are_initialised_by_the_model_s_rule(swap_directory: Path) -> None:
     options = config(swap_directory, host_nbytes="16MiB")
-    with infinity.init(options):
+    with infinity.init_empty_weights(options):
         model = build()
     with offloaded(model, options, seed=3) as model:
         engine = infinity.engine_of(model)
@@ -243,7 +245,7 @@ def test_layer_major_accumulation(swap_directory: Path) -> None:
     for seed in (1, 2):
         (MIXTRAL.loss(plain, MIXTRAL.batch(seed)) / 2).backward()
     with offloaded(build(), config(swap_directory, host_nbytes="16MiB")) as model:
-        infinity.accumulate(
+        infinity.forward_backward(
             model, lambda seed: MIXTRAL.loss(model, MIXTRAL.batch(seed)) / 2, [1, 2]
         )
         engine = infinity.engine_of(model)
@@ -286,7 +288,7 @@ def test_adapters_of_experts_train_as_those_of_the_whole(
             for loss in expected:
                 loss.backward()
             if is_layer_major:
-                found = infinity.accumulate(model, lambda b: MIXTRAL.loss(model, b), batches)
+                found = infinity.forward_backward(model, lambda b: MIXTRAL.loss(model, b), batches)
             else:
                 found = [MIXTRAL.loss(model, batch) for batch in batches]
                 for loss in found:

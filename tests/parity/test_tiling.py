@@ -29,9 +29,9 @@ import infinity
 from infinity.checkpoint import export_safetensors, weight_source
 from infinity.checkpoint import load as load_checkpoint
 from infinity.checkpoint import save as save_checkpoint
-from infinity.engine.tiled import Tiled, TiledEmbedding, TiledLinear
-from infinity.engine.tiling import Tiling, named_parameters_of
 from infinity.errors import CapacityError, ConfigError, InfinityError
+from infinity.modules.tiling.layers import Tiled, TiledEmbedding, TiledLinear
+from infinity.modules.tiling.split import Tiling, named_parameters_of
 from infinity.testing.models import TinyDecoder
 from infinity.testing.simulated_device import SimulatedDevice
 
@@ -525,7 +525,7 @@ def test_export_and_import(tiled: nn.Module, tmp_path: Path) -> None:
     assert most_rows == 320
     assert same_bits(torch.cat([written["a.tokens"], written["b.tokens"]]), saved["tokens.weight"])
     config = tiled_config(tmp_path / "again", host_nbytes="16MiB")
-    with infinity.init(config):
+    with infinity.init_empty_weights(config):
         model = decoder(1)
     with offloaded(model, config, weights=tmp_path / "out") as model:
         assert isinstance(model.head, TiledLinear)
@@ -534,7 +534,7 @@ def test_export_and_import(tiled: nn.Module, tmp_path: Path) -> None:
 
 def test_built_on_meta_tiles_are_initialised(swap_directory: Path) -> None:
     config = tiled_config(swap_directory, host_nbytes="8MiB")
-    with infinity.init(config):
+    with infinity.init_empty_weights(config):
         model = Wide(512)
     with offloaded(model, config, seed=3) as model:
         engine = infinity.engine_of(model)
@@ -555,18 +555,18 @@ def test_layer_major_accumulation_with_tiles_in_blocks(swap_directory: Path) -> 
     plain = cut(wide(), 64 * 257 * 4)
     for seed in seeds:
         (WIDE.loss(plain, wide_batch(seed)) / 3).backward()
-    for gradients, num_inside, device in (
+    for gradients, tile_micro_batches, device in (
         ("nvme", 4, SimulatedDevice(2)), ("host", 2, SimulatedDevice(3)), ("nvme", 1, None),
         ("nvme", 2, None), ("host", 3, None),
     ):  # fmt: skip
         config = tiled_config(
             swap_directory, tile=64 * 257 * 4, host_nbytes="8MiB",
             placement={"parameters": "nvme", "moments": "nvme", "gradients": gradients},
-            schedule={"tile_strands": num_inside},
+            schedule={"tile_micro_batches": tile_micro_batches},
         )  # fmt: skip
         with offloaded(wide(), config, device=device) as model:
             assert len(model.blocks[0][1].tiles) == 4  # type: ignore[index,union-attr]
-            losses = infinity.accumulate(
+            losses = infinity.forward_backward(
                 model, lambda seed: WIDE.loss(model, wide_batch(seed)) / 3, seeds
             )
             assert len(losses) == 3
@@ -575,7 +575,7 @@ def test_layer_major_accumulation_with_tiles_in_blocks(swap_directory: Path) -> 
 
 @pytest.mark.parametrize(("tile", "num_inside"), [(0, 1), ("64KiB", 1), ("64KiB", 3)])
 def test_what_is_behind_a_block_needs_no_room_beside_it(
-    tile: Any, num_inside: int, swap_directory: Path
+    tile: Any, tile_micro_batches: int, swap_directory: Path
 ) -> None:
     """In the smallest window of the device, with a head as large as a block."""
 
@@ -585,14 +585,17 @@ def test_what_is_behind_a_block_needs_no_room_beside_it(
         return model
 
     config = tiled_config(
-        swap_directory, tile=tile, device_nbytes=1, schedule={"tile_strands": num_inside}
+        swap_directory,
+        tile=tile,
+        device_nbytes=1,
+        schedule={"tile_micro_batches": tile_micro_batches},
     )
     with pytest.raises(CapacityError, match="one device") as refused:
         infinity.offload(build(), config, device=SimulatedDevice(1))
     config["tiers"]["device"]["capacity"] = refused.value.needed_nbytes
     device = SimulatedDevice(1)
     with offloaded(build(), config, device=device) as model:
-        infinity.accumulate(model, lambda seed: WIDE.loss(model, wide_batch(seed)), [1, 2, 3])
+        infinity.forward_backward(model, lambda seed: WIDE.loss(model, wide_batch(seed)), [1, 2, 3])
     assert 0 < device.attached_high_water_nbytes <= refused.value.needed_nbytes
 
 
@@ -649,16 +652,16 @@ def test_micro_batches_between_turns(swap_directory: Path, monkeypatch: pytest.M
     def gradients(model: nn.Module) -> Any:
         torch.manual_seed(4)
         Entering.inside = Entering.most = 0
-        infinity.accumulate(model, lambda seed: WIDE.loss(model, wide_batch(seed)), seeds)
+        infinity.forward_backward(model, lambda seed: WIDE.loss(model, wide_batch(seed)), seeds)
         return OffloadedSide(model).gradients()
 
     config = tiled_config(
-        swap_directory, tile=64 * 257 * 4, host_nbytes="4MiB", schedule={"tile_strands": 1}
+        swap_directory, tile=64 * 257 * 4, host_nbytes="4MiB", schedule={"tile_micro_batches": 1}
     )
     with offloaded(build(), config) as model:
         expected = gradients(model)
         assert Entering.most == 1
-    config["schedule"]["tile_strands"] = 2
+    config["schedule"]["tile_micro_batches"] = 2
     with offloaded(build(), config) as model:
         assert not differences(expected, gradients(model))
         assert Entering.most == 2
@@ -680,7 +683,7 @@ def test_accumulating_a_tied_decoder(swap_directory: Path) -> None:
         (WHOLE.loss(plain, batch(seed)) / 2).backward()
     config = tiled_config(swap_directory, host_nbytes="16MiB")
     with offloaded(decoder(), config) as model:
-        infinity.accumulate(model, lambda seed: WHOLE.loss(model, batch(seed)) / 2, [1, 2])
+        infinity.forward_backward(model, lambda seed: WHOLE.loss(model, batch(seed)) / 2, [1, 2])
         found = OffloadedSide(model).gradients()
     for name, gradient in PlainSide(plain).gradients().items():
         assert gradient is not None
@@ -818,7 +821,7 @@ def test_all_habits_of_models(
 ) -> None:
     """Every layer that can be cut is cut into tiles of a few rows, far smaller than any user's. Sums
     are made in other orders, so loss and norm are close; what is used by hand is put together."""
-    monkeypatch.setattr("infinity.engine.tiling.ROW_ALIGNMENT", 4)
+    monkeypatch.setattr("infinity.modules.tiling.split.ROW_ALIGNMENT", 4)
     monkeypatch.setattr("infinity.engine.build.fit", lambda tile, attempt, *rest: attempt(600))
     entry = ZOO[name]
     plan = Plan(steps=1, max_norm=1e9)

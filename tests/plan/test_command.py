@@ -16,11 +16,11 @@ RUNNER = CliRunner()
 CONFIG = """
 schema = 1
 tiers.host.capacity = "16MiB"
-tiers.nvme = [{{path = "{swap}", read_gbps = 2.0, write_gbps = 2.0}}]
+tiers.nvme = [{{path = "{swap}", read_gb_per_s = 2.0, write_gb_per_s = 2.0}}]
 placement = {{parameters = "nvme", master = "nvme", moments = "nvme", gradients = "nvme"}}
 precision.compute = "{dtype}"
 data = {{paths = ["python-stdlib"], sequence_length = 32, max_bytes = "200kB"}}
-train = {{steps = 4, batch_size = 2, accumulation = {accumulation}, threads = 1}}
+train = {{steps = 4, batch_size = 2, gradient_accumulation_steps = {accumulation}, threads = 1}}
 output = {{directory = "{output}", export = false}}
 [model.config]
 model_type = "gpt2"
@@ -170,7 +170,7 @@ def test_bytes_of_tiles_are_those_of_a_run(tmp_path: Path) -> None:
     file = tmp_path / "swap.toml"
     file.write_text(f"{head}\n[model.config]\n{shape}")
     change = ["tiers.host.capacity=6MiB", "train.batch_size=3", "schedule.micro_batch=1",
-              "schedule.tile=128KiB", "schedule.tile_strands=2"]  # fmt: skip
+              "schedule.tile=128KiB", "schedule.tile_micro_batches=2"]  # fmt: skip
     options = [part for each in change for part in ("--set", each)]
     found = json.loads(plan(str(file), "--json", *options))["moved_nbytes"]
     result = RUNNER.invoke(app, ["train", str(file), *options])

@@ -51,14 +51,15 @@ def test_scaled_shapes_have_about_what_was_asked(params: float) -> None:
 
 def test_flops_of_a_dense_model_are_two_a_parameter_and_token() -> None:
     model = load_model("llama-3-70b", torch.bfloat16)
-    flops = sum(site.forward_flops(1000, 1) for site in model.sites)
+    flops = sum(hooked.forward_flops(1000, 1) for hooked in model.hooked_modules)
     assert flops == pytest.approx(2 * 1000 * 69.5e9, rel=0.01)  # The embedding multiplies nothing.
 
 
 def test_attention_grows_with_the_sequence() -> None:
     model = load_model("llama-3-70b", torch.bfloat16)
     short, long = (
-        sum(site.forward_flops(8192, length) for site in model.sites) for length in (1, 8192)
+        sum(hooked.forward_flops(8192, length) for hooked in model.hooked_modules)
+        for length in (1, 8192)
     )
     # Causal: scores and mixing, 2 * hidden values each token and half of the positions.
     assert long - short == pytest.approx(2 * 8192 * 80 * 2 * 8192 * 8191 / 2)

@@ -15,19 +15,19 @@ from infinity import SwapConfig
 from infinity.cli import app
 from infinity.plan import forecast, load_hardware, scaled_gpt
 from infinity.plan.model import model_of_shape
-from infinity.schedule.job import Batch, load_of
-from infinity.schedule.rank_job import rank_loads
-from infinity.schedule.step import UnitLoad
+from infinity.simulate.job import Batch, load_of
+from infinity.simulate.rank_job import rank_loads
+from infinity.simulate.step import UnitLoad
 from infinity.state.partition import STAGES, partition
 from infinity.state.placement import Placement
-from infinity.state.units import Piece, Unit
+from infinity.state.units import StateKind, Unit
 from tests.property.strategies import units
 
 BATCH = Batch(8, 1)
 
 
 def placed(laid_out: list[Unit], tier: str) -> Placement:
-    return Placement({(unit.index, piece): tier for unit in laid_out for piece in Piece}, {})
+    return Placement({(unit.index, kind): tier for unit in laid_out for kind in StateKind}, {})
 
 
 def loads_of_ranks(
@@ -90,7 +90,7 @@ def test_a_rank_takes_and_writes_its_part(exchange: str) -> None:
         "tiers": {"host": {"capacity": "50%"}, "nvme": [{"path": "/nowhere"}]},
         "placement": dict.fromkeys(kinds, "nvme"),
         "precision": {"compute": "bfloat16"},
-        "ranks": {"exchange": exchange},
+        "distributed": {"exchange": exchange},
     }
     model = model_of_shape(scaled_gpt(10**9), torch.bfloat16)
     node, weights_nbytes, written = load_hardware("8xh200-8nvme"), 2 * model.num_params, []
@@ -102,21 +102,23 @@ def test_a_rank_takes_and_writes_its_part(exchange: str) -> None:
         assert found.tokens_per_s == pytest.approx(count * 4096 / found.step.step_s)
         wanted = weights_nbytes / count if ranks.is_collective else weights_nbytes
         assert moved["h2d"] == pytest.approx(wanted, rel=0.01), "once: the device has room"
-        lane = "gather" if ranks.is_collective else "sockets"
-        for link in (f"{lane}_got", f"{lane}_given"):
+        track = "gather" if ranks.is_collective else "sockets"
+        for link in (f"{track}_got", f"{track}_given"):
             assert moved[link] == pytest.approx(weights_nbytes * (count - 1) / count, rel=0.01)
         written.append(count * moved["nvme_write"])
     assert written[0] == pytest.approx(written[1], rel=0.001)
 
 
 def test_words_for_ranks() -> None:
-    said = plan(*MODEL, "--ranks", "2", "--set", "ranks.exchange=one_sided")
+    said = plan(*MODEL, "--ranks", "2", "--set", "distributed.exchange=one_sided")
     for word in (
         "2 ranks, stage 3", "a rank takes", "tokens/s of all ranks", "between hosts of ranks",
         "an estimate", "2 of the machine's 8 devices",
     ):  # fmt: skip
         assert word in said
-    found = json.loads(plan(*MODEL, "--ranks", "8", "--set", "ranks.stage=2", "--json"))["ranks"]
+    found = json.loads(plan(*MODEL, "--ranks", "8", "--set", "distributed.zero_stage=2", "--json"))[
+        "ranks"
+    ]
     assert (found["count"], found["stage"], found["is_collective"]) == (8, 2, True)
 
 
@@ -124,7 +126,7 @@ def test_words_for_ranks() -> None:
     ("arguments", "words"),
     [
         (["--ranks", "9"], "has 8 devices, and each rank needs one"),
-        (["--ranks", "8", "--set", "ranks.budgets=rank"], "change tiers.host.capacity"),
+        (["--ranks", "8", "--set", "distributed.budgets=rank"], "change tiers.host.capacity"),
         (["--ranks", "8", "--set", "tiers.device.capacity=100MB", "--set", "schedule.tile=0"],
          "does not fit one device"),
     ],

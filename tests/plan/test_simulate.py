@@ -7,17 +7,17 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinity.schedule.simulate import Operation, critical_path_s, simulate
+from infinity.simulate.clock import Operation, critical_path_s, simulate
 
 
 @st.composite
 def operations(draw: st.DrawFn) -> list[Operation]:
     found: list[Operation] = []
     for index in range(draw(st.integers(0, 30))):
-        lane = draw(st.sampled_from("abc"))
+        track = draw(st.sampled_from("abc"))
         seconds = draw(st.integers(0, 9))
         after = draw(st.sets(st.integers(0, index - 1), max_size=3)) if index else set()
-        found.append(Operation(lane, str(index), float(seconds), tuple(after)))
+        found.append(Operation(track, str(index), float(seconds), tuple(after)))
     return found
 
 
@@ -49,13 +49,13 @@ def test_the_oldest_that_is_ready_goes_first() -> None:
 
 
 @given(operations())
-def test_a_lane_does_one_thing_at_a_time(drafted: list[Operation]) -> None:
+def test_a_track_does_one_thing_at_a_time(drafted: list[Operation]) -> None:
     timeline = simulate(drafted)
-    for lane in "abc":
+    for track in "abc":
         spans = sorted(
             (timeline.start_s[i], timeline.finish_s[i])
             for i, each in enumerate(drafted)
-            if each.lane == lane
+            if each.track == track
         )
         for (_, end), (start, _) in pairwise(spans):
             assert end <= start
@@ -74,6 +74,6 @@ def test_nothing_starts_before_what_it_waits_for(drafted: list[Operation]) -> No
 def test_between_the_lower_bounds_and_one_after_the_other(drafted: list[Operation]) -> None:
     makespan_s = simulate(drafted).makespan_s
     assert makespan_s >= critical_path_s(drafted)
-    for lane in "abc":
-        assert makespan_s >= sum(each.duration_s for each in drafted if each.lane == lane)
+    for track in "abc":
+        assert makespan_s >= sum(each.duration_s for each in drafted if each.track == track)
     assert makespan_s <= sum(each.duration_s for each in drafted)

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infinity.schedule.order import Use, moves
-from infinity.schedule.residency import visits
-from infinity.schedule.step import Job, Rates, UnitLoad, predict
+from infinity.simulate.cache import visits
+from infinity.simulate.order import Use, moves
+from infinity.simulate.step import Rates, StepSpec, UnitLoad, predict
 
 GB = 10**9
 RATES = Rates(flops=1e13, update=100e9, host=100e9, nvme_read=8e9, nvme_write=4e9, nvme_mixed=6e9,
@@ -30,9 +30,9 @@ def unit(index: int, params: int = GB // 10, tier: str = "nvme") -> UnitLoad:
     )  # fmt: skip
 
 
-def job(num_units: int = 8, **changes: object) -> Job:
+def job(num_units: int = 8, **changes: object) -> StepSpec:
     units = tuple(unit(index) for index in range(num_units))
-    base = Job(
+    base = StepSpec(
         units=units,
         uses=tuple(Use((index,), 2.0 * GB / 10 * 4096) for index in range(num_units)),
         num_micro_batches=1,
@@ -104,9 +104,9 @@ def test_inputs_that_wait_for_the_backward_go_and_return_once(
     tier: str, cache: int | None, links: tuple[str, ...]
 ) -> None:
     plain = job(device_cache_nbytes=cache, weights_cache_nbytes=10 * GB)
-    uses = tuple(replace(use, parked_nbytes=GB // 8) for use in plain.uses)
+    uses = tuple(replace(use, saved_nbytes=GB // 8) for use in plain.uses)
     before = predict(plain, RATES)
-    after = predict(replace(plain, uses=uses, parked_on=tier), RATES)
+    after = predict(replace(plain, uses=uses, saved_on=tier), RATES)
     more = {link: after.moved_nbytes[link] - n for link, n in before.moved_nbytes.items()}
     assert {link for link, nbytes in more.items() if nbytes} == set(links)
     assert all(nbytes in (0, GB) for nbytes in more.values())
@@ -128,7 +128,7 @@ def test_the_order_of_micro_batches_that_go_block_by_block() -> None:
     whose backward follows its forward."""
     uses = [Use((0,), 1.0), Use((7,), 1.0)]
     uses[1:1] = [Use((unit,), 1.0, block=(unit - 1) // 3) for unit in range(1, 7)]
-    found = moves(uses, num_strands=3, num_inside=2, backward_ratio=3.0)
+    found = moves(uses, num_fibers=3, tile_micro_batches=2, backward_ratio=3.0)
     # `*`: while its block is held. `<`: backward, with gradients.
     said = [
         str(uses[move.use].units[0]) + "*" * bool(move.held) + "<" * move.has_gradients
@@ -150,7 +150,7 @@ def test_a_tied_unit_has_one_gradient_and_one_update() -> None:
 
 @settings(max_examples=60)
 @given(jobs)
-def test_bytes_are_conserved(given_job: Job) -> None:
+def test_bytes_are_conserved(given_job: StepSpec) -> None:
     step = predict(given_job, RATES)
     drawn: Counter[str] = Counter()
     for operation in step.timeline.operations:
@@ -164,15 +164,15 @@ def test_bytes_are_conserved(given_job: Job) -> None:
 
 @settings(max_examples=60)
 @given(jobs)
-def test_a_step_takes_at_least_as_long_as_any_lane_is_busy(given_job: Job) -> None:
+def test_a_step_takes_at_least_as_long_as_any_track_is_busy(given_job: StepSpec) -> None:
     step = predict(given_job, RATES)
-    for lane, busy_s in step.busy_s.items():
-        assert step.step_s >= busy_s * 0.97, lane  # Some of it was fetched in the step before.
+    for track, busy_s in step.busy_s.items():
+        assert step.step_s >= busy_s * 0.97, track  # Some of it was fetched in the step before.
 
 
 @settings(max_examples=60)
 @given(jobs, st.sampled_from(["flops", "update", "host", "nvme", "h2d", "d2h"]))
-def test_faster_is_not_slower(given_job: Job, what: str) -> None:
+def test_faster_is_not_slower(given_job: StepSpec, what: str) -> None:
     names = ("nvme_read", "nvme_write", "nvme_mixed") if what == "nvme" else (what,)
     faster = replace(RATES, **{name: 2 * getattr(RATES, name) for name in names})
     assert predict(given_job, faster).step_s <= predict(given_job, RATES).step_s * ANOMALY

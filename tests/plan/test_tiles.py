@@ -12,11 +12,11 @@ from torch import nn
 
 from infinity.config import SwapConfig
 from infinity.engine.build import facts_of
-from infinity.engine.discover import dissect
-from infinity.engine.tiling import Tiling
 from infinity.errors import CapacityError
+from infinity.modules.discover import discover_units
+from infinity.modules.tiling.split import Tiling
 from infinity.plan import Batch, forecast, load_hardware
-from infinity.plan.model import Model, ModelShape, SiteWork, model_of_shape
+from infinity.plan.model import ModelShape, ModuleWork, PlannedModel, model_of_shape
 from infinity.plan.tiles import largest_nbytes, with_tiles
 from infinity.sizes import GIB
 from infinity.state.tiles import ROW_ALIGNMENT, cut_rows, fit, limits
@@ -92,15 +92,17 @@ def test_the_same_units_as_the_engine_makes() -> None:
 
     config = SwapConfig.load({})
 
-    def units_of(module: nn.Module) -> Model:
-        anatomy = dissect(module)
+    def units_of(module: nn.Module) -> PlannedModel:
+        anatomy = discover_units(module)
         units = tuple(
             layout_unit(index, name, [facts_of(each, config) for each in members])
             for index, (name, members) in enumerate(anatomy.units)
         )
-        sites = tuple(SiteWork(tuple(needed), 10**6) for needed in anatomy.site_units())
+        hooked_modules = tuple(
+            ModuleWork(tuple(needed), 10**6) for needed in anatomy.module_units()
+        )
         held_nbytes = anatomy.held_nbytes([rounded_nbytes(u.weight_nbytes) for u in units])
-        return Model("", units, sites, held_nbytes, 0, 64)
+        return PlannedModel("", units, hooked_modules, held_nbytes, 0, 64)
 
     whole = units_of(Two())
     for limit_nbytes in (300 << 10, 100 << 10, 64 << 10):
@@ -112,7 +114,9 @@ def test_the_same_units_as_the_engine_makes() -> None:
         )
         assert engine.held_nbytes == planned.held_nbytes
         assert len(planned.units) > len(whole.units) or limit_nbytes > largest_nbytes(whole)
-        assert sum(s.active_params for s in planned.sites) == 10**6 * len(whole.sites)
+        assert sum(s.active_params for s in planned.hooked_modules) == 10**6 * len(
+            whole.hooked_modules
+        )
 
 
 @pytest.mark.parametrize(
@@ -151,5 +155,5 @@ def test_the_widest_block_of_a_window(hidden: int, num_tiles: int, fits: bool) -
     said = " ".join(found.warnings)
     assert ("tiles" in said) == (num_tiles > 1 or not fits)
     # Whatever the cut, the arithmetic is the same, and so are the bytes of the drives and tiers.
-    whole = sum(site.active_params for site in model.sites)
-    assert sum(site.active_params for site in found.model.sites) == whole
+    whole = sum(hooked.active_params for hooked in model.hooked_modules)
+    assert sum(hooked.active_params for hooked in found.model.hooked_modules) == whole

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from infinity.config import SwapConfig
 from infinity.plan import Batch, advise, forecast, load_hardware, scaled_gpt
 from infinity.plan.model import model_of_shape
-from infinity.schedule.step import Job, Rates, Use, predict
-from infinity.schedule.update_place import LEAST_GAIN, choose, settled
+from infinity.simulate.step import Rates, StepSpec, Use, predict
+from infinity.simulate.update_device import LEAST_GAIN, choose, settled
 from infinity.sizes import GIB
 
 from .test_step import ANOMALY, GB, job, unit
@@ -29,7 +29,7 @@ machines = st.builds(
 )  # fmt: skip
 
 
-def small_job(tier: str, **changes: Any) -> Job:
+def small_job(tier: str, **changes: Any) -> StepSpec:
     units = tuple(unit(index, tier=tier) for index in range(4))
     uses = tuple(Use((index,), 2.0 * GB / 10 * 4096) for index in range(4))
     return job(**{"units": units, "uses": uses} | changes)
@@ -46,7 +46,7 @@ jobs = st.builds(
 @settings(max_examples=30, deadline=None)
 @given(jobs, machines)
 def test_the_device_is_chosen_where_it_wins_clearly_and_nowhere_else(
-    job: Job, rates: Rates
+    job: StepSpec, rates: Rates
 ) -> None:
     here, there = (
         predict(replace(job, updates_on_device=each), rates).step_s for each in (False, True)
@@ -61,7 +61,7 @@ def test_the_device_is_chosen_where_it_wins_clearly_and_nowhere_else(
 
 @settings(max_examples=30, deadline=None)
 @given(jobs, machines)
-def test_what_does_not_bind_on_the_host_is_left_there(job: Job, rates: Rates) -> None:
+def test_what_does_not_bind_on_the_host_is_left_there(job: StepSpec, rates: Rates) -> None:
     assert ANOMALY < LEAST_GAIN
     assert not choose(job, replace(rates, update=INF)).is_on_device
     # Whatever the processor does, there is no gain where drives, or the link, are as slow.
@@ -102,19 +102,21 @@ def test_what_is_settled_without_a_look_at_the_machine() -> None:
 
 
 @pytest.mark.parametrize(
-    ("host_gbps", "device_gbps", "place"),
+    ("host_gb_per_s", "device_gb_per_s", "place"),
     [(10.0, 600.0, "device"), (600.0, 600.0, "host"), (10.0, None, "host")],
 )
 def test_the_planner_predicts_what_would_be_chosen(
-    host_gbps: float, device_gbps: float | None, place: str
+    host_gb_per_s: float, device_gb_per_s: float | None, place: str
 ) -> None:
     import torch
 
     machine = load_hardware("8xh200-4nvme")
     machine = machine.model_copy(
         update={
-            "host": machine.host.model_copy(update={"update_gbps": host_gbps}),
-            "device": machine.device.model_copy(update={"update_gbps": device_gbps, "count": 1}),
+            "host": machine.host.model_copy(update={"update_gb_per_s": host_gb_per_s}),
+            "device": machine.device.model_copy(
+                update={"update_gb_per_s": device_gb_per_s, "count": 1}
+            ),
         }
     )
     table: dict[str, Any] = {"tiers": {"host": {"capacity": "85%"}}}
@@ -129,4 +131,4 @@ def test_the_planner_predicts_what_would_be_chosen(
     tried = {each.change: each.ratio for each in advise(SwapConfig.load(table), model, found)}
     other = "host" if place == "device" else "device"
     name = f"updates on the {other} (schedule.update_on)"
-    assert tried[name] < LEAST_GAIN if device_gbps else name not in tried
+    assert tried[name] < LEAST_GAIN if device_gb_per_s else name not in tried

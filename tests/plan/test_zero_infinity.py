@@ -14,8 +14,8 @@ import torch
 
 from infinity.plan.hardware import load_hardware
 from infinity.plan.model import load_model
-from infinity.schedule.order import Use
-from infinity.schedule.step import Job, Rates, UnitLoad, predict
+from infinity.simulate.order import Use
+from infinity.simulate.step import Rates, StepSpec, UnitLoad, predict
 
 V100_FLOPS = 70e12
 STATES_NBYTES = 20
@@ -30,14 +30,14 @@ def paper_unit(index: int, params: int, *, weights: str, state: str) -> UnitLoad
     )  # fmt: skip
 
 
-def paper_job(params: int, num_tokens: int, **changes: object) -> Job:
+def paper_job(params: int, num_tokens: int, **changes: object) -> StepSpec:
     """50 blocks that compute 8 FLOPs a parameter and token: forward 2, recompute 2, backward 4."""
     options: dict[str, object] = {"weights": "host", "state": "host"} | changes
     units = tuple(
         paper_unit(i, params // 50, weights=str(options["weights"]), state=str(options["state"]))
         for i in range(50)
     )
-    return Job(
+    return StepSpec(
         units=units,
         uses=tuple(Use((i,), 2.0 * params // 50 * num_tokens) for i in range(50)),
         num_micro_batches=1,
@@ -88,7 +88,7 @@ def test_optimizer_state_wants_1500_gbps_for_ninety_percent() -> None:
     assert efficiency == pytest.approx(0.9, abs=0.03)
 
 
-def test_parameters_want_sixty_gbps() -> None:
+def test_parameters_want_sixty_gb_per_s() -> None:
     """64 % with each GPU at 60 GB/s where a block is loaded, then computed; hidden where blocks are
     loaded ahead, and not any more below 34 GB/s.
 
@@ -100,7 +100,7 @@ def test_parameters_want_sixty_gbps() -> None:
     job = paper_job(params, num_tokens)
     ahead = replace(job, device_cache_nbytes=4 * job.units[0].weight_nbytes)
 
-    def efficiency(job: Job, gbps: float) -> float:
+    def efficiency(job: StepSpec, gbps: float) -> float:
         rates = Rates(flops=V100_FLOPS, update=1e18, host=1e18, h2d=gbps * 1e9 / 2, d2h=1e18)
         return compute_s / predict(job, rates).step_s
 

@@ -74,26 +74,31 @@ recipes = st.builds(
     seed=st.integers(0, 1 << 16),
     recipe=recipes,
     cuts=st.sets(st.integers(0, 25)),
-    together=st.booleans(),
+    collective_section=st.booleans(),
     odd_values=st.booleans(),
 )
 @settings(max_examples=200)
 def test_cut_anywhere_at_multiples_of_16_it_has_the_same_bits(
-    numel: int, seed: int, recipe: AdamWSettings, cuts: set[int], together: bool, odd_values: bool
+    numel: int,
+    seed: int,
+    recipe: AdamWSettings,
+    cuts: set[int],
+    collective_section: bool,
+    odd_values: bool,
 ) -> None:
     whole = make_state(numel, seed, odd_values=odd_values)
-    pieces = whole.clone()
+    kinds = whole.clone()
     gradients = whole.gradients.clone()
     update([whole], recipe)
     edges = sorted({0, numel, *(cut * CUT for cut in cuts if cut * CUT < numel)})
-    parts = [pieces.part(a, b) for a, b in pairwise(edges)]
-    if together and parts:
+    parts = [kinds.part(a, b) for a, b in pairwise(edges)]
+    if collective_section and parts:
         update(parts, recipe)
     else:
         for part in parts:
             update([part], recipe)
-    assert same_bits(whole, pieces)
-    assert torch.equal(gradients.view(torch.int32), pieces.gradients.view(torch.int32)), "read only"
+    assert same_bits(whole, kinds)
+    assert torch.equal(gradients.view(torch.int32), kinds.gradients.view(torch.int32)), "read only"
 
 
 @given(seed=st.integers(0, 1 << 16), recipe=recipes, numel=st.integers(1, 300))

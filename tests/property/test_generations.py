@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinity.storage.generations import GenerationMap, Run, choose_targets
+from infinity.storage.generations import GenerationMap, GenerationRun, choose_targets
 
 SIZE = 24
 
@@ -17,7 +17,7 @@ ranges = st.tuples(st.integers(0, SIZE - 1), st.integers(1, SIZE)).map(
 puts = st.lists(st.tuples(ranges, st.integers(0, 3)), max_size=30)
 
 
-def expand(runs: list[Run]) -> list[int]:
+def expand(runs: list[GenerationRun]) -> list[int]:
     return [run.generation for run in runs for _ in range(run.nbytes)]
 
 
@@ -28,7 +28,7 @@ def test_a_map_is_a_table(puts, asked):
         before = found.copy()
         expected_before = table.copy()
         table[start : start + nbytes] = [generation] * nbytes
-        found.put(Run(generation, start, nbytes))
+        found.put(GenerationRun(generation, start, nbytes))
         assert expand(before.of(0, SIZE)) == expected_before, "a copy changed"
     assert expand(found.of(0, SIZE)) == table
     assert [found.at(offset) for offset in range(SIZE)] == table
@@ -83,9 +83,13 @@ def test_what_a_commit_points_to_is_never_written_and_there_is_always_room(steps
 
 def test_without_commits_everything_is_written_in_place():
     current = GenerationMap()
-    current.put(Run(1, 4, 4))
+    current.put(GenerationRun(1, 4, 4))
     where = {"offset_nbytes": 0, "nbytes": 12, "num_generations": 1}
-    assert choose_targets(current, [], **where) == [Run(0, 0, 4), Run(1, 4, 4), Run(0, 8, 4)]
+    assert choose_targets(current, [], **where) == [
+        GenerationRun(0, 0, 4),
+        GenerationRun(1, 4, 4),
+        GenerationRun(0, 8, 4),
+    ]
 
 
 def test_no_generation_is_left():

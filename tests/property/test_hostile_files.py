@@ -16,20 +16,20 @@ from typing import Any
 import pytest
 
 from infinity.bounded import MalformedError
-from infinity.checkpoint.safetensors_format import SafetensorsReader
-from infinity.checkpoint.safetensors_import import _find_files
-from infinity.checkpoint.state_linked import parse as parse_table
-from infinity.checkpoint.state_manifest import digest_line, files_of_bytes
-from infinity.checkpoint.state_manifest import parse as parse_manifest
+from infinity.checkpoint.huggingface.import_weights import _find_files
+from infinity.checkpoint.huggingface.safetensors_file import SafetensorsReader
+from infinity.checkpoint.run.linked import parse as parse_table
+from infinity.checkpoint.run.manifest import digest_line, files_of_bytes
+from infinity.checkpoint.run.manifest import parse as parse_manifest
 from infinity.config import SwapConfig
 from infinity.config.deepspeed import configuration_of, translate
 from infinity.config.source import read_file
 from infinity.errors import InfinityError
 from infinity.observe import chrome
+from infinity.observe.step_summary import summarize
 from infinity.observe.tracer import Span
 from infinity.plan.hardware import load_hardware
 from infinity.storage.swap_inspect import examine
-from infinity.trace.summary import summarize
 from infinity.training.model import _config_of_directory
 
 ROUNDS = 60
@@ -81,8 +81,8 @@ name = "m"
 source = "s"
 [host]
 memory = "1GiB"
-update_gbps = 1.0
-sum_gbps = 1.0
+update_gb_per_s = 1.0
+sum_gb_per_s = 1.0
 [device]
 tflops = 1.0
 """

@@ -7,7 +7,7 @@ from collections import deque
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infinity.ranks.matching import Key, Matchmaker, Verb
+from infinity.distributed.coordinator import Coordinator, Key, Verb
 
 NONE = (0, 0, 0)
 
@@ -63,7 +63,7 @@ class Rank:
         self.said.append((Verb.WITHDRAW, self.step, self.steps[self.step][0]))
         self.has_withdrawn = True
 
-    def hear(self) -> None:
+    def on_message(self) -> None:
         verb, key = self.heard.popleft()
         assert key in self.pending, "an answer to nothing"
         self.pending.discard(key)
@@ -97,14 +97,14 @@ def test_ranks_always_end_and_begin_the_same(
         for r in range(count)
     ]
     has_barrier = not alike and data.draw(st.booleans())
-    matchmaker = Matchmaker(count)
+    matchmaker = Coordinator(count)
 
     def carry(rank: Rank) -> None:
         verb, step, key = rank.said.popleft()
-        for verdict in matchmaker.hear(rank.rank, verb, step, key):
-            assert (verdict.verb is Verb.BEGIN) <= (len(verdict.ranks) == count)
-            for told in verdict.ranks:
-                ranks[told].heard.append((verdict.verb, verdict.key))
+        for decision in matchmaker.on_message(rank.rank, verb, step, key):
+            assert (decision.verb is Verb.BEGIN) <= (len(decision.ranks) == count)
+            for told in decision.ranks:
+                ranks[told].heard.append((decision.verb, decision.key))
 
     def over(rank: Rank) -> bool:
         return rank.is_over and not rank.said
@@ -120,7 +120,7 @@ def test_ranks_always_end_and_begin_the_same(
     withdrawals = idle = 0
     while not all(over(rank) for rank in ranks):
         moves = [lambda r=r: carry(r) for r in ranks if r.said]
-        moves += [lambda r=r: r.hear() for r in ranks if r.heard]
+        moves += [lambda r=r: r.on_message() for r in ranks if r.heard]
         moves += [lambda r=r: r.move() for r in ranks if not r.is_over and can_move(r)]
         idle = 0 if moves else idle + 1
         assert idle <= 1000 * bool(impatience), "all ranks wait for each other"
@@ -137,10 +137,10 @@ def test_ranks_always_end_and_begin_the_same(
 
 
 def test_a_step_that_is_over_leaves_nothing_behind() -> None:
-    matchmaker = Matchmaker(2)
+    matchmaker = Coordinator(2)
     for step in range(3):
-        matchmaker.hear(1, Verb.OFFER, step, (0, 7, 0))
-        [verdict] = matchmaker.hear(0, Verb.DONE, step, NONE)
-        assert verdict.verb is Verb.CANCEL and verdict.ranks == (1,)
-        assert matchmaker.hear(1, Verb.DONE, step, NONE) == []
+        matchmaker.on_message(1, Verb.OFFER, step, (0, 7, 0))
+        [decision] = matchmaker.on_message(0, Verb.DONE, step, NONE)
+        assert decision.verb is Verb.CANCEL and decision.ranks == (1,)
+        assert matchmaker.on_message(1, Verb.DONE, step, NONE) == []
     assert not matchmaker._steps

@@ -8,12 +8,12 @@ from hypothesis import strategies as st
 
 from infinity.ops.dynamic_8bit import BLOCK_NUMEL, num_scales
 from infinity.sizes import MIB, PAGE_NBYTES
-from infinity.state.moments_8bit import GRANULE_NUMEL, piece_nbytes, states_within
+from infinity.state.moments_8bit import GRANULE_NUMEL, kind_nbytes, states_within
 from infinity.state.units import (
     STATE_GRANULE,
     MomentFormat,
     Moments,
-    Piece,
+    StateKind,
     TensorFacts,
     chunk_unit,
     layout_unit,
@@ -31,9 +31,9 @@ sizes = st.lists(
 
 
 def test_a_whole_granule_wastes_nothing() -> None:
-    assert piece_nbytes(GRANULE_NUMEL) == GRANULE_NUMEL + 4 * num_scales(GRANULE_NUMEL)
-    assert piece_nbytes(1) == piece_nbytes(PAGE_NBYTES) == 2 * PAGE_NBYTES
-    assert piece_nbytes(0) == 0
+    assert kind_nbytes(GRANULE_NUMEL) == GRANULE_NUMEL + 4 * num_scales(GRANULE_NUMEL)
+    assert kind_nbytes(1) == kind_nbytes(PAGE_NBYTES) == 2 * PAGE_NBYTES
+    assert kind_nbytes(0) == 0
 
 
 @given(numels=sizes, chunk_mib=st.integers(1, 3))
@@ -44,15 +44,23 @@ def test_chunks_cover_every_code_and_scale_once(numels: list[int], chunk_mib: in
     ]
     unit = layout_unit(0, "unit", facts, Moments(format=MomentFormat.EIGHT_BIT))
     assert unit.state_numel % STATE_GRANULE == 0
-    owners = torch.zeros(unit.nbytes(Piece.EXP_AVG), dtype=torch.uint8)
+    owners = torch.zeros(unit.nbytes(StateKind.EXP_AVG), dtype=torch.uint8)
     stop = stop_nbytes = 0
     for chunk in chunk_unit(unit, chunk_mib * MIB):
         assert chunk.start == stop and chunk.start % GRANULE_NUMEL == 0
         stop = chunk.stop
-        for piece in (Piece.EXP_AVG, Piece.EXP_AVG_SQ, Piece.MASTER, Piece.GRADIENTS):
-            assert chunk.offset_nbytes(piece) % PAGE_NBYTES == 0
-            assert chunk.nbytes(piece) % PAGE_NBYTES == 0
-        offset_nbytes, nbytes = chunk.offset_nbytes(Piece.EXP_AVG), chunk.nbytes(Piece.EXP_AVG)
+        for kind in (
+            StateKind.EXP_AVG,
+            StateKind.EXP_AVG_SQ,
+            StateKind.MASTER,
+            StateKind.GRADIENTS,
+        ):
+            assert chunk.offset_nbytes(kind) % PAGE_NBYTES == 0
+            assert chunk.nbytes(kind) % PAGE_NBYTES == 0
+        offset_nbytes, nbytes = (
+            chunk.offset_nbytes(StateKind.EXP_AVG),
+            chunk.nbytes(StateKind.EXP_AVG),
+        )
         assert offset_nbytes == stop_nbytes, "one sequential extent"
         stop_nbytes += nbytes
         memory = owners[offset_nbytes : offset_nbytes + nbytes]

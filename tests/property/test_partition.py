@@ -7,11 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infinity.engine.ranked_gradients import block_sums, num_blocks
-from infinity.ranks.inbox import Inbox
+from infinity.distributed.ordered_sum import OrderedReduction
+from infinity.distributed.reduce import block_sums, num_blocks
 from infinity.sizes import PAGE_NBYTES
 from infinity.state.partition import STAGES, Partition, partition
-from infinity.state.units import STATE_GRANULE, Piece, Unit
+from infinity.state.units import STATE_GRANULE, StateKind, Unit
 
 from .strategies import units
 
@@ -65,7 +65,7 @@ def test_a_share_finds_its_elements_in_state_and_in_weights(
     """A whole unit is filled with numbers, cut by its segments, and read by its shares."""
     divided = partition(laid_out, rank=0, count=count, stage=3)
     shares = divided.shares()
-    for unit, shards in zip(divided.wholes, divided.shards, strict=True):
+    for unit, shards in zip(divided.full_units, divided.shards, strict=True):
         weights = torch.randint(0, 256, (unit.weight_nbytes,), dtype=torch.uint8)
         state = torch.arange(unit.state_numel)
         for shard in shards:
@@ -99,16 +99,18 @@ def test_a_share_finds_its_elements_in_state_and_in_weights(
 @settings(max_examples=60)
 def test_what_rests_is_what_the_stage_says(laid_out: list[Unit], count: int, stage: int) -> None:
     divided = all_ranks(laid_out, count, stage)
-    kept = {1: {Piece.PARAMETERS, Piece.GRADIENTS}, 2: {Piece.PARAMETERS}, 3: set()}[stage]
-    for piece in (Piece.PARAMETERS, Piece.GRADIENTS, Piece.EXP_AVG, Piece.MASTER):
-        alone = sum(unit.nbytes(piece) for unit in laid_out)
-        whole = sum(unit.nbytes(piece) for unit in divided[0].wholes)
-        shards = sum(shard.unit.nbytes(piece) for each in divided for shard in each.mine)
-        assert whole == (alone if piece in kept else 0)
-        if piece is Piece.PARAMETERS:
+    kept = {1: {StateKind.PARAMETERS, StateKind.GRADIENTS}, 2: {StateKind.PARAMETERS}, 3: set()}[
+        stage
+    ]
+    for kind in (StateKind.PARAMETERS, StateKind.GRADIENTS, StateKind.EXP_AVG, StateKind.MASTER):
+        alone = sum(unit.nbytes(kind) for unit in laid_out)
+        whole = sum(unit.nbytes(kind) for unit in divided[0].full_units)
+        shards = sum(shard.unit.nbytes(kind) for each in divided for shard in each.mine)
+        assert whole == (alone if kind in kept else 0)
+        if kind is StateKind.PARAMETERS:
             # A shard ends on a page of its own: at most two pages more for each.
             most = alone + 2 * PAGE_NBYTES * count * len(laid_out)
-            assert shards == 0 if piece in kept else alone <= shards <= most or not alone
+            assert shards == 0 if kind in kept else alone <= shards <= most or not alone
         else:
             assert shards == alone
 
@@ -140,14 +142,14 @@ def test_sums_of_squares_do_not_depend_on_the_number_of_ranks(
                 assert torch.allclose(found[0].sum(), exact, rtol=1e-12)
 
 
-def text_inbox(count: int) -> Inbox[str]:
+def text_reduce_buffer(count: int) -> OrderedReduction[str]:
     """Sums are written out, with neighbours in the order of ranks: an addition has no sides."""
-    return Inbox(count, combine=added, drop=lambda _: None)
+    return OrderedReduction(count, combine=added, drop=lambda _: None)
 
 
-def kept(inbox: Inbox[str]) -> int:
+def kept(reduce_buffer: OrderedReduction[str]) -> int:
     """How many sums wait."""
-    entries = inbox._tensors.values()
+    entries = reduce_buffer._tensors.values()
     return sum(len(e.ahead) + sum(map(len, e.nodes.values())) for e in entries)
 
 
@@ -165,7 +167,7 @@ def tree(parts: list[str]) -> str:
 
 @given(data=st.data(), count=st.integers(1, 7), is_fresh=st.booleans())
 @settings(max_examples=300)
-def test_the_inbox_has_one_sum_whatever_the_timing(
+def test_the_reduce_buffer_has_one_sum_whatever_the_timing(
     data: st.DataObject, count: int, is_fresh: bool
 ) -> None:
     given_by = [data.draw(st.integers(0, 3)) for _ in range(count)]  # Some rank has none.
@@ -176,16 +178,16 @@ def test_the_inbox_has_one_sum_whatever_the_timing(
     arrivals = data.draw(
         st.permutations([rank for rank in range(count) for _ in range(given_by[rank])])
     )
-    inbox = text_inbox(count)
+    reduce_buffer = text_reduce_buffer(count)
     total = ""
     if not is_fresh:  # A step was made, and its gradient not cleared.
-        inbox.deliver(7, 0, 0, 0, "before")
-        [(_, total)] = inbox.take(all_are_there=True)
+        reduce_buffer.deliver(7, 0, 0, 0, "before")
+        [(_, total)] = reduce_buffer.take(all_are_there=True)
     numbers, parts_of_first = [0] * count, 0
 
     def take(*, all_are_there: bool) -> None:
         nonlocal total, parts_of_first
-        for _, content in inbox.take(all_are_there=all_are_there):
+        for _, content in reduce_buffer.take(all_are_there=all_are_there):
             if not total:
                 total = content
             elif is_fresh and (f".{0}" in content):
@@ -195,27 +197,27 @@ def test_the_inbox_has_one_sum_whatever_the_timing(
 
     most = 0
     for rank in arrivals:
-        inbox.deliver(7, rank, 0, numbers[rank], f"{rank}.{numbers[rank]}")
+        reduce_buffer.deliver(7, rank, 0, numbers[rank], f"{rank}.{numbers[rank]}")
         numbers[rank] += 1
         if data.draw(st.booleans()):
             take(all_are_there=False)
-            most = max(most, kept(inbox))
+            most = max(most, kept(reduce_buffer))
     if max(given_by, default=0) == 1 and min(given_by) == 1 and is_fresh:
         assert most <= max(1, count.bit_length()), "what waits is a path of the tree"
     take(all_are_there=True)
     assert total == expected
-    assert kept(inbox) == 0
+    assert kept(reduce_buffer) == 0
 
 
 def test_what_is_forgotten_is_not_summed_and_what_is_ahead_waits() -> None:
-    inbox = text_inbox(2)
-    inbox.deliver(0, 0, 0, 0, "old of rank 0")
-    inbox.deliver(0, 1, 1, 0, "new of rank 1, which is ahead")
-    assert [content for _, content in inbox.take(all_are_there=False)] == ["old of rank 0"]
-    inbox.deliver(0, 0, 0, 1, "old, never taken")
-    inbox.forget(0)
-    inbox.deliver(0, 0, 0, 2, "old, late")
-    inbox.deliver(0, 0, 1, 0, "new of rank 0")
-    taken = [content for _, content in inbox.take(all_are_there=False)]
+    reduce_buffer = text_reduce_buffer(2)
+    reduce_buffer.deliver(0, 0, 0, 0, "old of rank 0")
+    reduce_buffer.deliver(0, 1, 1, 0, "new of rank 1, which is ahead")
+    assert [content for _, content in reduce_buffer.take(all_are_there=False)] == ["old of rank 0"]
+    reduce_buffer.deliver(0, 0, 0, 1, "old, never taken")
+    reduce_buffer.forget(0)
+    reduce_buffer.deliver(0, 0, 0, 2, "old, late")
+    reduce_buffer.deliver(0, 0, 1, 0, "new of rank 0")
+    taken = [content for _, content in reduce_buffer.take(all_are_there=False)]
     assert taken == ["(new of rank 0 + new of rank 1, which is ahead)"]
-    assert kept(inbox) == 0
+    assert kept(reduce_buffer) == 0

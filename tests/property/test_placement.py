@@ -11,16 +11,16 @@ from hypothesis import strategies as st
 from infinity.errors import CapacityError
 from infinity.sizes import HUGE_PAGE_NBYTES, PAGE_NBYTES
 from infinity.state.placement import (
-    STATE_PIECES,
+    STATE_KINDS,
     Placement,
-    berth_nbytes,
     least_chunk_nbytes,
     place,
-    plan_berths,
+    plan_staging_slots,
     resting_nbytes,
     smallest_working_nbytes,
+    staging_nbytes,
 )
-from infinity.state.units import STATE_GRANULE, STATE_ITEM_NBYTES, Piece, Unit, chunk_unit
+from infinity.state.units import STATE_GRANULE, STATE_ITEM_NBYTES, StateKind, Unit, chunk_unit
 from infinity.tiers.ranges import rounded_nbytes
 
 from .strategies import units
@@ -42,26 +42,26 @@ class NoRoom(Exception):
 
 def followed(
     units: list[Unit], preferences: dict[str, tuple[str, ...]], budget: dict[str, float]
-) -> dict[tuple[int, Piece], str]:
+) -> dict[tuple[int, StateKind], str]:
     """The rule by hand: kinds that may not go to NVMe first, then by traffic; a piece goes to the
     first tier of its list that has room. Units with state come before those without."""
     units = [u for u in units if u.state_numel] + [u for u in units if not u.state_numel]
     fixed = [kind for kind in KINDS if "nvme" not in preferences[kind]]
     others = [kind for kind in KINDS if "nvme" in preferences[kind]]
-    found: dict[tuple[int, Piece], str] = {}
+    found: dict[tuple[int, StateKind], str] = {}
     for kind in fixed + others:
-        for piece in Piece:
-            if piece.kind != kind:
+        for state_kind in StateKind:
+            if state_kind.kind != kind:
                 continue
             for unit in units:
-                nbytes = unit.nbytes(piece)
+                nbytes = unit.nbytes(state_kind)
                 if nbytes == 0:
                     continue
                 nbytes = rounded_nbytes(nbytes)
                 for tier in preferences[kind]:
                     if budget[tier] >= nbytes:
                         budget[tier] -= nbytes
-                        found[unit.index, piece] = tier
+                        found[unit.index, state_kind] = tier
                         break
                 else:
                     raise NoRoom(kind)
@@ -76,7 +76,7 @@ def placed(
 
 @given(units=units(), preferences=preferences, host=budgets, device=st.none() | budgets)
 @settings(max_examples=300)
-def test_each_piece_lies_on_the_first_tier_of_its_list_with_room(
+def test_each_state_kind_lies_on_the_first_tier_of_its_list_with_room(
     units: list[Unit], preferences: dict[str, Any], host: int, device: int | None
 ) -> None:
     infinite = float("inf")
@@ -96,17 +96,17 @@ def test_each_piece_lies_on_the_first_tier_of_its_list_with_room(
     assert dict(found.tiers) == expected
     for tier in TIERS:
         here = sum(
-            resting_nbytes(units[index], piece)
-            for (index, piece), where in found.tiers.items()
+            resting_nbytes(units[index], state_kind)
+            for (index, state_kind), where in found.tiers.items()
             if where == tier
         )
         assert here == found.placed_nbytes[tier] <= budget[tier]
     for unit in units:
-        for piece in Piece:
-            has_bytes = unit.nbytes(piece) > 0
-            assert ((unit.index, piece) in found.tiers) == has_bytes
+        for state_kind in StateKind:
+            has_bytes = unit.nbytes(state_kind) > 0
+            assert ((unit.index, state_kind) in found.tiers) == has_bytes
             if has_bytes:
-                assert found.tier(unit, piece) in preferences[piece.kind]
+                assert found.tier(unit, state_kind) in preferences[state_kind.kind]
 
 
 @given(units=units(), preferences=preferences, host=budgets, device=st.none() | budgets)
@@ -124,10 +124,10 @@ def test_kinds_that_can_go_to_nvme_never_starve_the_others(
         with pytest.raises(CapacityError):
             placed(units, preferences, host, device)
         return
-    together = placed(units, preferences, host, device)
-    for (index, piece), tier in alone.tiers.items():
-        if "nvme" not in preferences[piece.kind]:
-            assert together.tiers[index, piece] == tier
+    collective_section = placed(units, preferences, host, device)
+    for (index, state_kind), tier in alone.tiers.items():
+        if "nvme" not in preferences[state_kind.kind]:
+            assert collective_section.tiers[index, state_kind] == tier
 
 
 @given(
@@ -159,26 +159,26 @@ def test_working_memory_holds_what_it_must(
     needed = smallest_working_nbytes(units, preferences, held_nbytes=held, chunk_nbytes=chunk)
     streamed = {kind for kind in KINDS if set(preferences[kind]) != {"host"}}
     for unit in units:
-        weights = resting_nbytes(unit, Piece.PARAMETERS) if "parameters" in streamed else 0
-        gradients = resting_nbytes(unit, Piece.GRADIENTS) if "gradients" in streamed else 0
+        weights = resting_nbytes(unit, StateKind.PARAMETERS) if "parameters" in streamed else 0
+        gradients = resting_nbytes(unit, StateKind.GRADIENTS) if "gradients" in streamed else 0
         assert needed >= weights + 2 * gradients
         if unit.state_numel:
-            travelling = [piece for piece in STATE_PIECES if piece.kind in streamed]
+            travelling = [state_kind for state_kind in STATE_KINDS if state_kind.kind in streamed]
             granule_nbytes = least_chunk_nbytes(units)
-            chunk_nbytes, berths = plan_berths(
+            chunk_nbytes, staging_slots = plan_staging_slots(
                 needed - weights,
                 chunk,
                 unit_nbytes=max(unit.state_numel for unit in units) * STATE_ITEM_NBYTES,
-                travelling_nbytes=sum(berth_nbytes(units, travelling, granule_nbytes).values()),
+                travelling_nbytes=sum(staging_nbytes(units, travelling, granule_nbytes).values()),
                 granule_nbytes=granule_nbytes,
             )
-            assert berths >= 1
-            each = berth_nbytes(units, travelling, chunk_nbytes)
-            assert weights + berths * sum(each.values()) <= needed
+            assert staging_slots >= 1
+            each = staging_nbytes(units, travelling, chunk_nbytes)
+            assert weights + staging_slots * sum(each.values()) <= needed
             assert all(
-                chunk.nbytes(piece) <= each[piece]
+                chunk.nbytes(state_kind) <= each[state_kind]
                 for chunk in chunk_unit(unit, chunk_nbytes)
-                for piece in travelling
+                for state_kind in travelling
             )
 
 
@@ -186,23 +186,25 @@ def test_working_memory_holds_what_it_must(
     free=st.integers(0, 1 << 34),
     configured=st.integers(1, 1 << 19).map(lambda n: n * GRANULE_NBYTES),
     unit=st.integers(0, 1 << 30).map(lambda n: n * STATE_ITEM_NBYTES),
-    pieces=st.integers(1, 4),
+    kinds=st.integers(1, 4),
 )
 @settings(max_examples=300)
-def test_berths_fit_what_is_free_and_are_whole_granules(
-    free: int, configured: int, unit: int, pieces: int
+def test_staging_slots_fit_what_is_free_and_are_whole_granules(
+    free: int, configured: int, unit: int, kinds: int
 ) -> None:
-    chunk_nbytes, berths = plan_berths(
-        free, configured, unit_nbytes=unit, travelling_nbytes=pieces * GRANULE_NBYTES
+    chunk_nbytes, staging_slots = plan_staging_slots(
+        free, configured, unit_nbytes=unit, travelling_nbytes=kinds * GRANULE_NBYTES
     )
     assert chunk_nbytes % GRANULE_NBYTES == 0
-    assert 0 < chunk_nbytes <= configured and berths >= 1
+    assert 0 < chunk_nbytes <= configured and staging_slots >= 1
     assert chunk_nbytes < max(unit, 1) + GRANULE_NBYTES, "a chunk is at most a unit"
-    if berths > 1:
-        assert pieces * berths * chunk_nbytes <= free
-    if berths > 3:
-        assert pieces * berths * chunk_nbytes <= free // 2, "the other half is for weights"
-        assert berths * chunk_nbytes <= 2 * (unit + configured), "more than two units never help"
+    if staging_slots > 1:
+        assert kinds * staging_slots * chunk_nbytes <= free
+    if staging_slots > 3:
+        assert kinds * staging_slots * chunk_nbytes <= free // 2, "the other half is for weights"
+        assert staging_slots * chunk_nbytes <= 2 * (unit + configured), (
+            "more than two units never help"
+        )
     whole = min(configured, max(unit, 1))
-    if free >= 4 * pieces * (unit + whole) + HUGE_PAGE_NBYTES:
-        assert berths * chunk_nbytes >= unit, "there is room for two units"
+    if free >= 4 * kinds * (unit + whole) + HUGE_PAGE_NBYTES:
+        assert staging_slots * chunk_nbytes >= unit, "there is room for two units"

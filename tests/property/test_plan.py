@@ -11,8 +11,8 @@ from functools import cache
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from infinity.schedule.plan import choose_victim
-from infinity.schedule.trace import NEVER, Trace
+from infinity.streaming.access_order import NEVER, AccessOrder
+from infinity.streaming.eviction import choose_victim
 
 uses = st.integers(0, 4)
 orders = st.lists(uses, min_size=1, max_size=8)
@@ -37,7 +37,7 @@ def fewest_fetches(sequence: list[int], room: int) -> int:
 
 def fetches_of_the_rule(order: list[int], cycles: int, room: int) -> int:
     """Fetches when `choose_victim` decides, with a trace that knows the order from the start."""
-    trace = Trace()
+    trace = AccessOrder()
     trace.begin()
     for unit in order:
         trace.visit(unit)
@@ -74,7 +74,7 @@ def test_no_eviction_policy_fetches_less(order: list[int], cycles: int, room: in
 def test_the_victim_is_the_one_used_last_and_later_than_who_asks(
     order: list[int], start: int, candidates: set[int], wanted: int | None
 ) -> None:
-    trace = Trace()
+    trace = AccessOrder()
     trace.begin()
     for unit in order:
         trace.visit(unit)
@@ -97,7 +97,7 @@ def test_the_victim_is_the_one_used_last_and_later_than_who_asks(
 
 
 def test_what_is_not_in_the_prediction_goes_first() -> None:
-    trace = Trace()
+    trace = AccessOrder()
     trace.begin()
     for unit in (0, 1, 2):
         trace.visit(unit)
@@ -108,7 +108,7 @@ def test_what_is_not_in_the_prediction_goes_first() -> None:
 
 
 def test_what_is_twice_as_large_as_is_wanted_goes_only_for_want_of_another() -> None:
-    trace = Trace()
+    trace = AccessOrder()
     trace.begin()
     for unit in (0, 1, 2, 3):
         trace.visit(unit)

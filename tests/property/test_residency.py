@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infinity.schedule.residency import visits
+from infinity.simulate.cache import visits
 
 PASSES = 2
 units = st.integers(0, 5)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infinity.schedule.trace import NEVER, Trace
+from infinity.streaming.access_order import NEVER, AccessOrder
 
 NUM_UNITS = 5
 uses = st.integers(0, NUM_UNITS - 1)
@@ -42,7 +42,7 @@ class Future:
 @given(passes=passes)
 @settings(max_examples=200)
 def test_it_predicts_what_the_model_predicts(passes: list[list[int]]) -> None:
-    trace, future = Trace(), Future()
+    trace, future = AccessOrder(), Future()
     last: list[int] = []
     for one in passes:
         trace.begin()
@@ -55,7 +55,7 @@ def test_it_predicts_what_the_model_predicts(passes: list[list[int]]) -> None:
     assert trace.misses == future.misses
 
 
-def _same_view(trace: Trace, future: Future) -> None:
+def _same_view(trace: AccessOrder, future: Future) -> None:
     assert list(trace.order) == future.order
     for unit in range(NUM_UNITS + 1):
         assert trace.distance(unit) == future.distance(unit)
@@ -65,7 +65,7 @@ def _same_view(trace: Trace, future: Future) -> None:
 @given(order=st.lists(uses, min_size=1, max_size=12), cycles=st.integers(1, 4))
 @settings(max_examples=100)
 def test_an_order_that_repeats_is_predicted_wholly(order: list[int], cycles: int) -> None:
-    trace = Trace()
+    trace = AccessOrder()
     trace.begin()
     assert not any([trace.visit(unit) for unit in order]), "nothing was known yet"  # noqa: C419
     for _ in range(cycles):
@@ -79,7 +79,7 @@ def test_an_order_that_repeats_is_predicted_wholly(order: list[int], cycles: int
 @given(order=st.lists(uses, min_size=1, max_size=12), wrong=st.lists(uses, max_size=6))
 @settings(max_examples=100)
 def test_a_pass_in_another_order_is_learnt_at_once(order: list[int], wrong: list[int]) -> None:
-    trace = Trace()
+    trace = AccessOrder()
     for one in (wrong, order):
         trace.begin()
         for unit in one:
@@ -93,7 +93,7 @@ def test_a_pass_in_another_order_is_learnt_at_once(order: list[int], wrong: list
 @given(order=st.lists(uses, min_size=1, max_size=12))
 @settings(max_examples=50)
 def test_a_pass_without_uses_keeps_the_prediction(order: list[int]) -> None:
-    trace = Trace()
+    trace = AccessOrder()
     trace.begin()
     for unit in order:
         trace.visit(unit)
@@ -103,7 +103,7 @@ def test_a_pass_without_uses_keeps_the_prediction(order: list[int]) -> None:
 
 
 def test_upcoming_of_this_pass_ends_with_the_pass() -> None:
-    trace = Trace()
+    trace = AccessOrder()
     for _ in range(2):
         trace.begin()
         for unit in (0, 1, 2, 1, 0):

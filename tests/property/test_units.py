@@ -12,7 +12,7 @@ from infinity.sizes import PAGE_NBYTES
 from infinity.state.units import (
     STATE_ALIGNMENT,
     TENSOR_ALIGNMENT_NBYTES,
-    Piece,
+    StateKind,
     TensorFacts,
     Unit,
     chunk_unit,
@@ -21,7 +21,7 @@ from infinity.state.units import (
 
 from .strategies import facts_lists, tensor_facts
 
-STATE_PIECES = (Piece.EXP_AVG, Piece.EXP_AVG_SQ, Piece.GRADIENTS)
+STATE_KINDS = (StateKind.EXP_AVG, StateKind.EXP_AVG_SQ, StateKind.GRADIENTS)
 
 
 @given(facts=facts_lists())
@@ -77,13 +77,13 @@ def test_every_state_element_belongs_to_one_trainable_tensor_at_most(
         assert part.numel() == spec.numel
         part += 1
     assert bool((taken <= 1).all())
-    for piece in STATE_PIECES:
-        assert unit.nbytes(piece) == 4 * unit.state_numel
-        assert unit.nbytes(piece) % PAGE_NBYTES == 0
+    for kind in STATE_KINDS:
+        assert unit.nbytes(kind) == 4 * unit.state_numel
+        assert unit.nbytes(kind) % PAGE_NBYTES == 0
     item_nbytes = 0 if unit.master_dtype is None else unit.master_dtype.itemsize
-    assert unit.nbytes(Piece.MASTER) == item_nbytes * unit.state_numel
-    assert unit.nbytes(Piece.MASTER) % PAGE_NBYTES == 0
-    assert unit.nbytes(Piece.PARAMETERS) == unit.weight_nbytes
+    assert unit.nbytes(StateKind.MASTER) == item_nbytes * unit.state_numel
+    assert unit.nbytes(StateKind.MASTER) % PAGE_NBYTES == 0
+    assert unit.nbytes(StateKind.PARAMETERS) == unit.weight_nbytes
 
 
 @given(facts=facts_lists(), chunk_pages=st.integers(1, 8))
@@ -98,10 +98,10 @@ def test_chunks_cover_every_element_once_in_order(
         assert chunk.unit is unit
         assert chunk.start == stop, "a gap or an overlap"
         stop = chunk.stop
-        assert 0 < chunk.nbytes(Piece.EXP_AVG) <= 2 * chunk_pages * PAGE_NBYTES
-        for piece in (Piece.EXP_AVG, Piece.MASTER, Piece.GRADIENTS):
-            assert chunk.offset_nbytes(piece) % PAGE_NBYTES == 0
-            assert chunk.nbytes(piece) % PAGE_NBYTES == 0
+        assert 0 < chunk.nbytes(StateKind.EXP_AVG) <= 2 * chunk_pages * PAGE_NBYTES
+        for kind in (StateKind.EXP_AVG, StateKind.MASTER, StateKind.GRADIENTS):
+            assert chunk.offset_nbytes(kind) % PAGE_NBYTES == 0
+            assert chunk.nbytes(kind) % PAGE_NBYTES == 0
         for part in chunk.slices:
             assert 0 <= part.start < part.stop <= part.tensor.numel
             assert chunk.start <= part.state_start

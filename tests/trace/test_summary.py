@@ -6,48 +6,48 @@ import pytest
 
 from infinity.cli.trace import lines_of
 from infinity.errors import ConfigError
-from infinity.observe import Count, Lane, Span, chrome
-from infinity.trace.gantt import choose
-from infinity.trace.summary import summarize
+from infinity.observe import Count, Span, Track, chrome
+from infinity.observe.step_summary import summarize
+from infinity.observe.timeline_plot import choose
 
 MS = 10**6
 DRIVE = "/mnt/nvme0"
 
 
-def span(lane: str, name: str, start_ms: float, end_ms: float, **args) -> Span:
-    return Span(lane, name, round(start_ms * MS), round(end_ms * MS), args)
+def span(track: str, name: str, start_ms: float, end_ms: float, **args) -> Span:
+    return Span(track, name, round(start_ms * MS), round(end_ms * MS), args)
 
 
-def transfer(lane: str, number: int, asked_ms: float, issued_ms: float, end_ms: float) -> Span:
+def transfer(track: str, number: int, asked_ms: float, issued_ms: float, end_ms: float) -> Span:
     args = {"nbytes": 4096, "issued_ns": round(issued_ms * MS)}
     return Span(
-        f"{lane} {DRIVE}", "state of h.0", round(asked_ms * MS), round(end_ms * MS), args, number
+        f"{track} {DRIVE}", "state of h.0", round(asked_ms * MS), round(end_ms * MS), args, number
     )
 
 
 STEP = [
-    span(Lane.STEPS, "step 3", 100, 200, step=3),
-    span(Lane.COMPUTE, "h.0", 100, 130),
+    span(Track.STEPS, "step 3", 100, 200, step=3),
+    span(Track.COMPUTE, "h.0", 100, 130),
     span(
-        Lane.STALLS,
+        Track.STALLS,
         "h.1 needs its parameters",
         130,
         170,
         waits_for=["state of h.0"],
         transfers=[1, 2],
     ),
-    span(Lane.STALLS, "h.1 needs its parameters", 171, 172),
-    span(Lane.UPDATES, "update of h.0", 172, 180),
-    span(Lane.STALLS, "state must be written", 180, 182),
-    transfer(Lane.READS, 1, 90, 95, 150),
-    transfer(Lane.READS, 2, 120, 140, 170),
-    transfer(Lane.WRITES, 3, 150, 160, 230),
+    span(Track.STALLS, "h.1 needs its parameters", 171, 172),
+    span(Track.UPDATES, "update of h.0", 172, 180),
+    span(Track.STALLS, "state must be written", 180, 182),
+    transfer(Track.READS, 1, 90, 95, 150),
+    transfer(Track.READS, 2, 120, 140, 170),
+    transfer(Track.WRITES, 3, 150, 160, 230),
 ]
 
 
 def test_shares_are_of_the_step_and_count_no_moment_twice():
     (step,) = summarize(STEP)
-    shares = {use.lane: use.share for use in step.lanes}
+    shares = {use.track: use.share for use in step.tracks}
     assert shares == pytest.approx(
         {
             "compute": 0.30, "updates": 0.08, "stalls": 0.43,
@@ -57,24 +57,24 @@ def test_shares_are_of_the_step_and_count_no_moment_twice():
     assert step.length_s == pytest.approx(0.1)
     assert step.stall_s == pytest.approx(0.043)
     assert step.other_s == pytest.approx(0.1 - 0.03 - 0.08 * 0.1 - 0.043)
-    assert {use.lane: use.nbytes for use in step.lanes}[f"reads {DRIVE}"] == 4096, (
+    assert {use.track: use.nbytes for use in step.tracks}[f"reads {DRIVE}"] == 4096, (
         "begun in the step"
     )
 
 
-def test_the_bound_is_the_busiest_resource_and_its_busiest_lane():
+def test_the_bound_is_the_busiest_resource_and_its_busiest_track():
     (step,) = summarize(STEP)
     assert step.bound.name == "read-bound" and step.bound.resource == DRIVE
     assert step.bound.share == pytest.approx(1.0), "reads and writes of one drive together"
 
     thread = [
-        span(Lane.STEPS, "step 1", 0, 10),
-        span(Lane.COMPUTE, "h", 0, 4),
-        span(Lane.UPDATES, "u", 4, 9),
+        span(Track.STEPS, "step 1", 0, 10),
+        span(Track.COMPUTE, "h", 0, 4),
+        span(Track.UPDATES, "u", 4, 9),
     ]
     (step,) = summarize(thread)
     assert step.bound.name == "update-bound" and step.bound.share == pytest.approx(0.9)
-    assert [use.lane for use in step.lanes] == ["compute", "updates"]
+    assert [use.track for use in step.tracks] == ["compute", "updates"]
 
 
 def test_the_largest_stall_comes_first_with_what_it_waited_for():
@@ -110,7 +110,7 @@ def test_without_steps_the_whole_trace_is_one_and_an_empty_one_none():
 
 
 def test_a_step_is_chosen_by_its_number():
-    steps = summarize([*STEP, span(Lane.STEPS, "step 4", 200, 300)])
+    steps = summarize([*STEP, span(Track.STEPS, "step 4", 200, 300)])
     assert choose(steps, None).step == "step 4" and choose(steps, 3).step == "step 3"
     with pytest.raises(ConfigError, match="step 9 is not in the trace; it has step 3, step 4"):
         choose(steps, 9)
@@ -123,8 +123,8 @@ def test_what_is_written_is_read_back(tmp_path):
     found = chrome.read(tmp_path / "t.json")
     # Times in a file count from its first event.
     (before,), (after,) = summarize(STEP), summarize(found)
-    assert [(s.lane, s.name, s.end_ns - s.start_ns, s.transfer) for s in found] == [
-        (s.lane, s.name, s.end_ns - s.start_ns, s.transfer)
+    assert [(s.track, s.name, s.end_ns - s.start_ns, s.transfer) for s in found] == [
+        (s.track, s.name, s.end_ns - s.start_ns, s.transfer)
         for s in sorted(STEP, key=lambda each: (each.start_ns, -each.end_ns))
     ]
     assert lines_of(after) == lines_of(before)

@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinity.observe import Lane, Span
+from infinity.observe import Span, Track
 from infinity.observe.intervals import clipped, total_s, union, without
 from infinity.observe.timeline import THREAD_LANES, laid_out
 
@@ -15,11 +15,11 @@ INTERVALS = st.lists(
     st.tuples(st.integers(0, 40), st.integers(0, 12)).map(lambda pair: (pair[0], sum(pair))),
     max_size=12,
 )
-RAW_LANES = (Lane.STALLS, Lane.UPDATES, Lane.ENGINE, Lane.SITES)
+RAW_LANES = (Track.STALLS, Track.UPDATES, Track.ENGINE, Track.SITES)
 SPANS = st.lists(st.tuples(st.sampled_from(RAW_LANES), INTERVALS), max_size=4).map(
-    lambda lanes: [
-        Span(lane, f"{lane} {number}", start, end)
-        for lane, intervals in lanes
+    lambda tracks: [
+        Span(track, f"{track} {number}", start, end)
+        for track, intervals in tracks
         for number, (start, end) in enumerate(intervals)
     ]
 )
@@ -40,7 +40,7 @@ def test_intervals_are_sets_of_moments(first, second):
 
 
 @given(SPANS)
-def test_every_moment_of_the_thread_is_in_one_lane_and_none_is_lost(spans):
+def test_every_moment_of_the_thread_is_in_one_track_and_none_is_lost(spans):
     shown = [(span.start_ns, span.end_ns) for span in laid_out(spans)]
 
     recorded = moments((span.start_ns, span.end_ns) for span in spans)
@@ -50,25 +50,25 @@ def test_every_moment_of_the_thread_is_in_one_lane_and_none_is_lost(spans):
 
 @given(SPANS)
 def test_a_stall_is_never_hidden(spans):
-    stalls = [(s.start_ns, s.end_ns) for s in spans if s.lane == Lane.STALLS]
-    shown = [(s.start_ns, s.end_ns) for s in laid_out(spans) if s.lane == Lane.STALLS]
+    stalls = [(s.start_ns, s.end_ns) for s in spans if s.track == Track.STALLS]
+    shown = [(s.start_ns, s.end_ns) for s in laid_out(spans) if s.track == Track.STALLS]
     assert moments(shown) == moments(stalls)
 
 
 def test_the_site_entered_last_is_the_one_that_computes():
     """In a backward a block may be entered before the last node of the one behind it has run."""
     spans = [
-        Span(Lane.SITES, "block 2", 0, 60),
-        Span(Lane.SITES, "block 1", 50, 100),
-        Span(Lane.ENGINE, "enter", 40, 50),
-        Span(Lane.STALLS, "block 1 needs its parameters", 42, 48),
+        Span(Track.SITES, "block 2", 0, 60),
+        Span(Track.SITES, "block 1", 50, 100),
+        Span(Track.ENGINE, "enter", 40, 50),
+        Span(Track.STALLS, "block 1 needs its parameters", 42, 48),
     ]
-    shown = [(span.lane, span.name, span.start_ns, span.end_ns) for span in laid_out(spans)]
+    shown = [(span.track, span.name, span.start_ns, span.end_ns) for span in laid_out(spans)]
     assert shown == [
-        (Lane.COMPUTE, "block 2", 0, 40),
-        (Lane.ENGINE, "enter", 40, 42),
-        (Lane.STALLS, "block 1 needs its parameters", 42, 48),
-        (Lane.ENGINE, "enter", 48, 50),
-        (Lane.COMPUTE, "block 1", 50, 100),
+        (Track.COMPUTE, "block 2", 0, 40),
+        (Track.ENGINE, "enter", 40, 42),
+        (Track.STALLS, "block 1 needs its parameters", 42, 48),
+        (Track.ENGINE, "enter", 48, 50),
+        (Track.COMPUTE, "block 1", 50, 100),
     ]
-    assert {lane for lane, *_ in shown} <= set(THREAD_LANES)
+    assert {track for track, *_ in shown} <= set(THREAD_LANES)

@@ -18,11 +18,11 @@ from infinity.cli.train import parse_steps
 from infinity.config import SwapConfig
 from infinity.engine.build import build
 from infinity.errors import ConfigError
-from infinity.observe import Counters, Lane, chrome
+from infinity.observe import Counters, Track, chrome
+from infinity.observe.step_summary import summarize
 from infinity.testing.faulty_engine import Fault, FaultyEngine
 from infinity.testing.models import Mlp
 from infinity.testing.simulated_device import SimulatedDevice
-from infinity.trace.summary import summarize
 from infinity.training import program
 from infinity.training.tracing import TracePlan, Tracing
 from tests.forked import run_script
@@ -102,17 +102,17 @@ def test_the_file_keeps_the_trace_event_format(traced):
     assert {tid for name, tid in named if name == "thread_name"} == threads - {0}
 
 
-def test_spans_of_a_lane_nest_or_do_not_overlap(traced):
-    by_lane = defaultdict(list)
+def test_spans_of_a_track_nest_or_do_not_overlap(traced):
+    by_track = defaultdict(list)
     for span in chrome.read(traced[0]):
         if span.transfer is None:
-            by_lane["thread" if span.lane in THREAD else span.lane].append(span)
-    for lane, spans in by_lane.items():
+            by_track["thread" if span.track in THREAD else span.track].append(span)
+    for track, spans in by_track.items():
         for index, outer in enumerate(spans):
             for inner in spans[index + 1 :]:
                 if inner.start_ns >= outer.end_ns:
                     break
-                assert lane != "thread", f"{outer} and {inner}"
+                assert track != "thread", f"{outer} and {inner}"
                 assert inner.end_ns <= outer.end_ns, f"{outer} and {inner}"
 
 
@@ -123,22 +123,22 @@ def test_stalls_and_updates_are_the_seconds_of_the_counters(traced):
     for step, line in zip(steps, metrics[1:4], strict=True):
         waited_s = line["read_wait_s"] + line["write_wait_s"] + line["copy_wait_s"]
         assert step.stall_s == pytest.approx(waited_s, abs=1e-6)
-        updates_s = {use.lane: use.busy_s for use in step.lanes}.get("updates", 0.0)
+        updates_s = {use.track: use.busy_s for use in step.tracks}.get("updates", 0.0)
         assert updates_s == pytest.approx(line["update_s"], abs=1e-6) and line["update_s"] > 0
         # What is counted lies in the step, and the step in the seconds that the loop has measured,
         # which are longer by as much as the machine takes between two looks at the clock.
         assert waited_s + updates_s <= step.length_s + 1e-6 <= line["elapsed_s"] + 2e-6
 
 
-def test_transfers_carry_the_bytes_of_the_counters_to_the_lane_of_their_drive(table, traced):
+def test_transfers_carry_the_bytes_of_the_counters_to_the_track_of_their_drive(table, traced):
     path, metrics = traced
     moved = defaultdict(int)
     for step in summarize(chrome.read(path)):
-        for use in step.lanes:
-            moved[use.lane] += use.nbytes
+        for use in step.tracks:
+            moved[use.track] += use.nbytes
     first, second = (tier["path"] for tier in table["tiers"]["nvme"])
-    for lane, counter in (("reads", "nvme_read_nbytes"), ("writes", "nvme_write_nbytes")):
-        on_drives = [moved[f"{lane} {first}"], moved[f"{lane} {second}"]]
+    for track, counter in (("reads", "nvme_read_nbytes"), ("writes", "nvme_write_nbytes")):
+        on_drives = [moved[f"{track} {first}"], moved[f"{track} {second}"]]
         assert all(on_drives)
         assert sum(on_drives) == sum(line[counter] for line in metrics[1:4])
 
@@ -157,7 +157,7 @@ def test_stalls_name_their_unit_and_the_transfers_in_the_trace(traced):
     for span in spans:
         if span.transfer is not None:
             known[span.transfer].add(span.name)
-    stalls = [span for span in spans if span.lane == Lane.STALLS]
+    stalls = [span for span in spans if span.track == Track.STALLS]
     assert stalls and all(" " in span.name for span in stalls), "causes, not names of counters"
     for span in stalls:
         for number, name in zip(span.args["transfers"], span.args["waits_for"], strict=True):
@@ -183,13 +183,13 @@ def test_a_slow_read_is_what_the_stall_waits_for(tmp_path):
         tracer.start()
         model(torch.ones(2, 256))
         tracer.stop()
-        stalls = [span for span in tracer.spans() if span.lane == Lane.STALLS]
+        stalls = [span for span in tracer.spans() if span.track == Track.STALLS]
     causes = [name for span in stalls for name in span.args["waits_for"]]
     assert causes and all(name.startswith("parameters of ") for name in causes)
 
 
 def test_compute_is_at_the_sites(traced):
-    names = {span.name for span in chrome.read(traced[0]) if span.lane == Lane.COMPUTE}
+    names = {span.name for span in chrome.read(traced[0]) if span.track == Track.COMPUTE}
     assert {f"transformer.h.{layer}" for layer in range(3)} <= names
 
 
@@ -260,7 +260,7 @@ def test_the_commands_do_it_all(table, tmp_path):
     assert done.returncode == 2 and "is not a trace" in done.stderr
 
 
-def test_copies_of_a_device_with_its_own_memory_have_their_lanes(tmp_path):
+def test_copies_of_a_device_with_its_own_memory_have_their_tracks(tmp_path):
     torch.manual_seed(0)
     model = Mlp(width=32, layers=3).train()
     config = {"tiers": {"host": {"capacity": "8MiB"}, "nvme": [{"path": str(tmp_path / "swap")}]}}
@@ -279,13 +279,13 @@ def test_copies_of_a_device_with_its_own_memory_have_their_lanes(tmp_path):
     after = engine.counters.snapshot()
     engine.close()
 
-    for lane, counter in (
-        (Lane.COPIES_IN, "device_in_nbytes"),
-        (Lane.COPIES_OUT, "device_out_nbytes"),
+    for track, counter in (
+        (Track.COPIES_IN, "device_in_nbytes"),
+        (Track.COPIES_OUT, "device_out_nbytes"),
     ):
-        spans = [span for span in tracer.spans() if span.lane == lane]
+        spans = [span for span in tracer.spans() if span.track == track]
         moved_nbytes = after[counter] - before.get(counter, 0)
         assert spans and sum(s.args["nbytes"] for s in spans) == moved_nbytes
-    assert {span.name for span in tracer.spans() if span.lane == Lane.PHASES} == {
+    assert {span.name for span in tracer.spans() if span.track == Track.PHASES} == {
         "forward (train)", "backward", "optimizer step"
     }  # fmt: skip

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from infinity.observe import Counters, Lane
+from infinity.observe import Counters, Track
 
 
 class Transfer:
@@ -25,8 +25,8 @@ class Transfer:
 
 def use_everything(counters: Counters) -> None:
     tracer = counters.tracer
-    with tracer.step(1), tracer.during(Lane.ENGINE, "enter"):
-        tracer.begin("key", Lane.SITES, "block")
+    with tracer.step(1), tracer.during(Track.ENGINE, "enter"):
+        tracer.begin("key", Track.SITES, "block")
         with counters.timed("read_wait_s", "block needs its parameters"):
             pass
         counters.set("host_in_use_nbytes", 5)
@@ -64,7 +64,7 @@ def test_stalls_are_exactly_what_the_counters_add_up_also_when_the_wait_fails():
     with counters.timed("weights_s"):  # A sum over waits that are shown themselves.
         pass
     (span,) = counters.tracer.spans()
-    assert (span.lane, span.name) == (Lane.STALLS, "state must be written")
+    assert (span.track, span.name) == (Track.STALLS, "state must be written")
     assert (span.end_ns - span.start_ns) / 1e9 == counters.snapshot()["write_wait_s"] >= 0.002
 
 
@@ -92,18 +92,18 @@ def test_a_transfer_is_shown_once_it_is_over_per_file():
     transfer.is_done = True
     assert tracer.is_settled
     shown = {
-        span.lane: (span.start_ns, span.args["issued_ns"], span.end_ns) for span in tracer.spans()
+        span.track: (span.start_ns, span.args["issued_ns"], span.end_ns) for span in tracer.spans()
     }
     assert shown == {"reads /drive7": (100, 150, 200), "reads /drive8": (100, 100, 300)}
 
 
 def test_spans_with_one_key_end_last_in_first_out_and_unknown_ends_are_ignored():
     tracer = Counters().tracer
-    tracer.begin("key", Lane.SITES, "before the recording")
+    tracer.begin("key", Track.SITES, "before the recording")
     tracer.start()
     tracer.end("key")
-    tracer.begin("key", Lane.SITES, "outer")
-    tracer.begin("key", Lane.SITES, "inner")
+    tracer.begin("key", Track.SITES, "outer")
+    tracer.begin("key", Track.SITES, "inner")
     tracer.end("key")
     assert [span.name for span in tracer.spans()] == ["inner"]
     tracer.end("key")

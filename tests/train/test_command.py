@@ -103,7 +103,7 @@ Loop.step = tell
 
 def test_second_interrupt_ends_at_once_and_still_releases(job, processes):
     """One step is made to last, so that the second signal comes before the first has its way."""
-    slow = "--set", "train.accumulation=1000000"
+    slow = "--set", "train.gradient_accumulation_steps=1000000"
     process = Script(TELLING + COMMAND, "train", job / "job.toml", *slow)
     processes.append(process)
     for output, said in (

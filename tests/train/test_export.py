@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_op
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from infinity.checkpoint.source import CheckpointSource
+from infinity.checkpoint.reader import CheckpointSource
 from infinity.cli import app
 from infinity.config import SwapConfig
 from infinity.training import program

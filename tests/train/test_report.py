@@ -8,7 +8,7 @@ import json
 from rich.console import Console
 
 from infinity.training.loop import StepOutcome
-from infinity.training.report import Reporter, StepRecord, Summary, write_summary
+from infinity.training.report import MetricsRecord, Reporter, Summary, write_summary
 
 BEFORE = {"nvme_read_nbytes": 1e9, "read_wait_s": 5.0}
 AFTER = {
@@ -17,9 +17,9 @@ AFTER = {
 }  # fmt: skip
 
 
-def record(step: int = 1, loss: float = 2.0, elapsed_s: float = 2.0) -> StepRecord:
+def record(step: int = 1, loss: float = 2.0, elapsed_s: float = 2.0) -> MetricsRecord:
     outcome = StepOutcome(step=step, loss=loss, grad_norm=1.0, learning_rate=1e-3, num_tokens=1000)
-    return StepRecord.between(BEFORE, AFTER, outcome=outcome, elapsed_s=elapsed_s)
+    return MetricsRecord.between(BEFORE, AFTER, outcome=outcome, elapsed_s=elapsed_s)
 
 
 def test_record_is_the_difference_of_two_snapshots():

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from infinity.checkpoint import state_save
-from infinity.checkpoint.state_copy import Orders, copy_checkpoint
+from infinity.checkpoint.run import save as state_save
+from infinity.checkpoint.run.copy import Orders, copy_checkpoint
 from infinity.cli.train import override
 from infinity.config import SwapConfig
 from infinity.config.source import read_file
@@ -30,7 +30,7 @@ from tests.forked import TIME_LIMIT_S
 from .jobs import CONFIG, start, wait_for_steps, write_job
 
 RUN = """steps = 60
-accumulation = 2
+gradient_accumulation_steps = 2
 schedule = "cosine"
 warmup_steps = 3
 eval_every = 20
@@ -118,7 +118,7 @@ def test_a_copy_to_another_file_system_is_given_up_in_time_and_taken_up_again(jo
     options = "train.steps=12", "checkpoint.every=4"
     run(job, "output.directory=whole", *options)
     table, source = read_file(job / "job.toml")
-    for text in (*options, f"checkpoint.directory={far}", "checkpoint.grace=1"):
+    for text in (*options, f"checkpoint.directory={far}", "checkpoint.grace_s=1"):
         override(table, text)
     config = SwapConfig.from_table(table, source)
     asked = []

@@ -82,7 +82,7 @@ def test_a_run_is_bit_identical_to_a_plain_pytorch_loop(tmp_path, table, activat
     model = save_model(tmp_path / "model")
     table["model"] = {"path": str(tmp_path / "model")}
     table["train"] |= {
-        "steps": 6, "accumulation": 2, "schedule": "cosine", "warmup_steps": 2,
+        "steps": 6, "gradient_accumulation_steps": 2, "schedule": "cosine", "warmup_steps": 2,
         "eval_every": 3, "activation_checkpointing": activation_checkpointing,
     }  # fmt: skip
     table["optimizer"] |= {"max_grad_norm": 0.5, "weight_decay": 0.1}
@@ -136,11 +136,11 @@ def test_micro_batches_run_by_layers_are_plain_accumulation(table):
     """To the bit where no weight is tied; 5 sequences make 2, 2 and 1."""
     table["model"]["config"]["tie_word_embeddings"] = False
     table["optimizer"]["max_grad_norm"] = 0.5
-    table["train"].update(batch_size=2, accumulation=2)
+    table["train"].update(batch_size=2, gradient_accumulation_steps=2)
     run(table)
     plain, weights = [line["loss"] for line in metrics(table)], exported(table)
 
-    table["train"].update(batch_size=4, accumulation=1)
+    table["train"].update(batch_size=4, gradient_accumulation_steps=1)
     table["schedule"] = {"micro_batch": 2}
     run(table)
     assert [line["loss"] for line in metrics(table)] == pytest.approx(plain, rel=1e-6)
@@ -197,7 +197,7 @@ def test_learning_goes_on_from_the_export(table, tmp_path):
 
 
 def test_export_is_sharded_as_asked(table):
-    table["output"]["max_shard"] = "16KiB"
+    table["output"]["max_shard_size"] = "16KiB"
     run(table)
 
     directory = Path(table["output"]["directory"])
@@ -258,9 +258,9 @@ def test_tokenizer_is_exported_with_the_model(table, tmp_path):
 
 
 def test_an_earlier_run_is_replaced(table):
-    table["output"]["max_shard"] = "16KiB"
+    table["output"]["max_shard_size"] = "16KiB"
     run(table)
-    table["output"]["max_shard"] = "1GiB"
+    table["output"]["max_shard_size"] = "1GiB"
     table["train"]["steps"] = 2
     run(table)
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from infinity.distributed.collectives import Collectives
 from infinity.errors import InfinityError
 from infinity.observe import Counters
-from infinity.ranks.collectives import Collectives
 
 
 class Silent:
@@ -33,8 +33,8 @@ class Silent:
 
 
 def make(count: int, monkeypatch: pytest.MonkeyPatch) -> Collectives:
-    links: Any = Silent(count)
-    collectives = Collectives(links, None, torch.device("cpu"), Counters())
+    transport: Any = Silent(count)
+    collectives = Collectives(transport, None, torch.device("cpu"), Counters())
     monkeypatch.setattr(collectives, "_try", lambda: None)
     collectives.open()
     return collectives
@@ -44,11 +44,11 @@ def test_who_closes_takes_back_what_nobody_else_has_come_to(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     collectives = make(2, monkeypatch)
-    offer = collectives.offer((1, 0, 0), lambda: None)
+    propose = collectives.propose((1, 0, 0), lambda: None)
     closing = threading.Thread(target=collectives.close, daemon=True)
     closing.start()
     closing.join(10)
-    assert not closing.is_alive() and offer.is_called_off
+    assert not closing.is_alive() and propose.is_called_off
 
 
 def test_what_fails_is_told_also_where_nobody_else_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,5 +57,5 @@ def test_what_fails_is_told_also_where_nobody_else_is_left(monkeypatch: pytest.M
 
     collectives = make(1, monkeypatch)
     with pytest.raises(InfinityError, match="of the test"):
-        collectives.settle(collectives.offer((0, 0, 0), fail))
+        collectives.settle(collectives.propose((0, 0, 0), fail))
     collectives.close()

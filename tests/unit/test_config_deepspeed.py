@@ -144,7 +144,7 @@ def test_one_trillion_comes_out_as_it_was_meant() -> None:
     assert optimizer.max_grad_norm == 1.0 and optimizer.has_decay("norm.bias")
     train = config.train
     assert train is not None
-    assert (train.steps, train.batch_size, train.accumulation) == (50000, 4, 8)
+    assert (train.steps, train.batch_size, train.gradient_accumulation_steps) == (50000, 4, 8)
     assert (train.schedule, train.warmup_steps, train.min_lr_ratio) == ("cosine", 2000, 0.1)
     assert train.activation_checkpointing
 
@@ -169,7 +169,7 @@ def test_two_of_three_say_the_batch(
     batch: dict[str, int], expected: tuple[int, int | None]
 ) -> None:
     train = translate(batch).train
-    assert (train["batch_size"], train.get("accumulation")) == expected
+    assert (train["batch_size"], train.get("gradient_accumulation_steps")) == expected
 
 
 @pytest.mark.parametrize(

@@ -340,7 +340,7 @@ def test_defaults_are_those_of_the_reference() -> None:
     assert config.schedule.update_chunk == 16 * MIB and config.schedule.window == "auto"
     assert (config.io.queue_depth, config.io.threads, config.io.engine) == (2, 4, "auto")
     assert config.optimizer.betas == (0.9, 0.999) and config.optimizer.max_grad_norm == 1.0
-    assert config.output.max_shard == 2 * GIB
+    assert config.output.max_shard_size == 2 * GIB
 
 
 def test_reading_a_configuration_imports_no_torch_and_no_command_line() -> None:

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from infinity.config import SwapConfig
-from infinity.engine.divide import config_of_rank
+from infinity.distributed.group import RankTopology
+from infinity.distributed.setup import config_of_rank
 from infinity.errors import ConfigError
-from infinity.ranks.rendezvous import Group
 
 # Rank 1 of two, which are ranks 1 and 3 of a job of four on one machine.
-GROUP = Group(
+GROUP = RankTopology(
     process_group=None, rank=1, count=2, job_rank=3, job_count=4, node_rank=3, node_count=4,
     hosts=("a", "a"),
 )  # fmt: skip
@@ -49,7 +49,7 @@ def test_capacities_are_the_nodes_and_directories_a_ranks_own(tmp_path: Path) ->
     ],
 )
 def test_what_cannot_be_committed_is_refused(
-    tmp_path: Path, sections: dict[str, Any], group: Group, message: str
+    tmp_path: Path, sections: dict[str, Any], group: RankTopology, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         config_of_rank(config(tmp_path, **sections), group)

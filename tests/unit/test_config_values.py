@@ -17,12 +17,12 @@ from infinity.config.values import (
     FileName,
     Flag,
     Integer,
-    Kind,
     Loading,
     Location,
     Number,
     OrOff,
     Size,
+    ValueType,
 )
 from infinity.errors import ConfigError
 from infinity.sizes import GIB, KIB, MIB
@@ -30,7 +30,7 @@ from infinity.sizes import GIB, KIB, MIB
 HERE = Loading(Path("/base"))
 
 
-def refused(kind: Kind, value: Any) -> str:
+def refused(kind: ValueType, value: Any) -> str:
     with pytest.raises(ValueError) as caught:
         kind.read(value, HERE)
     return str(caught.value)
@@ -173,7 +173,7 @@ def test_path_with_an_unset_variable_is_refused_by_its_name(
     assert "${}" in refused(Location(), "${}/a")
 
 
-def test_path_to_the_parent_follows_links_as_the_kernel_does(tmp_path: Path) -> None:
+def test_path_to_the_parent_follows_transport_as_the_kernel_does(tmp_path: Path) -> None:
     """link/.. is the parent of what the link points to."""
     (tmp_path / "far" / "target").mkdir(parents=True)
     (tmp_path / "link").symlink_to(tmp_path / "far" / "target")

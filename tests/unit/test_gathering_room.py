@@ -6,9 +6,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from infinity.observe import Counters
-from infinity.schedule.executor import Executor, State
-from infinity.state.store import NvmeHome
+from infinity.state.store import NvmeLocation
 from infinity.storage.engine import Priority
+from infinity.streaming.parameters import WeightCache, WeightState
 from infinity.tiers.device import FINISHED
 
 
@@ -25,8 +25,8 @@ class Stub:
         self.num_lent = 0
         self.patience: list[bool] = []
 
-    def home(self, unit: Any, piece: Any) -> NvmeHome:
-        return NvmeHome(())
+    def home(self, unit: Any, piece: Any) -> NvmeLocation:
+        return NvmeLocation(())
 
     def require(self, nbytes: int, label: str) -> object:
         self.num_lent += 1
@@ -62,7 +62,7 @@ class Stub:
 
 def test_a_shard_that_waits_for_other_ranks_gives_up_its_room() -> None:
     stub: Any = Stub()
-    executor = Executor(
+    weight_cache = WeightCache(
         stub,
         pool=stub,
         device=stub,
@@ -72,16 +72,16 @@ def test_a_shard_that_waits_for_other_ranks_gives_up_its_room() -> None:
         gathering=stub,
     )
     for _ in range(2):
-        executor.begin_pass("train")
+        weight_cache.begin_pass("train")
         for unit in (0, 1):
-            executor.hold(unit, Priority.FORWARD)
-            executor.release(unit)
+            weight_cache.acquire(unit, Priority.FORWARD)
+            weight_cache.release(unit)
         for unit in range(4):
-            executor.discard(unit)
+            weight_cache.discard(unit)
     assert stub.num_lent == 0
-    executor.begin_pass("train")
-    executor.hold(0, Priority.FORWARD)
-    assert executor.weights[1].state is State.GATHERING and stub.num_lent == 2
-    assert executor.reclaim(4) and executor.reclaim(4)
+    weight_cache.begin_pass("train")
+    weight_cache.acquire(0, Priority.FORWARD)
+    assert weight_cache.weights[1].state is WeightState.UNSHARDING and stub.num_lent == 2
+    assert weight_cache.reclaim(4) and weight_cache.reclaim(4)
     assert stub.num_lent == 0 and not stub.patience[-1]
-    assert not executor.reclaim(4)
+    assert not weight_cache.reclaim(4)

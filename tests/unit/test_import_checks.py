@@ -144,7 +144,7 @@ def test_a_new_head_over_a_pretrained_base_is_drawn_from_the_seed(
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
     """As from_pretrained draws it, whether `init` leaves it on meta or keeps it."""
-    monkeypatch.setattr("infinity.engine.initialise._KEPT_NBYTES", kept_nbytes)
+    monkeypatch.setattr("infinity.engine.meta_init._KEPT_NBYTES", kept_nbytes)
     saved(tmp_path / "model")
 
     def adapted(model: Any) -> Any:
@@ -155,7 +155,7 @@ def test_a_new_head_over_a_pretrained_base_is_drawn_from_the_seed(
 
     torch.manual_seed(7)
     plain = LlamaForSequenceClassification.from_pretrained(tmp_path / "model")
-    with infinity.init():
+    with infinity.init_empty_weights():
         model = LlamaForSequenceClassification(small())
     plain, model = adapted(plain), adapted(model)
     with caplog.at_level(logging.WARNING, logger="infinity"):

@@ -10,7 +10,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from infinity.checkpoint.safetensors_format import (
+from infinity.checkpoint.huggingface.safetensors_file import (
     SafetensorsReader,
     SafetensorsWriter,
     TensorInfo,

@@ -351,7 +351,7 @@ def test_masters_are_exported_in_fp32(model_type: str, tmp_path: Path) -> None:
     """What a bf16 model is rounded from, through transformers' own conversions of names."""
     reference = make_model(model_type)
     reference.save_pretrained(tmp_path / "original")
-    with infinity.init():
+    with infinity.init_empty_weights():
         model = AutoModelForCausalLM.from_config(make_config(model_type), dtype=torch.bfloat16)
     config = {"tiers": {"host": {"capacity": "64MiB"}}, "precision": {"compute": "bfloat16"}}
     infinity.offload(model, config, weights=tmp_path / "original")

@@ -1,0 +1,1 @@
+"""State as a directory of torch.distributed.checkpoint."""

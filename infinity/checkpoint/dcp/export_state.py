@@ -1,0 +1,357 @@
+"""Training state as a torch.distributed.checkpoint directory, written slab by slab.
+
+What plain PyTorch finds there, under the names that its own functions use:
+
+    model.<name>                     weights in the compute dtype, tied ones under every name, and
+                                     persistent buffers: `{"model": model.state_dict()}`
+    master.<name>                    the fp32 value of each weight that is narrower
+    optimizer.state.<name>.step, .exp_avg, .exp_avg_sq,
+    optimizer.param_groups           `{"optimizer": get_optimizer_state_dict(model, AdamW(...))}`
+
+The planner of PyTorch names the items and makes the metadata; only the bytes are ours, because its
+writer keeps every tensor of a file until the file is whole. A large tensor is cut along its first
+dimension, as a sharded one would be, so that memory holds one slab at a time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import (
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.storage import WriteResult
+
+from infinity.checkpoint.huggingface.export_weights import check_space, make_directory
+from infinity.checkpoint.reader import (
+    CheckpointSource,
+    StateInfo,
+    StatePart,
+    StateSource,
+    engine_source,
+)
+from infinity.checkpoint.run.directory import sync_directory
+from infinity.checkpoint.run.optimizer_export import defaults_of_torch
+from infinity.engine.optimizer import OffloadedOptimizer
+from infinity.errors import ConfigError, StorageError
+from infinity.sizes import GIB, MIB
+
+_SLAB_NBYTES = 64 * MIB
+_FILE_NBYTES = 4 * GIB
+# What torch.save and the metadata add to each slab, at most.
+_SLAB_OVERHEAD_NBYTES = 4096
+
+
+def export_dcp(
+    model: nn.Module, directory: str | os.PathLike[str], optimizer: OffloadedOptimizer | None = None
+) -> Path:
+    """Writes weights, masters and, with `optimizer`, moments and settings; returns the directory.
+
+    `torch.distributed.checkpoint.load` reads it into an ordinary model and `torch.optim.AdamW` on
+    any number of ranks, `dcp_to_torch_save` makes one file of it. In memory beside the host budget:
+    one slab of 64 MiB, or one tensor whose rows are larger or whose memory order is not that of a
+    file. Gradients summed so far are left out. Call between steps, from the training thread.
+
+    Several ranks all call it, and the first one writes what one rank would, buffers of its own
+    included; in memory it has one rank's part of a piece of a unit at a time as well. What it is
+    given counts: the others only have to serve it.
+
+    Raises ConfigError where the directory has something in it, StorageError for too little space
+    before anything is written. The directory has its name only when all of it is durable.
+    """
+    source = engine_source(model, optimizer, what="infinity.checkpoint.export_dcp")
+    return _export(source, Path(directory), _aliases(model), _persistent_buffers(model))
+
+
+def export_checkpoint_dcp(
+    checkpoint: str | os.PathLike[str],
+    directory: str | os.PathLike[str],
+    model: nn.Module | None = None,
+) -> Path:
+    """The same from a checkpoint of a run. Of `model`, which may be on meta, only names are asked:
+    those of tied weights, and which buffers belong to a state dict. Without it a tied weight has
+    its first name only, and every buffer is written."""
+    source = CheckpointSource(checkpoint)  # Closed by _export.
+    aliases = {} if model is None else _aliases(model)
+    buffers = None if model is None else _persistent_buffers(model)
+    return _export(source, Path(directory), aliases, buffers)
+
+
+def _export(
+    opened: AbstractContextManager[StateSource | None],
+    directory: Path,
+    aliases: dict[str, str],
+    buffer_names: set[str] | None,
+) -> Path:
+    partial = directory.with_name(f".{directory.name}.partial")
+    with opened as source:
+        if source is None:  # The first rank writes.
+            return directory
+        if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+            what = "is not empty" if directory.is_dir() else "is no directory"
+            raise ConfigError(f"{directory} {what}; name a directory that is new or empty")
+        make_directory(directory.parent)
+        buffers = source.buffers()
+        if buffer_names is not None:
+            buffers = {name: value for name, value in buffers.items() if name in buffer_names}
+        nbytes = sum(info.nbytes + _overhead_nbytes(info) for info in source.infos)
+        check_space(directory.parent, nbytes)
+        shutil.rmtree(partial, ignore_errors=True)
+        make_directory(partial)
+        try:
+            _write(source, partial, aliases, buffers)
+            sync_directory(partial)
+            if directory.exists():
+                directory.rmdir()
+            os.replace(partial, directory)
+            sync_directory(directory.parent)
+        except StorageError:
+            raise
+        except OSError as error:
+            where = error.filename or str(partial)
+            raise StorageError(error.errno or 0, operation="export", path=where) from error
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+    return directory
+
+
+def _overhead_nbytes(info: StateInfo) -> int:
+    return _SLAB_OVERHEAD_NBYTES * (1 + info.nbytes // _SLAB_NBYTES)
+
+
+def _write(
+    source: StateSource, path: Path, aliases: dict[str, str], buffers: dict[str, torch.Tensor]
+) -> None:
+    places = {_place(info): info for info in source.infos}
+    planner = DefaultSavePlanner()
+    planner.set_up_planner(_state_dict(source, aliases, buffers), is_coordinator=True)
+    plan = planner.create_local_plan()
+    doubles = {f"model.{alias}": f"model.{first}" for alias, first in aliases.items()}
+    items = [item for item in plan.items if item.index.fqn not in doubles]
+    cut = [slab for item in items for slab in _slabs(item, places.get(item.index.fqn))]
+    plans, metadata = planner.create_global_plan([dataclasses.replace(plan, items=cut)])
+    results = list(_write_items(plans[0], planner, source, path))
+    results += _point_to_firsts(metadata, results, doubles)
+    writer = FileSystemWriter(path)
+    writer.set_up_storage_writer(True)
+    writer.finish(metadata, [results])
+
+
+def _place(info: StateInfo) -> str:
+    """The key of a tensor in the directory."""
+    if info.kind in ("weight", "master"):
+        return f"{'model' if info.kind == 'weight' else 'master'}.{info.name}"
+    return f"optimizer.state.{info.name}.{info.kind}"
+
+
+def _state_dict(
+    source: StateSource, aliases: dict[str, str], buffers: dict[str, torch.Tensor]
+) -> dict[str, Any]:
+    """What plain PyTorch would have handed to `save`; tensors of state are on meta."""
+    model: dict[str, Any] = {}
+    master: dict[str, Any] = {}
+    moments: dict[str, dict[str, Any]] = {}
+    for info in source.infos:
+        tensor = torch.empty(info.shape, dtype=info.dtype, device="meta")
+        if info.kind == "weight":
+            model[info.name] = tensor
+        elif info.kind == "master":
+            master[info.name] = tensor
+        else:
+            moments.setdefault(info.name, {})[info.kind] = tensor
+    for alias, first in aliases.items():
+        model[alias] = model[first]
+    answer: dict[str, Any] = {"model": model | buffers}
+    if master:
+        answer["master"] = master
+    if source.optimizer is not None:
+        answer["optimizer"] = _optimizer_dict(source.optimizer, moments)
+    return answer
+
+
+def _optimizer_dict(named: dict[str, Any], moments: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """As `torch.distributed.checkpoint.state_dict.get_optimizer_state_dict` gives it."""
+    defaults = defaults_of_torch(named.get("name", "adamw"))
+    groups = [{**defaults, **group} for group in named["groups"]]
+    names = [name for group in groups for name in group["params"] if name in moments]
+    state = {
+        name: {"step": torch.tensor(float(named["steps"].get(name, 0))), **moments[name]}
+        for name in names
+    }
+    return {"state": state, "param_groups": groups}
+
+
+def _slabs(item: WriteItem, info: StateInfo | None) -> Iterator[WriteItem]:
+    """The item, cut along the first dimension into shards where it is large."""
+    rows = None if info is None else _rows_of_slab(info)
+    if info is None or rows is None or rows >= info.shape[0]:
+        yield item
+        return
+    assert item.tensor_data is not None
+    for start in range(0, info.shape[0], rows):
+        offsets = _offsets(info, start)
+        sizes = torch.Size([min(rows, info.shape[0] - start), *info.shape[1:]])
+        yield WriteItem(
+            index=MetadataIndex(item.index.fqn, offsets),
+            type=WriteItemType.SHARD,
+            tensor_data=TensorWriteData(
+                chunk=ChunkStorageMetadata(offsets=offsets, sizes=sizes),
+                properties=item.tensor_data.properties,
+                size=item.tensor_data.size,
+            ),
+        )
+
+
+def _offsets(info: StateInfo, row: int) -> torch.Size:
+    """Where the slab that begins at `row` is in its tensor."""
+    return torch.Size([row, *[0] * (len(info.shape) - 1)]) if info.shape else torch.Size([])
+
+
+def _rows_of_slab(info: StateInfo) -> int | None:
+    """Entries of the first dimension in one slab; None for a tensor that has no rows to cut."""
+    if not info.shape or not info.nbytes:
+        return None
+    return max(1, _SLAB_NBYTES // (info.nbytes // info.shape[0]))
+
+
+def _write_items(
+    plan: SavePlan, planner: DefaultSavePlanner, source: StateSource, path: Path
+) -> Iterator[WriteResult]:
+    streamed = {_place(info) for info in source.infos}
+    items = {item.index: item for item in plan.items}
+    files = _SlabFiles(path)
+    try:
+        for item in plan.items:
+            if item.index.fqn not in streamed:
+                yield files.write(item, planner.resolve_data(item))
+        for info, row, slab in _gather_slabs(source.parts()):
+            yield files.write(items[MetadataIndex(_place(info), _offsets(info, row))], slab)
+    finally:
+        files.close()
+
+
+def _gather_slabs(
+    parts: Iterable[StatePart],
+) -> Iterator[tuple[StateInfo, int, torch.Tensor]]:
+    """Parts put together to (tensor, first row, slab); a slab has its memory to itself."""
+    slab, filled = torch.empty(0), 0
+    for part in parts:
+        info = part.info
+        numel = math.prod(info.shape)
+        rows = _rows_of_slab(info)
+        if rows is None:
+            yield info, 0, part.values.clone().view(info.shape)
+            continue
+        row_numel = numel // info.shape[0]
+        done = 0
+        while done < part.values.numel():
+            at = part.start + done
+            if not filled:
+                slab = torch.empty(min(rows * row_numel, numel - at), dtype=info.dtype)
+            count = min(slab.numel() - filled, part.values.numel() - done)
+            slab[filled : filled + count] = part.values[done : done + count]
+            filled, done = filled + count, done + count
+            if filled == slab.numel():
+                first = (at + count - filled) // row_numel
+                yield info, first, slab.view(-1, *info.shape[1:])
+                filled = 0
+
+
+class _SlabFiles:
+    """The data files of the directory, each begun when the one before is large enough."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._count = 0
+        self._name = ""
+        self._file: IO[bytes] | None = None
+
+    def write(self, item: WriteItem, value: Any) -> WriteResult:
+        if self._file is None or self._file.tell() >= _FILE_NBYTES:
+            self.close()
+            self._name = f"__0_{self._count}.distcp"
+            self._count += 1
+            self._file = (self._path / self._name).open("wb")
+        start = self._file.tell()
+        if item.type == WriteItemType.BYTE_IO:
+            self._file.write(value.getbuffer())
+        else:
+            _save(value, self._file)
+        nbytes = self._file.tell() - start
+        return WriteResult(
+            index=item.index,
+            size_in_bytes=nbytes,
+            storage_data=_StorageInfo(self._name, start, nbytes),
+        )
+
+    def close(self) -> None:
+        if self._file is None:
+            return
+        file, self._file = self._file, None
+        with file:
+            file.flush()
+            os.fsync(file.fileno())
+            # Nobody reads it soon; the page cache has better uses.
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _save(tensor: torch.Tensor, file: IO[bytes]) -> None:
+    """torch.save of the tensor alone, where it would write the whole memory behind a view."""
+    if tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size():
+        tensor = tensor.detach().clone()
+    try:
+        torch.save(tensor, file)
+    except RuntimeError as error:  # Its archive takes what a write raised for a fault of its own.
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from None
+        raise
+
+
+def _point_to_firsts(
+    metadata: Metadata, results: list[WriteResult], doubles: dict[str, str]
+) -> list[WriteResult]:
+    """A tied weight has one place and every name."""
+    of_name: dict[str, list[WriteResult]] = {}
+    for result in results:
+        of_name.setdefault(result.index.fqn, []).append(result)
+    more = []
+    for alias, first in doubles.items():
+        metadata.state_dict_metadata[alias] = metadata.state_dict_metadata[first]
+        for result in of_name[first]:
+            index = dataclasses.replace(result.index, fqn=alias)
+            more.append(dataclasses.replace(result, index=index))
+    return more
+
+
+def _aliases(model: nn.Module) -> dict[str, str]:
+    """Further names of tied weights -> their first."""
+    first: dict[int, str] = {}
+    aliases = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if first.setdefault(id(parameter), name) != name:
+            aliases[name] = first[id(parameter)]
+    return aliases
+
+
+def _persistent_buffers(model: nn.Module) -> set[str]:
+    return {
+        f"{path}.{leaf}" if path else leaf
+        for path, module in model.named_modules(remove_duplicate=False)
+        for leaf in module._buffers
+        if leaf not in module._non_persistent_buffers_set
+    }

@@ -1,0 +1,338 @@
+"""Reading a torch.distributed.checkpoint directory into an offloaded model, tensor by tensor.
+
+Who wrote it, on how many ranks and how it was sharded does not matter: the planner of PyTorch puts
+each tensor together from its shards. Everything that the metadata can show is checked before the
+first write.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    Metadata,
+    TensorStorageMetadata,
+)
+
+from infinity.checkpoint.huggingface.import_checks import refuse_codes
+from infinity.checkpoint.run.files import kept_tensors
+from infinity.checkpoint.run.layout import is_row_major
+from infinity.engine.engine import Engine
+from infinity.engine.optimizer import OffloadedOptimizer
+from infinity.engine.registry import engine_of
+from infinity.engine.state_access import StateAccess
+from infinity.errors import ConfigError, CorruptionError, StorageError, UnsupportedError
+from infinity.state.moments import moments_of
+from infinity.state.units import StateKind, TensorSpec
+from infinity.streaming.gradients import in_memory_order
+
+_NAME = "infinity.checkpoint.import_dcp"
+# Where weights are in what other programs write; the first that has them all is taken.
+_MODEL_PREFIXES = ("model.", "", "state_dict.", "app.model.", "model.module.")
+_OPTIMIZER_PREFIXES = ("optimizer.", "optim.", "app.optim.", "app.optimizer.")
+
+
+def import_dcp(
+    directory: str | os.PathLike[str], model: nn.Module, optimizer: OffloadedOptimizer | None = None
+) -> None:
+    """Brings weights and, with `optimizer`, moments, step counts and settings into their tiers.
+
+    directory: as `torch.distributed.checkpoint.save` writes it for `{"model": ..., "optimizer":
+        ...}` ("optim" and a bare model too), sharded or not, or as `export_dcp` does
+    model: offloaded; the same names and shapes, in any precision
+    optimizer: the one it was saved with, as infinity's own, with the same groups of parameters
+
+    The fp32 master takes `master.<name>` where it is there, else the weight's own value, unrounded.
+    In memory beside the host budget: one tensor and the largest shard of it. Gradients are dropped.
+    Several ranks all call it.
+    The metadata is read with pickle, as PyTorch does: read only what you trust.
+
+    Raises ConfigError where names, shapes or groups do not fit, CorruptionError for metadata that
+    is damaged, both before anything was changed; StorageError for a data file that cannot be read,
+    and the model is a mixture then.
+    """
+    found = _Directory(Path(directory))
+    engine = engine_of(model)
+    with engine.collective_section(_NAME):  # Refused before anything is changed, on any rank.
+        with engine.at_rest(_NAME):
+            pass
+        weights = found.find_weights(model)
+        buffers = dict(found.find_buffers(model))
+        named = None if optimizer is None else found.named_optimizer(optimizer)
+        moments = {} if optimizer is None else found.find_moments(engine, optimizer)
+    for name, key in weights.items():
+        engine.write_parameter(name, found.read(key))
+    with torch.no_grad():
+        for key, buffer in buffers.items():
+            buffer.copy_(found.read(key))
+    with engine.at_rest(_NAME) as state:
+        state.forget_gradients()
+        if optimizer is not None:
+            _load_moments(state, lambda name, kind: found.read_fp32(moments.get((name, kind))))
+    if optimizer is not None and named is not None:
+        optimizer.restore_named_state(named)
+
+
+def _load_moments(state: StateAccess, read: Callable[[str, str], torch.Tensor | None]) -> None:
+    for unit, tensors in kept_tensors(state):
+        for state_kind in unit.moments.kinds:
+            if state.store.location(unit, state_kind) is None:
+                continue
+            by_spec = {tensor.spec: tensor for tensor in tensors if tensor.state_kind is state_kind}
+            last: tuple[TensorSpec, torch.Tensor | None] | None = None
+            for part in state.parts(unit, state_kind, keep=True):
+                tensor = by_spec[part.spec]
+                if last is None or last[0] is not part.spec:
+                    value = read(part.spec.name, state_kind.value)
+                    last = part.spec, None if value is None else _flat(value, tensor.whole)
+                start = tensor.start + part.start
+                if last[1] is None:
+                    part.values.zero_()
+                else:
+                    part.values.copy_(last[1][start : start + part.values.numel()])
+
+
+def _flat(value: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    return value.reshape(-1) if is_row_major(spec) else in_memory_order(value, spec)
+
+
+class _Reader(FileSystemReader):
+    """Gives the metadata that was read once, however often a tensor is asked for."""
+
+    def __init__(self, path: Path, metadata: Metadata) -> None:
+        super().__init__(path)
+        self._metadata = metadata
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self._metadata
+
+
+class _Directory:
+    """What the metadata says, and reading by key. Holds no tensor."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        if not (path / ".metadata").is_file():
+            raise ConfigError(
+                f"{path} has no .metadata; expected a torch.distributed.checkpoint directory"
+            )
+        try:
+            metadata = FileSystemReader(path).read_metadata()
+            if not isinstance(metadata, Metadata):
+                raise TypeError(type(metadata).__name__)
+        except OSError as error:
+            raise StorageError(error.errno or 0, operation="read", path=str(path)) from None
+        except Exception as error:  # Whatever damaged bytes make pickle raise.
+            raise _damaged(path / ".metadata", f"it cannot be unpickled: {error}") from error
+        self._metadata = metadata
+        self._items = metadata.state_dict_metadata
+        self.model_prefix = ""
+
+    def read(self, key: str) -> torch.Tensor:
+        """A fresh host tensor, whole, in the dtype it was saved in."""
+        item = self._items[key]
+        assert isinstance(item, TensorStorageMetadata)
+        value: torch.Tensor = self._load(key, torch.empty(item.size, dtype=item.properties.dtype))
+        return value
+
+    def read_fp32(self, key: str | None) -> torch.Tensor | None:
+        return None if key is None else self.read(key).float()
+
+    def _load(self, key: str, value: Any) -> Any:
+        planner = DefaultLoadPlanner(flatten_state_dict=False)
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "torch.distributed is disabled")
+                dcp.load(
+                    {key: value},
+                    storage_reader=_Reader(self.path, self._metadata),
+                    planner=planner,
+                    no_dist=True,
+                )
+        except (CheckpointException, Exception) as error:  # The first is no Exception.
+            first: BaseException = error
+            if isinstance(error, CheckpointException):
+                first = next(iter(error.failures.values()))[0]
+            if not isinstance(first, Exception):  # A KeyboardInterrupt, say.
+                raise first from None
+            raise _damaged(self.path, f"{key!r} cannot be read: {first!r}") from error
+        return planner.state_dict[key]  # A tensor is `value`, filled; an object is a new one.
+
+    # -- Weights -----------------------------------------------------------------------------------
+
+    def find_weights(self, model: nn.Module) -> dict[str, str]:
+        """Parameter -> key: the fp32 master where there is one."""
+        names: dict[int, list[str]] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            names.setdefault(id(parameter), []).append(name)
+        wanted = {group[0]: group for group in names.values()}
+        for prefix in _MODEL_PREFIXES:
+            keys = {first: self._one_of(prefix, group) for first, group in wanted.items()}
+            if all(keys.values()):
+                break
+        else:
+            self._refuse_names(wanted)
+        self.model_prefix = prefix
+        shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+        dtypes = {name: p.dtype for name, p in model.named_parameters()}
+        found = {}
+        for first, key in keys.items():
+            assert key is not None
+            self._check_shape(key, shapes[first], first)
+            dtype = self._items[key].properties.dtype  # type: ignore[union-attr]
+            refuse_codes(self.path, first, dtypes[first], [(key, dtype)])
+            master = f"master.{first}"
+            found[first] = master if self._is_tensor(master) else key
+            self._check_shape(found[first], shapes[first], first)
+        return found
+
+    def find_buffers(self, model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+        """(key, buffer) of those that the directory has."""
+        for name, buffer in model.named_buffers():
+            key = self.model_prefix + name
+            if self._is_tensor(key):
+                self._check_shape(key, tuple(buffer.shape), name)
+                yield key, buffer
+
+    def _one_of(self, prefix: str, names: list[str]) -> str | None:
+        keys = [prefix + name for name in names]
+        return next((key for key in keys if self._is_tensor(key)), None)
+
+    def _is_tensor(self, key: str) -> bool:
+        return isinstance(self._items.get(key), TensorStorageMetadata)
+
+    def _refuse_names(self, wanted: dict[str, list[str]]) -> None:
+        lacks = {
+            prefix: [first for first, group in wanted.items() if not self._one_of(prefix, group)]
+            for prefix in _MODEL_PREFIXES
+        }
+        best = min(lacks.values(), key=len)
+        there = [key for key in self._items if self._is_tensor(key)]
+        raise ConfigError(
+            f"{self.path} lacks {best[0]!r} and {len(best) - 1} more of the model's "
+            f"{len(wanted)} parameters; it has {len(there)} tensors, e.g. {there[:3]}. Is it a "
+            "checkpoint of this model?"
+        )
+
+    def _check_shape(self, key: str, shape: tuple[int, ...], name: str) -> None:
+        item = self._items[key]
+        assert isinstance(item, TensorStorageMetadata)
+        if tuple(item.size) != shape:
+            raise ConfigError(
+                f"{self.path}: {key!r} has the shape {tuple(item.size)}, the model expects "
+                f"{shape} for {name!r}"
+            )
+
+    # -- Optimizer ---------------------------------------------------------------------------------
+
+    def _optimizer_prefix(self) -> str:
+        for prefix in _OPTIMIZER_PREFIXES:
+            starts = (f"{prefix}state.", f"{prefix}param_groups.")
+            if any(key.startswith(starts) for key in self._items):
+                return prefix
+        raise ConfigError(
+            f"{self.path} has no state of an optimizer under "
+            f"{', '.join(p.rstrip('.') for p in _OPTIMIZER_PREFIXES)}; leave `optimizer` out to "
+            "bring back the weights alone"
+        )
+
+    def find_moments(
+        self, engine: Engine, optimizer: OffloadedOptimizer
+    ) -> dict[tuple[str, str], str]:
+        """(parameter, kind) -> key, for parameters of the optimizer that have been updated."""
+        prefix, moments = self._optimizer_prefix(), moments_of(engine.config)
+        if moments.is_8bit:
+            raise UnsupportedError(
+                f"{self.path} has moments in float32, those of the model are of eight bits; set "
+                "precision.moments, or leave `optimizer` out"
+            )
+        kinds = [state_kind.value for state_kind in moments.kinds]
+        expected = f"{' and '.join(kinds)}, as infinity.{type(optimizer).__name__} has them"
+        found: dict[tuple[str, str], str] = {}
+        if not kinds:
+            return found
+        for group in optimizer.named_state()["groups"]:
+            for name in group["params"]:
+                keys = {kind: f"{prefix}state.{name}.{kind}" for kind in kinds}
+                there = [kind for kind, key in keys.items() if self._is_tensor(key)]
+                if there and len(there) < len(keys):
+                    raise ConfigError(
+                        f"{self.path} has {there[0]} of {name!r} only; expected {expected}"
+                    )
+                for kind in there:
+                    self._check_shape(keys[kind], engine.spec(name).facts.shape, name)
+                    found[name, kind] = keys[kind]
+        if not found:
+            raise ConfigError(
+                f"{self.path} has the state of another optimizer, or of other parameters; expected "
+                f"{expected}. Leave `optimizer` out to bring back the weights alone"
+            )
+        return found
+
+    def named_optimizer(self, optimizer: OffloadedOptimizer) -> dict[str, Any]:
+        """Settings and steps as `OffloadedOptimizer.restore_named_state` takes them."""
+        prefix = self._optimizer_prefix()
+        mine = optimizer.named_state()
+        groups = []
+        for index, group in enumerate(mine["groups"]):
+            saved = self._group(prefix, index, group)
+            if saved.get("params", group["params"]) != group["params"]:
+                raise ConfigError(
+                    f"{self.path}: group {index} has {len(saved['params'])} parameters, the "
+                    f"optimizer's has {len(group['params'])}, or other ones; build the optimizer "
+                    "with the groups it was saved with"
+                )
+            groups.append({key: saved.get(key, value) for key, value in group.items()})
+        if self._has_group(prefix, len(groups)):
+            raise ConfigError(
+                f"{self.path} has more groups of parameters than the optimizer's {len(groups)}; "
+                "build the optimizer with the groups it was saved with"
+            )
+        steps, begun = {}, []
+        for name in (name for group in mine["groups"] for name in group["params"]):
+            step = self._step(f"{prefix}state.{name}.step")
+            has_momentum = self._is_tensor(
+                f"{prefix}state.{name}.{StateKind.MOMENTUM_BUFFER.value}"
+            )
+            if step or has_momentum:
+                steps[name] = step or 1  # torch's SGD does not count.
+            if has_momentum:
+                begun.append(name)
+        return {"name": optimizer.name, "groups": groups, "steps": steps, "begun": begun}
+
+    def _has_group(self, prefix: str, index: int) -> bool:
+        return f"{prefix}param_groups.{index}.lr" in self._items
+
+    def _group(self, prefix: str, index: int, mine: dict[str, Any]) -> dict[str, Any]:
+        """What was saved of a group: by its number, or flattened by the names of parameters."""
+        first = mine["params"][0] if mine["params"] else ""
+        for start in (f"{prefix}param_groups.{index}.", f"{prefix}param_groups.{first}."):
+            if f"{start}lr" in self._items:
+                wanted = [name for name in mine if start + name in self._items]
+                return {name: self._value(start + name) for name in wanted}
+        return {}
+
+    def _step(self, key: str) -> int:
+        return int(self._value(key)) if key in self._items else 0
+
+    def _value(self, key: str) -> Any:
+        """A number, a list or text, however it was stored."""
+        if isinstance(self._items[key], BytesStorageMetadata):
+            return self._load(key, None)
+        tensor = self.read(key)
+        return tensor.item() if tensor.numel() == 1 else tensor.tolist()
+
+
+def _damaged(path: Path, detail: str) -> CorruptionError:
+    return CorruptionError(errno.EILSEQ, operation="read", path=str(path), detail=detail)

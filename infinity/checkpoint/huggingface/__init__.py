@@ -1,0 +1,1 @@
+"""Weights as safetensors in the layout of Hugging Face."""

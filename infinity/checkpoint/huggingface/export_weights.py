@@ -1,0 +1,323 @@
+"""A model's weights as a Hugging Face checkpoint, written without holding the model.
+
+The plan comes from shapes alone: which tensors, under which names, in which shard, at which offset.
+Then each tensor is read from its tier and written to its place; where transformers keeps another
+layout on disk (per-expert matrices of a packed one), one group of tensors is converted at a time.
+
+A file appears under its final name only when all of them are whole and synced. Of the renames, the
+old index goes first and the new one comes last, so that a crash in between leaves a directory that
+cannot be loaded rather than one that loads a mixture.
+"""
+
+from __future__ import annotations
+
+import copy
+import errno
+import json
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from infinity.checkpoint.huggingface.names import TensorGroup, export_groups, planned_targets
+from infinity.checkpoint.huggingface.safetensors_file import (
+    SafetensorsWriter,
+    TensorInfo,
+)
+from infinity.checkpoint.run.directory import sync_directory
+from infinity.errors import ConfigError, InfinityError, StorageError
+from infinity.modules.tiling.layers import Tiled
+from infinity.modules.tiling.split import modules_of, parameters_of
+from infinity.sizes import GIB, format_nbytes
+
+_SINGLE_NAME = "model.safetensors"
+_INDEX_NAME = "model.safetensors.index.json"
+_SHARD_PATTERN = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
+
+Read = Callable[[str], torch.Tensor]
+
+
+def export_safetensors(
+    model: nn.Module,
+    directory: str | os.PathLike[str],
+    *,
+    max_shard_nbytes: int = 2 * GIB,
+    tokenizer: Any = None,
+    read: Read | None = None,
+    master: bool = False,
+) -> list[Path]:
+    """Writes what `AutoModel...from_pretrained(directory)` loads; returns the weight files.
+
+    Weights in the compute dtype, or with `master` in fp32 as the optimizer keeps them (what a
+    narrower weight is rounded from); tied weights once, persistent buffers, in shards of at most
+    `max_shard_nbytes` (a larger tensor gets a shard of its own); config.json and
+    generation_config.json where the model has them; the tokenizer's files when one is given.
+    `read(name)` yields a parameter as a CPU tensor, with `master` its fp32 value; by default it
+    asks the model's engine, and a model without one gives its own parameters. Files of an earlier
+    export are replaced, anything else in the directory is left alone. Raises StorageError when
+    there is too little space, before anything is written.
+    """
+    directory = Path(directory)
+    plan = plan_export(model, max_shard_nbytes=max_shard_nbytes, master=master)
+    make_directory(directory)
+    check_space(directory, plan.nbytes)
+    read = read or _reader(model, master=master)
+    fetch, tiles_of = _fetcher(model, read), _tiles_of(model)
+    writers: dict[str, SafetensorsWriter] = {}
+    try:
+        for group in plan.groups:
+            tiles = tiles_of(group)
+            made = {} if tiles else group.convert(fetch, model)
+            for name in [group.first_target] if tiles else list(made):
+                shard = plan.shard_of[name]
+                if shard not in writers:
+                    writers[shard] = SafetensorsWriter(
+                        directory / shard, plan.shards[shard], metadata={"format": "pt"}
+                    )
+                if tiles:
+                    _write_tiles(writers[shard], name, tiles, read)
+                else:
+                    writers[shard].write(name, made.pop(name))
+                if writers[shard].is_complete:
+                    writers[shard].finish()
+        _write_texts(model, directory, tokenizer, master=master)
+        _commit(directory, plan, writers)
+    finally:
+        for writer in writers.values():
+            writer.close()
+    return [directory / shard for shard in plan.shards]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportPlan:
+    """Every tensor of an export and its shard. `shards` keep the order of the model."""
+
+    groups: list[TensorGroup]
+    shards: dict[str, list[TensorInfo]]
+    shard_of: dict[str, str]
+    num_parameters: int
+
+    @property
+    def nbytes(self) -> int:
+        return sum(info.nbytes for infos in self.shards.values() for info in infos)
+
+
+def plan_export(model: nn.Module, *, max_shard_nbytes: int, master: bool = False) -> ExportPlan:
+    """What `export_safetensors` will write. Asks shapes and dtypes only."""
+    if max_shard_nbytes <= 0:
+        raise ConfigError(f"max_shard_nbytes={max_shard_nbytes} must be positive")
+    if hasattr(model, "peft_config"):
+        raise ConfigError(
+            "a PEFT model has no full checkpoint of its own; merge the adapter first "
+            "(merge_and_unload), or save it with save_pretrained"
+        )
+    saved = {
+        name: (
+            tuple(tensor.shape),
+            torch.float32 if master and _is_weight(tensor) else tensor.dtype,
+        )
+        for name, tensor in _saved_tensors(model)
+    }
+    groups = export_groups(model, saved)
+    infos = [
+        TensorInfo(name=name, shape=shape, dtype=dtype)
+        for group in groups
+        for name, (shape, dtype) in planned_targets(group, saved, model).items()
+    ]
+    shards = _assign_shards(infos, max_shard_nbytes)
+    return ExportPlan(
+        groups=groups,
+        shards=shards,
+        shard_of={info.name: shard for shard, infos in shards.items() for info in infos},
+        num_parameters=sum(parameter.numel() for parameter in model.parameters()),
+    )
+
+
+def _is_weight(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
+
+
+def make_directory(directory: Path) -> None:
+    """Creates `directory` and its parents. Raises StorageError naming the path."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        there = next((each for each in (directory, *directory.parents) if each.exists()), directory)
+        raise StorageError(
+            error.errno or 0,
+            operation="create",
+            path=str(directory),
+            detail=f"{there} is a file; expected a directory, or a name that is free",
+        ) from None
+    except OSError as error:
+        raise StorageError(error.errno or 0, operation="create", path=str(directory)) from None
+
+
+def check_space(directory: Path, nbytes: int) -> None:
+    """Raises StorageError when `directory`'s file system has less than `nbytes` free."""
+    stats = os.statvfs(directory)
+    free_nbytes = stats.f_bavail * stats.f_frsize
+    if free_nbytes < nbytes:
+        raise StorageError(
+            errno.ENOSPC,
+            operation="export",
+            path=str(directory),
+            nbytes=nbytes,
+            detail=f"the export needs {format_nbytes(nbytes)}, the file system has "
+            f"{format_nbytes(free_nbytes)} free",
+        )
+
+
+def _saved_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor an export holds, once, under the name that is expected on loading."""
+    # Of the names of a tied weight the one that is not declared as tied to another is kept.
+    tied = set(getattr(model, "all_tied_weights_keys", None) or ())
+    ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
+    chosen: dict[int, str] = {}
+    tensors: dict[str, torch.Tensor] = {}
+    for path, module in modules_of(model):
+        prefix = f"{path}." if path else ""
+        buffers = {
+            leaf: buffer
+            for leaf, buffer in module._buffers.items()
+            if leaf not in module._non_persistent_buffers_set
+        }
+        for leaf, tensor in {**parameters_of(module), **buffers}.items():
+            name = prefix + leaf
+            if tensor is None or name in ignored:
+                continue
+            earlier = chosen.get(id(tensor))
+            if earlier is None or (earlier in tied and name not in tied):
+                if earlier is not None:
+                    del tensors[earlier]
+                chosen[id(tensor)] = name
+                tensors[name] = tensor
+    return iter(tensors.items())
+
+
+def _assign_shards(infos: list[TensorInfo], max_shard_nbytes: int) -> dict[str, list[TensorInfo]]:
+    """Fills shards in order: sizes 3, 3, 5 at a maximum of 6 become [3, 3], [5]."""
+    filled: list[list[TensorInfo]] = [[]]
+    shard_nbytes = 0
+    for info in infos:
+        if filled[-1] and shard_nbytes + info.nbytes > max_shard_nbytes:
+            filled.append([])
+            shard_nbytes = 0
+        filled[-1].append(info)
+        shard_nbytes += info.nbytes
+    if len(filled) == 1:
+        return {_SINGLE_NAME: filled[0]}
+    count = len(filled)
+    return {
+        f"model-{index:05d}-of-{count:05d}.safetensors": shard
+        for index, shard in enumerate(filled, start=1)
+    }
+
+
+def _reader(model: nn.Module, *, master: bool) -> Read:
+    """Parameters from the model's engine; a model without one has them itself."""
+    from infinity.engine.registry import engine_of
+
+    try:
+        engine = engine_of(model)
+    except InfinityError:  # Not offloaded: it holds its parameters itself.
+
+        def read_plain(name: str) -> torch.Tensor:
+            value = model.get_parameter(name).detach().cpu()
+            return value.float() if master and value.is_floating_point() else value
+
+        return read_plain
+    return lambda name: engine.read_parameter(name, master=master)
+
+
+def _tiles_of(model: nn.Module) -> Callable[[TensorGroup], list[str]]:
+    """Names of the tiles that the one tensor of a group stands as; empty for any other group."""
+
+    def tiles_of(group: TensorGroup) -> list[str]:
+        path, _, leaf = group.sources[0][1].rpartition(".")
+        module = model.get_submodule(path)
+        if group.transform is not None or not isinstance(module, Tiled) or leaf in module._buffers:
+            return []
+        return [handle.name_in_model for handle in module.tiled_params[leaf].handles]
+
+    return tiles_of
+
+
+def _write_tiles(writer: SafetensorsWriter, name: str, tiles: list[str], read: Read) -> None:
+    start = 0
+    for tile in tiles:
+        part = read(tile).contiguous()
+        writer.write_part(name, start, part)
+        start += part.numel()
+
+
+def _fetcher(model: nn.Module, read: Read) -> Read:
+    """`read` for parameters under any alias, the model itself for buffers."""
+    first_name = {id(parameter): name for name, parameter in model.named_parameters()}
+    for _, module in modules_of(model):
+        if isinstance(module, Tiled):
+            first_name |= {id(whole.tensor): whole.name for whole in module.tiled_params.values()}
+
+    def fetch(name: str) -> torch.Tensor:
+        path, _, leaf = name.rpartition(".")
+        module = model.get_submodule(path)
+        buffer = module._buffers.get(leaf)
+        if buffer is not None:
+            return buffer.detach().cpu()
+        return read(first_name[id(parameters_of(module)[leaf])])
+
+    return fetch
+
+
+def _write_texts(model: Any, directory: Path, tokenizer: Any, *, master: bool) -> None:
+    """config.json, generation_config.json and the tokenizer, by transformers' own hands."""
+    config: Any = getattr(model, "config", None)
+    if hasattr(config, "save_pretrained"):
+        config = copy.deepcopy(config)  # The model's own keeps its dtype.
+        dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
+        if master:
+            dtype = torch.float32
+        if dtype is not None:
+            config.dtype = str(dtype).removeprefix("torch.")
+        config.architectures = [type(model).__name__]
+        config.save_pretrained(directory)
+    if hasattr(model, "can_generate") and model.can_generate():
+        model.generation_config.save_pretrained(directory)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(directory)
+
+
+def _commit(directory: Path, plan: ExportPlan, writers: Mapping[str, SafetensorsWriter]) -> None:
+    """Turns the synced partial files into the checkpoint, in an order that no crash can mix."""
+    index = directory / _INDEX_NAME
+    partial = directory / f".{_INDEX_NAME}.partial"
+    is_sharded = _SINGLE_NAME not in plan.shards
+    if is_sharded:
+        content = {
+            "metadata": {
+                "total_parameters": plan.num_parameters,
+                "total_size": plan.nbytes,
+            },
+            "weight_map": dict(sorted(plan.shard_of.items())),
+        }
+        with partial.open("w", encoding="utf-8") as file:
+            json.dump(content, file, indent=2)
+            file.write("\n")
+            file.flush()
+            os.fsync(file.fileno())
+    index.unlink(missing_ok=True)
+    for entry in list(directory.iterdir()):
+        is_weights = entry.name == _SINGLE_NAME or _SHARD_PATTERN.fullmatch(entry.name)
+        if is_weights and entry.name not in plan.shards:
+            entry.unlink()
+    sync_directory(directory)
+    for writer in writers.values():
+        writer.commit()
+    if is_sharded:
+        os.replace(partial, index)
+    sync_directory(directory)

@@ -1,0 +1,487 @@
+"""Weights of a Hugging Face directory, streamed into tiers tensor by tensor.
+
+How it is used:
+
+    source = weight_source("path/to/checkpoint")  # headers of all files read and checked
+    plan = source.plan(model)                     # every name, shape and conversion checked
+    plan.load(engine.write_parameter)             # streams; nothing was written before this line
+
+or, in one call, `weight_source(path).load_into(model, engine.write_parameter)`.
+`write(name, tensor)` receives each parameter once, under its first name in
+`model.named_parameters()`, whole (or by tiles: `load`), as a fresh CPU tensor **in the dtype of the
+file**: casting is the writer's, because the fp32 master wants the file's value and not one that
+went through bf16. The tensor may be kept or changed. Persistent buffers are written into the model.
+In memory at any time: the source tensors of one target, and the target (one expert stack, say),
+never the model.
+
+The model may be on meta, hold handles or plain parameters: only names, shapes and dtypes are asked.
+A PEFT model is taken by the names of the model it wraps; adapters are not looked for in the file.
+
+Everything a header can show is refused before the first write: a truncated or over-long file, a
+tensor missing from the file the index names, missing tensors, tensors that nobody asked for, codes
+of quantised weights, wrong shapes, a conversion that does not fit, tied weights that differ.
+Errors: CorruptionError where the bytes contradict themselves, ConfigError where checkpoint and
+model do not belong together, StorageError where reading fails.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from infinity.bounded import MalformedError, field, plain_name, read_json, table_of
+from infinity.checkpoint.huggingface.import_checks import (
+    is_ignored,
+    is_new_head,
+    is_other_head,
+    listed,
+    refuse_codes,
+    refuse_quantised,
+    refuse_unexpected,
+)
+from infinity.checkpoint.huggingface.names import (
+    TensorGroup,
+    import_groups,
+    is_expected_extra,
+    is_expected_missing,
+    planned_targets,
+)
+from infinity.checkpoint.huggingface.safetensors_file import (
+    SafetensorsReader,
+    TensorInfo,
+    tensor_bytes,
+)
+from infinity.engine.adapters import follows
+from infinity.engine.dtypes import names_kept_wide
+from infinity.errors import ConfigError, CorruptionError, StorageError
+
+_SINGLE_NAME = "model.safetensors"
+_INDEX_NAME = "model.safetensors.index.json"
+
+_log = logging.getLogger("infinity")
+
+Write = Callable[[str, torch.Tensor], None]
+TileRows = Callable[[str], list[tuple[str, int, int]]]
+
+
+def weight_source(path: str | os.PathLike[str]) -> WeightSource:
+    """The weights of a directory in Hugging Face layout (one file or an index), or of one file."""
+    return WeightSource(path)
+
+
+class WeightSource:
+    """The tensors of a checkpoint, by their names in its files. Holds headers, no tensor."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self._files: dict[str, Path] = {}  # tensor name -> the file that has it
+        self._infos: dict[str, TensorInfo] = {}
+        self._reader: SafetensorsReader | None = None
+        for file, listed_names in _find_files(self.path).items():
+            with SafetensorsReader(file) as reader:
+                for name in listed_names:
+                    if name not in reader.tensors:
+                        raise CorruptionError(
+                            errno.ENOENT,
+                            operation="read",
+                            path=str(file),
+                            detail=f"{_INDEX_NAME} says that tensor {name!r} is in this file, "
+                            "but its header does not have it",
+                        )
+                for name, info in reader.tensors.items():
+                    if name in listed_names or name not in self._files:
+                        self._files[name], self._infos[name] = file, info
+
+    @property
+    def nbytes(self) -> int:
+        return sum(info.nbytes for info in self._infos.values())
+
+    def names(self) -> list[str]:
+        return list(self._infos)
+
+    def read(self, name: str) -> torch.Tensor:
+        """A fresh CPU tensor, as it is in the file. The file stays open until `close`."""
+        return self._opened(name).read(name)
+
+    def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Rows [start, stop) of a tensor, likewise."""
+        reader, info = self._opened(name), self._infos[name]
+        rows = torch.empty((stop - start, *info.shape[1:]), dtype=info.dtype)
+        reader.read_into(name, start * math.prod(info.shape[1:]), rows)
+        return rows
+
+    def _opened(self, name: str) -> SafetensorsReader:
+        file = str(self._files[name])
+        if self._reader is None or self._reader.path != file:
+            self.close()
+            self._reader = SafetensorsReader(file)
+        if self._reader.tensors.get(name) != self._infos[name]:
+            raise CorruptionError(
+                errno.ESTALE,
+                operation="read",
+                path=file,
+                detail=f"the place of tensor {name!r} changed since the checkpoint was opened",
+            )
+        return self._reader
+
+    def close(self) -> None:
+        """Closes the file read last. Idempotent; a later `read` opens it again."""
+        if self._reader is not None:
+            self._reader.close()
+            self._reader = None
+
+    def plan(
+        self, model: nn.Module, *, strict: bool = True, ignore: Sequence[str] = ()
+    ) -> ImportPlan:
+        """What to write where. Reads no tensor, except to compare tied weights stored twice.
+
+        With `strict`, a parameter of the model that the checkpoint lacks is a ConfigError, unless
+        it is a head that the checkpoint's own class does not have; so is a tensor of the checkpoint
+        that the model has no place for, unless transformers passes over it, it is of another
+        class's head, or a pattern in `ignore` names it. Without `strict` both are in the plan's
+        `missing` and `unexpected`, and left alone. Codes of quantised weights are always refused.
+        """
+        refuse_quantised(self.path if self.path.is_dir() else self.path.parent)
+        view = _ModelView(model)
+        groups, unexpected = import_groups(view.model, self._infos, view.targets)
+        sources = {name: (info.shape, info.dtype) for name, info in self._infos.items()}
+        provider: dict[str, TensorGroup] = {}  # canonical name -> the group that makes it
+        duplicates: list[tuple[TensorGroup, TensorGroup]] = []
+        kept: list[TensorGroup] = []
+        for group in groups:
+            is_new = False
+            for name, (shape, _) in planned_targets(group, sources, view.proxy()).items():
+                target = view.targets.get(name)
+                if target is None:
+                    unexpected.append(name)
+                    continue
+                self._check_shape(group, name, shape, target)
+                used = ((each, self._infos[each].stored_dtype) for each in group.source_names)
+                refuse_codes(self.path, name, target.dtype, used)
+                if target.canonical in provider:
+                    duplicates.append((provider[target.canonical], group))
+                else:
+                    provider[target.canonical] = group
+                    is_new = True
+            if is_new:
+                kept.append(group)
+        for first, second in duplicates:
+            self._check_tied(first, second)
+        missing = [
+            name
+            for name in dict.fromkeys(target.canonical for target in view.targets.values())
+            if name not in provider
+        ]
+        missing = [name for name in missing if not view.may_be_missing(name)]
+        is_head = bool(missing) and is_new_head(view.model, missing, self.path)
+        if missing and strict and not is_head:
+            raise ConfigError(
+                f"{self.path} lacks {listed(missing)} of {type(view.model).__name__}; "
+                f"it has {len(self._infos)} tensors, e.g. {listed(list(self._infos)[:3])}. "
+                "Is it a checkpoint of this architecture and these sizes?"
+            )
+        unexpected = [
+            name
+            for name in unexpected
+            if not is_expected_extra(view.model, name)
+            and not view.computes(name)
+            and not is_ignored(name, ignore)
+        ]
+        heads = [name for name in unexpected if is_other_head(view.model, name, self._infos)]
+        if strict:
+            refuse_unexpected(self.path, view.model, [n for n in unexpected if n not in heads])
+        return ImportPlan(
+            source=self, view=view, groups=kept, missing=missing, unexpected=unexpected
+        )
+
+    def load_into(
+        self, model: nn.Module, write: Write, *, strict: bool = True, ignore: Sequence[str] = ()
+    ) -> ImportPlan:
+        """`plan`, then `load`; returns the plan for its `missing` and `unexpected`."""
+        plan = self.plan(model, strict=strict, ignore=ignore)
+        plan.load(write)
+        return plan
+
+    def _check_shape(
+        self, group: TensorGroup, name: str, shape: Sequence[int], target: _Target
+    ) -> None:
+        if tuple(shape) == target.shape:
+            return
+        files = dict.fromkeys(str(self._files[source]) for source in group.source_names)
+        raise ConfigError(
+            f"{', '.join(files)}: tensor {listed(group.source_names)} gives {name!r} the shape "
+            f"{tuple(shape)}, the model expects {target.shape}; the checkpoint is of another size "
+            "or architecture"
+        )
+
+    def _check_tied(self, first: TensorGroup, second: TensorGroup) -> None:
+        """Weights that the model ties may be stored twice, but must then be the same."""
+        names = (first.source_names, second.source_names)
+        assert len(names[0]) == len(names[1]) == 1, f"tied weights made by a conversion: {names}"
+        one, other = (self.read(name[0]) for name in names)
+        self.close()
+        if one.dtype != other.dtype or tensor_bytes(one) != tensor_bytes(other):
+            raise ConfigError(
+                f"{self.path}: {names[0][0]!r} and {names[1][0]!r} are one tied weight of the "
+                "model but differ in the checkpoint; set tie_word_embeddings to false in its "
+                "config.json"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImportPlan:
+    """A checked way from a checkpoint's tensors to a model's. `missing` names stay unwritten;
+    `unexpected` are tensors of the files that the model has no place for."""
+
+    source: WeightSource
+    view: _ModelView
+    groups: list[TensorGroup]
+    missing: list[str]
+    unexpected: list[str]
+
+    def load(self, write: Write, tile_rows: TileRows | None = None) -> None:
+        """Streams every tensor: parameters to `write`, buffers into the model.
+
+        `tile_rows(name)` gives (name, first row, end) of the tiles that a parameter stands as. One
+        that the file has as it is, is then read and written tile by tile.
+        """
+        self._say_what_differs()
+        written: set[str] = set()
+        wide = names_kept_wide(self.view.model)
+        try:
+            for group in self.groups:
+                if tile_rows is not None and self._load_by_tiles(group, write, tile_rows, written):
+                    continue
+                made = group.convert(self.source.read, self.view.proxy())
+                while made:
+                    name, tensor = made.popitem()
+                    target = self.view.targets.get(name)
+                    if target is None or target.canonical in written:
+                        continue
+                    written.add(target.canonical)
+                    for parameter_name in target.parameter_names[1:]:
+                        write(parameter_name, tensor.clone())
+                    for parameter_name in target.parameter_names[:1]:
+                        write(parameter_name, tensor)
+                    for module, buffer_name in target.buffers:
+                        if wide is not None and wide.search(name):
+                            module._buffers[buffer_name] = tensor.float()
+                        else:
+                            _set_buffer(module, buffer_name, tensor)
+                    del tensor  # Not held while the next is read.
+        finally:
+            self.source.close()
+
+    def _say_what_differs(self) -> None:
+        kind = type(self.view.model).__name__
+        if self.missing:
+            _log.warning(
+                "%s of %s are not in %s and are newly initialised",
+                listed(self.missing), kind, self.source.path,
+            )  # fmt: skip
+        if self.unexpected:
+            _log.warning(
+                "%s in %s are not used by %s", listed(self.unexpected), self.source.path, kind
+            )
+
+    def _load_by_tiles(
+        self, group: TensorGroup, write: Write, tile_rows: TileRows, written: set[str]
+    ) -> bool:
+        """Whether the group was one parameter that stands as tiles; it is loaded then."""
+        target = self.view.targets.get(group.first_target)
+        if group.transform is not None or target is None or len(target.parameter_names) != 1:
+            return False
+        tiles = tile_rows(target.parameter_names[0])
+        if len(tiles) == 1:
+            return False
+        if target.canonical not in written:
+            written.add(target.canonical)
+            for tile, start, stop in tiles:
+                write(tile, self.source.read_rows(group.source_names[0], start, stop))
+        return True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Target:
+    """One parameter or persistent buffer of the model.
+
+    `canonical` is the first name it has in the view: equal for all aliases of a tied weight.
+    `parameter_names` are what the writer calls it: one, or several where PEFT keeps a trainable
+    copy of a module beside the frozen one. Exactly one of the two last fields is filled.
+    """
+
+    canonical: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    parameter_names: tuple[str, ...] = ()
+    buffers: tuple[tuple[nn.Module, str], ...] = ()
+
+
+class _ModelView:
+    """A model under the names that its checkpoint uses: PEFT's wrapping is taken away."""
+
+    def __init__(self, model: Any) -> None:
+        self.model: nn.Module = model.get_base_model() if _is_peft(model) else model
+        self.targets: dict[str, _Target] = {}
+        name_of = {id(parameter): name for name, parameter in model.named_parameters()}
+        parameters: dict[str, list[nn.Parameter]] = {}
+        buffers: dict[str, list[tuple[nn.Module, str]]] = {}
+        self._computed: dict[str, list[str]] = {}
+        for path, module in self.model.named_modules(remove_duplicate=False):
+            prefix = f"{path}." if path else ""
+            for leaf, parameter in module._parameters.items():
+                name = _without_peft(self.model, prefix + leaf)
+                if parameter is not None and name is not None:
+                    parameters.setdefault(name, []).append(parameter)
+            for leaf, buffer in module._buffers.items():
+                name = _without_peft(self.model, prefix + leaf)
+                is_saved = leaf not in module._non_persistent_buffers_set
+                if not is_saved and name is not None:
+                    self._computed.setdefault(leaf, []).append(name)
+                if buffer is not None and is_saved and name is not None:
+                    buffers.setdefault(name, []).append((module, leaf))
+        first_name: dict[int, str] = {}
+        for name, each in parameters.items():
+            same = [each[0], *(copy for copy in each[1:] if follows(copy, each[0]))]
+            self.targets[name] = _Target(
+                canonical=first_name.setdefault(id(same[0]), name),
+                shape=tuple(same[0].shape),
+                dtype=same[0].dtype,
+                parameter_names=tuple(dict.fromkeys(name_of[id(one)] for one in same)),
+            )
+        for name, places in buffers.items():
+            module, leaf = places[0]
+            buffer = module._buffers[leaf]
+            assert buffer is not None
+            self.targets[name] = _Target(
+                canonical=first_name.setdefault(id(buffer), name),
+                shape=tuple(buffer.shape),
+                dtype=buffer.dtype,
+                buffers=tuple(places),
+            )
+
+    def may_be_missing(self, name: str) -> bool:
+        """Whether a checkpoint is whole without `name`: buffers are computed by the model itself,
+        and transformers knows some weights by pattern."""
+        return bool(self.targets[name].buffers) or is_expected_missing(self.model, name)
+
+    def computes(self, name: str) -> bool:
+        """Whether `name` is a buffer that the model makes itself: older versions saved some."""
+        leaf = name.rpartition(".")[2]
+        return any(
+            own == name or own.endswith(f".{name}") or name.endswith(f".{own}")
+            for own in self._computed.get(leaf, ())
+        )
+
+    def proxy(self) -> Any:
+        """What the conversions ask a model: its configuration and the shape of a parameter."""
+        return _Proxy(getattr(self.model, "config", None), self.targets)
+
+
+@dataclass(frozen=True, slots=True)
+class _Proxy:
+    config: Any
+    targets: Mapping[str, _Target]
+
+    def get_parameter(self, name: str) -> torch.Tensor:
+        if name not in self.targets:
+            raise AttributeError(f"the model has no parameter {name!r}")
+        return torch.empty(self.targets[name].shape, device="meta")
+
+
+def _set_buffer(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
+    buffer = module._buffers[name]
+    assert buffer is not None
+    if buffer.is_meta:
+        module._buffers[name] = tensor.to(buffer.dtype)
+    else:
+        buffer.copy_(tensor)
+
+
+def _is_peft(model: nn.Module) -> bool:
+    return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
+
+
+def _without_peft(model: nn.Module, name: str) -> str | None:
+    """The name that parameter `name` had before PEFT wrapped its module; None for an adapter's.
+
+    A tuner layer keeps the wrapped module as `base_layer` and names its own parts in
+    `adapter_layer_names`; a module to save keeps `original_module` and copies by adapter name, and
+    trainable tokens are a tuner layer called `token_adapter` in one of those.
+    """
+    kept: list[str] = []
+    parts = name.split(".")
+    module: Any = model
+    while parts:
+        part = parts.pop(0)
+        child = getattr(module, part, None)
+        if hasattr(module, "adapter_layer_names") and hasattr(module, "base_layer"):
+            if part != "base_layer":
+                return None
+        elif hasattr(module, "original_module"):
+            if part == "modules_to_save":
+                child = child[parts.pop(0)]  # type: ignore[index]
+            elif part not in ("original_module", "token_adapter"):
+                return None
+        else:
+            kept.append(part)
+        module = child
+    return ".".join(kept)
+
+
+def _find_files(path: Path) -> dict[Path, list[str]]:
+    """The files of a checkpoint, each with the tensors that its index expects in it."""
+    if path.is_file():
+        return {path: []}
+    if not path.is_dir():
+        raise ConfigError(f"{path} is no directory; expected a local Hugging Face checkpoint")
+    index = path / _INDEX_NAME
+    single = path / _SINGLE_NAME
+    if single.is_file():
+        return {single: []}
+    if not index.is_file():
+        have = sorted(entry.name for entry in path.iterdir())
+        raise ConfigError(
+            f"{path} has neither {_SINGLE_NAME} nor {_INDEX_NAME}; it has {listed(have)}. "
+            "Weights in other formats must be saved as safetensors first "
+            "(model.save_pretrained)"
+        )
+    files: dict[Path, list[str]] = {}
+    for name, file_name in _read_weight_map(index).items():
+        files.setdefault(path / file_name, []).append(name)
+    for file, names in files.items():
+        if not file.is_file():
+            raise CorruptionError(
+                errno.ENOENT,
+                operation="open",
+                path=str(file),
+                detail=f"{_INDEX_NAME} places {len(names)} tensors in it ({listed(names)}), "
+                "but there is no such file; the checkpoint is incomplete",
+            )
+    return files
+
+
+def _read_weight_map(index: Path) -> dict[str, str]:
+    try:
+        table = table_of(read_json(index), "it")
+        weight_map = table_of(field(table, "weight_map"), "weight_map")
+        for name, file_name in weight_map.items():
+            plain_name(file_name, f"the file of tensor {name!r}")
+    except OSError as error:
+        raise StorageError(error.errno or 0, operation="read", path=str(index)) from None
+    except MalformedError as error:
+        raise _bad_index(index, f"no weight_map can be read: {error}") from None
+    return weight_map
+
+
+def _bad_index(index: Path, detail: str) -> CorruptionError:
+    return CorruptionError(errno.EILSEQ, operation="read", path=str(index), detail=detail)

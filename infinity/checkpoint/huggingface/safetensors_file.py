@@ -1,0 +1,448 @@
+"""The safetensors file, read and written one tensor at a time.
+
+Layout: 8 bytes little-endian length of the header, the header (JSON, padded with spaces), then the
+tensors' bytes, back to back. `data_offsets` count from the end of the header.
+
+Why not the safetensors library here: its reader maps the file, so every page read counts as
+resident memory of the process until the kernel takes it back, and its writer wants every tensor of
+a file at once. Both would break the promise that no moment holds the model. The library is the
+oracle in the tests: it loads what is written here, and what it writes is read here.
+
+RecutSource: the format's description in the safetensors repository, README, "Format".
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+from infinity.bounded import (
+    MAX_INT,
+    MalformedError,
+    field,
+    list_of,
+    open_regular,
+    parse_json,
+    table_of,
+    text_of,
+    whole_number,
+)
+from infinity.errors import StorageError, UnsupportedError, corrupt
+from infinity.sizes import MIB
+from infinity.storage.page_reader import read_into
+
+_LENGTH_NBYTES = 8
+_MAX_HEADER_NBYTES = 100 * MIB  # The library's own bound.
+_MAX_DIMENSIONS = 64  # torch's own bound.
+_TRANSFER_NBYTES = 16 * MIB
+
+_TORCH_DTYPES: dict[str, torch.dtype] = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "U16": torch.uint16,
+    "I16": torch.int16,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "U32": torch.uint32,
+    "I32": torch.int32,
+    "F32": torch.float32,
+    "U64": torch.uint64,
+    "I64": torch.int64,
+    "F64": torch.float64,
+    "C64": torch.complex64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+}
+_FORMAT_DTYPES = {dtype: name for name, dtype in _TORCH_DTYPES.items()}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """As a header spells it."""
+    return _FORMAT_DTYPES[dtype]
+
+
+def dtype_of(name: str) -> torch.dtype:
+    return _TORCH_DTYPES[name]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorInfo:
+    """What a header says of one tensor. `offset_nbytes` counts from the start of the file."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset_nbytes: int = 0
+    unreadable: tuple[str, int] | None = None  # (its dtype, bytes) where torch has no such dtype.
+
+    @property
+    def nbytes(self) -> int:
+        if self.unreadable is not None:
+            return self.unreadable[1]
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def stored_dtype(self) -> torch.dtype | str:
+        """As the file has it, also where torch has no such dtype."""
+        return self.dtype if self.unreadable is None else self.unreadable[0]
+
+
+class SafetensorsReader:
+    """One file, its header checked on opening, its tensors read on demand.
+
+    Raises CorruptionError when the file is shorter or longer than its header says, when offsets
+    overlap, leave holes or pass the end, and when a tensor's bytes do not fit its shape and dtype;
+    StorageError when the file cannot be opened or read. Not thread-safe; close it.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = str(path)
+        try:
+            self._fd: int | None = open_regular(self.path)
+        except OSError as error:
+            raise StorageError(error.errno or 0, operation="open", path=self.path) from None
+        except ValueError as error:  # No regular file, or no path.
+            raise corrupt(self.path, str(error)) from None
+        try:
+            self.tensors, self.metadata = _read_header(self._fd, self.path)
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+    def read(self, name: str) -> torch.Tensor:
+        """A fresh CPU tensor with the bytes of `name`; the caller owns it."""
+        info = self._readable(name)
+        tensor = torch.empty(info.shape, dtype=info.dtype)
+        self.read_into(name, 0, tensor)
+        return tensor
+
+    def read_into(self, name: str, start: int, target: torch.Tensor) -> None:
+        """Fills `target` (CPU, contiguous, of the dtype of `name`) with elements from `start` on,
+        in row-major order."""
+        assert self._fd is not None, f"{self.path} is closed"
+        info = self._readable(name)
+        assert target.dtype is info.dtype, (name, target.dtype, info.dtype)
+        begin_nbytes = info.offset_nbytes + start * info.dtype.itemsize
+        view = tensor_bytes(target)
+        assert begin_nbytes + len(view) <= info.offset_nbytes + info.nbytes, (name, start)
+        done = read_into(self._fd, view, begin_nbytes, path=self.path)
+        if done < len(view):
+            raise corrupt(
+                self.path,
+                f"the file ends inside tensor {name!r}",
+                begin_nbytes + done,
+                len(view) - done,
+            )
+
+    def _readable(self, name: str) -> TensorInfo:
+        info = self.tensors[name]
+        if info.unreadable is not None:
+            raise UnsupportedError(
+                f"{self.path}: tensor {name!r} has dtype {info.unreadable[0]}; readable are "
+                + ", ".join(_TORCH_DTYPES)
+            )
+        return info
+
+
+class SafetensorsWriter:
+    """Writes the tensors of one planned file in any order, each straight to its place.
+
+    The file appears under `path` only by `commit()`, whole and synced; until then it is
+    `.<name>.partial` beside it, and `close()` without a commit removes that.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        tensors: Sequence[TensorInfo],
+        *,
+        metadata: Mapping[str, str],
+        mode: int = 0o666,
+    ) -> None:
+        """`mode` is that of a new file, less the umask."""
+        self.path = Path(path)
+        self.partial_path = self.path.with_name(f".{self.path.name}.partial")
+        self.header, self._tensors, self.file_nbytes = _plan_header(tensors, metadata)
+        # Elements to come. A tensor without any is written too, and leaves the table then.
+        self._left = {info.name: math.prod(info.shape) for info in tensors}
+        self._finished = False
+        try:
+            self._fd: int | None = os.open(
+                self.partial_path,
+                os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC,
+                mode,
+            )
+        except OSError as error:
+            raise StorageError(
+                error.errno or 0, operation="create", path=str(self.partial_path)
+            ) from None
+        try:
+            self._reserve(self.file_nbytes)
+            self._write(memoryview(self.header), 0)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def is_complete(self) -> bool:
+        return not self._left
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """Every planned tensor with its place in the file, in the file's order."""
+        return self._tensors
+
+    def write(self, name: str, tensor: torch.Tensor) -> None:
+        """Stores `tensor` (CPU, planned dtype and shape) as `name`. Each name once."""
+        info = self._tensors[name]
+        assert (tuple(tensor.shape), tensor.dtype) == (info.shape, info.dtype), (
+            f"{name}: planned {info.shape} {info.dtype}, got {tuple(tensor.shape)} {tensor.dtype}"
+        )
+        self.write_part(name, 0, tensor.detach().contiguous())
+
+    def write_part(self, name: str, start: int, part: torch.Tensor) -> None:
+        """Stores `part` (CPU, contiguous) as the elements of `name` from `start` on, in row-major
+        order. Each element once."""
+        info = self._tensors[name]
+        assert part.device.type == "cpu", f"{name} is on {part.device}"
+        assert part.dtype is info.dtype, (name, part.dtype, info.dtype)
+        assert part.numel() <= self._left.get(name, -1), f"{name} was written before"
+        self._write(tensor_bytes(part), info.offset_nbytes + start * info.dtype.itemsize)
+        self._left[name] -= part.numel()
+        if not self._left[name]:
+            del self._left[name]
+
+    def finish(self) -> None:
+        """Syncs and closes the partial file, which must be complete."""
+        assert self._fd is not None and self.is_complete, (
+            f"{self.path}: {list(self._left)} not written"
+        )
+        try:
+            os.fsync(self._fd)
+        except OSError as error:
+            raise StorageError(
+                error.errno or 0, operation="fsync", path=str(self.partial_path)
+            ) from None
+        # Nobody reads it soon; the page cache has better uses.
+        os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(self._fd)
+        self._fd = None
+        self._finished = True
+
+    def commit(self) -> None:
+        """Gives the finished file its name, replacing what was there."""
+        assert self._finished, f"{self.path} is not finished"
+        os.replace(self.partial_path, self.path)
+        self._finished = False
+
+    def close(self) -> None:
+        """Drops what was not committed. Idempotent."""
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+        if not self.partial_path.is_symlink():
+            self.partial_path.unlink(missing_ok=True)
+
+    def _reserve(self, file_nbytes: int) -> None:
+        assert self._fd is not None
+        try:
+            os.posix_fallocate(self._fd, 0, file_nbytes)
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+                raise StorageError(
+                    error.errno or 0,
+                    operation="allocate",
+                    path=str(self.partial_path),
+                    nbytes=file_nbytes,
+                ) from None
+            os.ftruncate(self._fd, file_nbytes)
+
+    def _write(self, view: memoryview, offset_nbytes: int) -> None:
+        assert self._fd is not None, f"{self.path} is closed"
+        done = 0
+        while done < len(view):
+            try:
+                done += os.pwrite(
+                    self._fd, view[done : done + _TRANSFER_NBYTES], offset_nbytes + done
+                )
+            except OSError as error:
+                raise StorageError(
+                    error.errno or 0,
+                    operation="write",
+                    path=str(self.partial_path),
+                    offset_nbytes=offset_nbytes + done,
+                    nbytes=len(view) - done,
+                ) from None
+
+
+def tensor_bytes(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor, shared with it."""
+    assert tensor.is_contiguous()
+    if tensor.numel() == 0:
+        return memoryview(b"")
+    flat = tensor.reshape(-1).view(torch.uint8)
+    array: Any = flat.numpy()
+    return memoryview(array)
+
+
+def _plan_header(
+    tensors: Iterable[TensorInfo], metadata: Mapping[str, str]
+) -> tuple[bytes, dict[str, TensorInfo], int]:
+    """(length and header bytes, every tensor with its place, bytes of the whole file)."""
+    # Wide items first, so that every tensor starts at a multiple of its item size.
+    ordered = sorted(tensors, key=lambda info: -info.dtype.itemsize)
+    entries: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    begin = 0
+    for info in ordered:
+        if info.dtype not in _FORMAT_DTYPES:
+            raise UnsupportedError(
+                f"{info.name} has dtype {info.dtype}, which safetensors cannot store; convert it"
+            )
+        entries[info.name] = {
+            "dtype": _FORMAT_DTYPES[info.dtype],
+            "shape": list(info.shape),
+            "data_offsets": [begin, begin + info.nbytes],
+        }
+        begin += info.nbytes
+    header = json.dumps(entries, separators=(",", ":")).encode()
+    header += b" " * (-len(header) % 8)
+    data_start = _LENGTH_NBYTES + len(header)
+    placed: dict[str, TensorInfo] = {}
+    offset = data_start
+    for info in ordered:
+        placed[info.name] = TensorInfo(
+            name=info.name, dtype=info.dtype, shape=info.shape, offset_nbytes=offset
+        )
+        offset += info.nbytes
+    return struct.pack("<Q", len(header)) + header, placed, offset
+
+
+def _read_header(fd: int, path: str) -> tuple[dict[str, TensorInfo], dict[str, str]]:
+    file_nbytes = os.fstat(fd).st_size
+    prefix = os.pread(fd, _LENGTH_NBYTES, 0)
+    if len(prefix) < _LENGTH_NBYTES:
+        raise corrupt(path, f"{file_nbytes} bytes are too few for a safetensors file", 0, 8)
+    header_nbytes: int = struct.unpack("<Q", prefix)[0]
+    data_start = _LENGTH_NBYTES + header_nbytes
+    if header_nbytes > min(_MAX_HEADER_NBYTES, file_nbytes - _LENGTH_NBYTES):
+        raise corrupt(
+            path,
+            f"the header should have {header_nbytes} bytes, the file has {file_nbytes}; it is "
+            "truncated or no safetensors file (a Git LFS pointer?)",
+            _LENGTH_NBYTES,
+            header_nbytes,
+        )
+    try:
+        entries = table_of(parse_json(os.pread(fd, header_nbytes, _LENGTH_NBYTES)), "it")
+        metadata = table_of(entries.pop("__metadata__", None) or {}, "__metadata__")
+        if not all(isinstance(value, str) for value in metadata.values()):
+            raise MalformedError("__metadata__ has a value that is no text")
+    except MalformedError as error:
+        detail = f"the header is damaged: {error}"
+        raise corrupt(path, detail, _LENGTH_NBYTES, header_nbytes) from None
+    tensors = {name: _parse_entry(path, name, entry) for name, entry in entries.items()}
+    end = 0
+    for info in sorted(tensors.values(), key=lambda info: (info.offset_nbytes, info.nbytes)):
+        if info.offset_nbytes != end:
+            raise corrupt(
+                path,
+                f"tensor {info.name!r} starts at byte {info.offset_nbytes} of the data, "
+                f"expected {end}: tensors overlap or leave a hole",
+                data_start + end,
+                info.nbytes,
+            )
+        end += info.nbytes
+        if data_start + end > file_nbytes:
+            raise corrupt(
+                path,
+                f"tensor {info.name!r} ends at byte {data_start + end}, the file has only "
+                f"{file_nbytes}: it is truncated, copy it again",
+                data_start + info.offset_nbytes,
+                info.nbytes,
+            )
+    if data_start + end != file_nbytes:
+        raise corrupt(
+            path,
+            f"the header accounts for {data_start + end} bytes, the file has {file_nbytes}",
+        )
+    placed = {
+        name: TensorInfo(
+            name=name,
+            dtype=info.dtype,
+            shape=info.shape,
+            offset_nbytes=data_start + info.offset_nbytes,
+            unreadable=info.unreadable,
+        )
+        for name, info in tensors.items()
+    }
+    return placed, metadata
+
+
+def _parse_entry(path: str, name: str, entry: Any) -> TensorInfo:
+    """The entry with its offset still relative to the data."""
+    try:
+        dtype_name, shape, (begin, end) = _facts(table_of(entry, "it"))
+    except MalformedError as error:
+        raise corrupt(
+            path, f"the header's entry of tensor {name!r} is malformed: {error}"
+        ) from None
+    if dtype_name not in _TORCH_DTYPES:
+        if end < begin:
+            raise corrupt(path, f"tensor {name!r} has shape {shape}, offsets {[begin, end]}")
+        return TensorInfo(  # The tensors beside it may still be what is wanted.
+            name=name, dtype=torch.uint8, shape=shape, offset_nbytes=begin,
+            unreadable=(str(dtype_name), end - begin),
+        )  # fmt: skip
+    info = TensorInfo(name=name, dtype=_TORCH_DTYPES[dtype_name], shape=shape, offset_nbytes=begin)
+    if end - begin != info.nbytes:
+        raise corrupt(
+            path,
+            f"tensor {name!r} of shape {shape} and dtype {dtype_name} needs {info.nbytes} bytes, "
+            f"the header gives it {end - begin}",
+        )
+    return info
+
+
+def _facts(entry: dict[str, Any]) -> tuple[str, tuple[int, ...], list[int]]:
+    """dtype, shape and offsets of an entry, as large as torch and files can be."""
+    dtype = text_of(field(entry, "dtype"), "its dtype", max_length=32)
+    lengths = list_of(field(entry, "shape"), "its shape")
+    if len(lengths) > _MAX_DIMENSIONS:
+        raise MalformedError(f"its shape has {len(lengths)} dimensions")
+    shape = tuple(whole_number(each, "a length of its shape") for each in lengths)
+    if math.prod(length or 1 for length in shape) > MAX_INT:  # torch multiplies these.
+        raise MalformedError("its shape has more elements than can be counted")
+    offsets = list_of(field(entry, "data_offsets"), "its offsets")
+    if len(offsets) != 2:
+        raise MalformedError(f"it has {len(offsets)} offsets; expected 2")
+    return dtype, shape, [whole_number(each, "an offset") for each in offsets]

@@ -1,0 +1,1 @@
+"""Checkpoints of a run: the state that an exact continuation needs."""

@@ -1,0 +1,369 @@
+"""The directory of checkpoints: names, the one atomic rename, and what is removed.
+
+    directory/step-00000120/        whole: it has its name only since everything in it is durable
+    directory/.step-00000140.partial/   being written, or being removed, or left by a crash
+
+Effects on files and nothing else; imports no torch. One process writes at a time, which an flock on
+the directory assures.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import os
+import re
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from io import FileIO
+from pathlib import Path
+from typing import Self
+
+from infinity.bounded import MalformedError, open_regular, read_bytes
+from infinity.checkpoint.run.linked import CHECKSUMS_NAME, TABLE_NAME, LinkedState, length_of
+from infinity.checkpoint.run.linked import parse as parse_table
+from infinity.checkpoint.run.manifest import (
+    DIGEST_NAME,
+    MANIFEST_NAME,
+    MAX_NBYTES,
+    PROGRAM_NAME,
+    Manifest,
+    StoredRange,
+    digest_line,
+    parse,
+    to_bytes,
+)
+from infinity.errors import ConfigError, CorruptionError, StorageError, corrupt
+from infinity.sizes import MIB
+
+# State is as private here as in swap files; exports are for others, and keep the umask.
+PRIVATE_FILE = 0o600
+PRIVATE_DIRECTORY = 0o700
+_TRANSFER_NBYTES = 16 * MIB
+_NAME = re.compile(r"step-(\d{8,})")
+_PARTIAL = re.compile(r"\.step-\d{8,}\.partial")
+
+
+def checkpoint_name(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def step_of(path: Path) -> int:
+    match = _NAME.fullmatch(path.name)
+    assert match is not None, path
+    return int(match[1])
+
+
+def is_partial_name(name: str) -> bool:
+    """Whether something of this name is being written or removed, or was left by a crash."""
+    return _PARTIAL.fullmatch(name) is not None
+
+
+def list_checkpoints(directory: Path) -> list[Path]:
+    """Whole checkpoints by their names, oldest first; empty where there is no directory."""
+    try:
+        names = os.listdir(directory)
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise StorageError(error.errno or 0, operation="list", path=str(directory)) from None
+    found = [directory / name for name in names if _NAME.fullmatch(name)]
+    return sorted(found, key=step_of)
+
+
+def find_checkpoint(path: Path) -> Path:
+    """`path` itself when it is a checkpoint, else the newest in it. Raises ConfigError."""
+    with reporting("open", path):
+        if _NAME.fullmatch(path.name) or os.path.lexists(path / MANIFEST_NAME):
+            return path
+    found = list_checkpoints(path)
+    if not found:
+        raise ConfigError(f"{path} is no checkpoint and has none; expected {MANIFEST_NAME} in it")
+    return found[-1]
+
+
+def read_manifest(path: Path) -> Manifest:
+    """The manifest of a checkpoint, after every file it names was seen to have its length.
+
+    Raises CorruptionError naming the file for what is damaged, truncated or missing.
+    """
+    content, digest = (read_content(path / name) for name in (MANIFEST_NAME, DIGEST_NAME))
+    manifest = parse(content, digest, path=str(path / MANIFEST_NAME))
+    names = {file.name for file in manifest.files}
+    for place in manifest.places:
+        if place + PROGRAM_NAME not in names:
+            raise corrupt(str(path / place / PROGRAM_NAME), "the manifest does not name it")
+    for file in manifest.files:
+        nbytes = length_of(path / file.name)
+        if nbytes != file.nbytes:
+            detail = f"it has {nbytes} bytes, the manifest says {file.nbytes}"
+            raise corrupt(str(path / file.name), detail)
+    return manifest
+
+
+def read_linked(path: Path, manifest: Manifest) -> dict[str, LinkedState]:
+    """The linked state of a checkpoint by `manifest.places`, after its tables and its files were
+    looked at; none where everything is in safetensors. Raises CorruptionError naming the file for
+    what is damaged or missing."""
+    entries = {file.name: file for file in manifest.files}
+    found: dict[str, LinkedState] = {}
+    for place in manifest.places:
+        if TABLE_NAME not in entries and not manifest.ranks:
+            continue
+        for name in (place + TABLE_NAME, place + CHECKSUMS_NAME):
+            if name not in entries:
+                raise corrupt(str(path / name), "the manifest does not name it")
+            for extent in entries[name].extents:
+                check_extent(path / name, extent)
+        table_path = path / place / TABLE_NAME
+        kinds = parse_table(read_content(table_path), path=str(table_path))
+        linked = LinkedState(path / place, kinds)
+        linked.check_files()
+        found[place] = linked
+    return found
+
+
+def check_extent(path: Path, extent: StoredRange) -> None:
+    """Reads an extent and compares its SHA-256. Raises CorruptionError, or what reading raises."""
+    digest = hashlib.sha256()
+    try:
+        with open(open_regular(path), "rb", buffering=0) as file:
+            end = extent.offset_nbytes + extent.nbytes
+            position = extent.offset_nbytes
+            while position < end:
+                block = os.pread(file.fileno(), min(_TRANSFER_NBYTES, end - position), position)
+                if not block:
+                    raise damaged(path, extent, f"the file ends at byte {position}, inside it")
+                digest.update(block)
+                position += len(block)
+            # What was read is no use to the page cache.
+            os.posix_fadvise(
+                file.fileno(), extent.offset_nbytes, extent.nbytes, os.POSIX_FADV_DONTNEED
+            )
+    except CorruptionError:
+        raise
+    except (OSError, MalformedError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise corrupt(str(path), f"{extent.name!r} cannot be read: {why}") from None
+    if digest.hexdigest() != extent.sha256:
+        raise damaged(path, extent, "its SHA-256 is not the manifest's")
+
+
+def damaged(path: Path, extent: StoredRange, detail: str) -> CorruptionError:
+    """The error that names an extent and its place in the file."""
+    return corrupt(
+        str(path),
+        f"{extent.name!r} is damaged: {detail}",
+        offset_nbytes=extent.offset_nbytes,
+        nbytes=extent.nbytes,
+    )
+
+
+@contextmanager
+def writing(directory: Path, step: int) -> Iterator[Path]:
+    """A fresh directory to write a checkpoint into; it gets its name when the block ends well.
+
+    The caller has synced every file by then. Raises ConfigError when there is a checkpoint of this
+    or a later step, or when another process is writing here. After any failure what was there
+    before is as it was.
+    """
+    with reporting("create", directory):
+        _make_durably(directory, PRIVATE_DIRECTORY)
+    with locked(directory):
+        refuse_later(directory, step)
+        _sweep(directory)
+        target = directory / checkpoint_name(step)
+        partial = partial_of(target)
+        with reporting("create", partial):
+            partial.mkdir(PRIVATE_DIRECTORY)
+        try:
+            yield partial
+            sync_names(partial)
+            with reporting("rename", target):
+                os.rename(partial, target)
+            sync_names(directory)
+        except BaseException:
+            if not partial.exists():  # It has its name, but may lose it again in a crash.
+                with contextlib.suppress(OSError):
+                    os.rename(target, partial)
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+
+
+def sweep(directory: Path) -> None:
+    """Removes what a crash has left half-made."""
+    with locked(directory):
+        _sweep(directory)
+
+
+def refuse_later(directory: Path, step: int) -> None:
+    """Raises ConfigError when the directory has a checkpoint of `step` or a later one."""
+    there = list_checkpoints(directory)
+    if there and step_of(there[-1]) >= step:
+        raise ConfigError(
+            f"{there[-1]} is there already, expected none of step {step} or later: resume from "
+            "it, remove it, or use another directory"
+        )
+
+
+def prune(directory: Path, keep: int) -> list[Path]:
+    """Removes all but the newest `keep` checkpoints, and returns them. A crash in between leaves
+    whole ones only: no name is there any more, for good, when the first file goes."""
+    with locked(directory):
+        there = list_checkpoints(directory)
+        removed = there[: max(0, len(there) - keep)]
+        partials = [partial_of(path) for path in removed]
+        for path, partial in zip(removed, partials, strict=True):
+            with reporting("remove", path):
+                os.rename(path, partial)
+        if removed:
+            sync_names(directory)
+        for partial in partials:
+            with reporting("remove", partial):
+                shutil.rmtree(partial)
+    return removed
+
+
+def write_manifest(path: Path, manifest: Manifest) -> None:
+    """Writes and syncs the manifest and its digest."""
+    content = to_bytes(manifest)
+    for name, text in ((MANIFEST_NAME, content), (DIGEST_NAME, digest_line(content))):
+        write_file(path / name, text)
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """A new file, synced. Raises StorageError."""
+    with SequentialFile(path) as file:
+        file.write(memoryview(content))
+
+
+class SequentialFile:
+    """A new file, written from its beginning to its end, and synced when its block ends well.
+    Raises StorageError."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        with reporting("create", path):
+            self._file = _create(path)
+
+    def write(self, view: memoryview) -> None:
+        with reporting("write", self._path):
+            while view:
+                view = view[os.write(self._file.fileno(), view[:_TRANSFER_NBYTES]) :]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *unused: object) -> None:
+        with self._file, reporting("fsync", self._path):
+            if kind is None:
+                os.fsync(self._file.fileno())
+                os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def new_file(path: Path, nbytes: int) -> None:
+    """A new file of so many bytes, whose space is taken. Raises StorageError."""
+    with reporting("allocate", path), _create(path) as file:
+        try:
+            os.posix_fallocate(file.fileno(), 0, nbytes)
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+                raise
+            os.ftruncate(file.fileno(), nbytes)
+
+
+def _create(path: Path) -> FileIO:
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, PRIVATE_FILE)
+    return open(fd, "r+b", buffering=0)
+
+
+def _make_durably(directory: Path, mode: int = 0o777) -> None:
+    """Makes the directory and those above that are missing, each with a name that stays. `mode` is
+    that of the last one."""
+    if not directory.is_dir():
+        _make_durably(directory.parent)
+        directory.mkdir(mode, exist_ok=True)
+        sync_directory(directory.parent)
+
+
+def sync_directory(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def partial_of(target: Path) -> Path:
+    """What the checkpoint `target` is called while it is written, or removed."""
+    return target.with_name(f".{target.name}.partial")
+
+
+def make_in(directory: Path, names: Iterable[str]) -> None:
+    for name in names:
+        with reporting("create", directory / name):
+            (directory / name).mkdir(PRIVATE_DIRECTORY)
+
+
+def sync_names(directory: Path) -> None:
+    """Makes the names in a directory durable. Raises StorageError."""
+    with reporting("fsync", directory):
+        sync_directory(directory)
+
+
+def _sweep(directory: Path) -> None:
+    """Removes what a crash left."""
+    for entry in list(directory.iterdir()):
+        if _PARTIAL.fullmatch(entry.name):
+            with reporting("remove", entry):
+                shutil.rmtree(entry)
+
+
+def read_content(path: Path) -> bytes:
+    """All of a small file of a checkpoint. Raises CorruptionError, StorageError."""
+    try:
+        return read_bytes(path, max_nbytes=MAX_NBYTES)
+    except (FileNotFoundError, NotADirectoryError):
+        detail = f"there is no {path.name}, so this is no whole checkpoint"
+        raise corrupt(str(path), detail) from None
+    except MalformedError as error:
+        raise corrupt(str(path), str(error)) from None
+    except OSError as error:
+        raise StorageError(error.errno or 0, operation="read", path=str(path)) from None
+
+
+@contextmanager
+def locked(directory: Path) -> Iterator[None]:
+    """The one writer of the directory. The lock ends with the process, however it ends."""
+    with reporting("open", directory):
+        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno == errno.EWOULDBLOCK:
+                raise ConfigError(
+                    f"{directory}: another process is writing a checkpoint there; "
+                    "give every run a directory of its own"
+                ) from None
+            raise StorageError(error.errno or 0, operation="lock", path=str(directory)) from None
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            os.close(fd)
+
+
+@contextmanager
+def reporting(operation: str, path: Path) -> Iterator[None]:
+    """OSErrors of the block become StorageErrors that name the operation and the path."""
+    try:
+        yield
+    except StorageError:
+        raise
+    except OSError as error:
+        raise StorageError(
+            error.errno or 0, operation=operation, path=error.filename or str(path)
+        ) from None

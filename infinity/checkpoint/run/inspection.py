@@ -1,0 +1,139 @@
+"""What is in a directory of checkpoints, and whether it is whole. Needs no model and no engine."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from infinity.bounded import kind_of
+from infinity.checkpoint.run.directory import (
+    check_extent,
+    find_checkpoint,
+    list_checkpoints,
+    read_linked,
+    read_manifest,
+)
+from infinity.checkpoint.run.linked import COPIES_NAME, LinkedState, stored_tensors
+from infinity.checkpoint.run.manifest import Manifest
+from infinity.errors import ConfigError, InfinityError
+
+_ATTEMPTS = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inspection:
+    """One checkpoint. `faults` is empty when it is whole as far as it was looked at."""
+
+    path: Path
+    manifest: Manifest | None  # None where it cannot be read.
+    linked: tuple[LinkedState, ...]  # Of every rank; none where it cannot be read.
+    faults: tuple[str, ...]
+    is_verified: bool  # Every byte was read and checked, not only names and lengths.
+
+    @property
+    def is_whole(self) -> bool:
+        return not self.faults
+
+    @property
+    def nbytes(self) -> int:
+        """What it is made of, linked state included."""
+        return sum(self.nbytes_by_kind().values())
+
+    def nbytes_by_kind(self) -> dict[str, int]:
+        table = dict(self.manifest.nbytes_by_kind()) if self.manifest is not None else {}
+        for state_kind in (state_kind for linked in self.linked for state_kind in linked.kinds):
+            table[state_kind.kind] = table.get(state_kind.kind, 0) + state_kind.nbytes
+        return table
+
+    @property
+    def shared_nbytes(self) -> int:
+        """Of it, in files shared with swap files."""
+        runs = (r for linked in self.linked for state_kind in linked.kinds for r in state_kind.runs)
+        return sum(run.nbytes for run in runs if run.file != COPIES_NAME)
+
+    def to_dict(self) -> dict[str, Any]:
+        manifest = self.manifest
+        facts = {} if manifest is None else {
+            "step": manifest.step,
+            "created": manifest.created,
+            "written_by": manifest.written_by,
+            "nbytes": self.nbytes,
+            "nbytes_by_kind": self.nbytes_by_kind(),
+            "linked_nbytes": self.shared_nbytes,
+            "files": len(manifest.files),
+            "ranks": len(manifest.places),
+        }  # fmt: skip
+        return {
+            "path": str(self.path),
+            "is_whole": self.is_whole,
+            "is_verified": self.is_verified,
+            "faults": list(self.faults),
+            **facts,
+        }
+
+
+def inspect(path: Path, *, verify: bool = False) -> list[Inspection]:
+    """Every checkpoint of a directory, oldest first, or the one that `path` is.
+
+    With `verify` every byte is read and compared with its SHA-256 or CRC32C. Raises ConfigError
+    where there is none; damage is not raised, it is what the answer is about.
+    """
+    if not path.is_dir():
+        raise ConfigError(f"{path} is no directory; expected a checkpoint or a directory of them")
+    still: list[Inspection] = []
+    for _ in range(_ATTEMPTS):  # A running job gives up old ones meanwhile, and makes newer ones.
+        found = list_checkpoints(path) or [find_checkpoint(path)]
+        seen = [_inspect(each, verify=verify) for each in found]
+        still = [each for each in seen if os.path.lexists(each.path)]
+        if still:
+            break
+    return still
+
+
+def _inspect(path: Path, *, verify: bool) -> Inspection:
+    manifest = None
+    linked: tuple[LinkedState, ...] = ()
+    faults: list[str] = []
+    if not path.is_dir() and os.path.lexists(path):
+        what = kind_of(path.lstat().st_mode)
+        fault = f"it is {what} with the name of a checkpoint; expected a directory"
+        return Inspection(path=path, manifest=None, linked=(), faults=(fault,), is_verified=verify)
+    try:
+        manifest = read_manifest(path)
+        linked = tuple(read_linked(path, manifest).values())
+        stored_tensors(linked, path)
+    except InfinityError as error:
+        faults.append(str(error))
+    if verify and manifest is not None:
+        for file in manifest.files:
+            for extent in file.extents:
+                try:
+                    check_extent(path / file.name, extent)
+                except InfinityError as error:
+                    faults.append(str(error))
+    if verify:
+        faults += [fault for each in linked for fault in each.faults()]
+    if verify and manifest is not None and not faults:
+        faults += _fault_of_contents(path, manifest)
+    return Inspection(
+        path=path,
+        manifest=manifest,
+        linked=linked,
+        faults=tuple(dict.fromkeys(faults)),
+        is_verified=verify,
+    )
+
+
+def _fault_of_contents(path: Path, manifest: Manifest) -> list[str]:
+    """What digests cannot show: headers and small state that contradict the manifest."""
+    from infinity.checkpoint.run.load import OpenCheckpoint
+
+    try:
+        checkpoint = OpenCheckpoint(path)
+        for rank in range(len(manifest.places)):
+            checkpoint.program(rank)
+    except InfinityError as error:
+        return [str(error)]
+    return []

@@ -1,0 +1,89 @@
+"""The optimizer's state as plain PyTorch has it, for models that fit in memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from infinity.checkpoint.reader import whole_state
+from infinity.engine.optimizer import OffloadedOptimizer
+from infinity.engine.registry import engine_of
+from infinity.errors import UnsupportedError
+from infinity.ops.dynamic_8bit import State8Bit, decode
+
+
+def optimizer_state_dict(model: nn.Module, optimizer: OffloadedOptimizer) -> dict[str, Any]:
+    """What `load_state_dict` of torch's optimizer of the same name takes: settings, step counts and
+    moments.
+
+    Every moment is a copy on the host, fp32 (widened where they are of eight
+    bits), in the parameter's shape and strides: for AdamW twice the fp32 size of the model, outside
+    the host budget. Parameters are numbered as in the optimizer's
+    groups, so give the plain optimizer the same parameters in the same groups.
+
+    Several ranks all call it. The first one gets what one rank would, the others an empty dict, as
+    torch's own full state dicts do: a node has the memory for it once. Raises
+    UnsupportedError for a model with tiles, whose parameters are not those of the plain one.
+    """
+    tiled_params = engine_of(model).tiled_params
+    if tiled_params:
+        raise UnsupportedError(
+            f"{next(iter(tiled_params))!r} stands as tiles, which a plain optimizer does not "
+            f"know; save "
+            "a checkpoint, load it with schedule.tile as it is now, or train with schedule.tile = 0"
+        )
+    moments: dict[str, dict[str, torch.Tensor]] = {}
+    with whole_state(model, "infinity.checkpoint.optimizer_state_dict") as state:
+        if state is None:
+            return {}
+        for unit in state.full_units:
+            for state_kind in unit.moments.kinds:
+                if not state.is_kept(unit, state_kind):
+                    continue
+                for spec in unit.trainable():
+                    facts = spec.facts
+                    empty = torch.empty_strided(facts.shape, facts.stride)
+                    moments.setdefault(spec.name, {})[state_kind.value] = empty
+                for part in state.parts(unit, state_kind):
+                    whole = moments[part.spec.name][state_kind.value].as_strided(
+                        (part.spec.numel,), (1,)
+                    )
+                    values = part.values
+                    if part.scales is not None:
+                        values = decode(State8Bit(values, part.scales), state_kind.value)
+                    whole[part.start : part.start + values.numel()] = values
+        answer, named = optimizer.state_dict(), optimizer.named_state()
+        names = [name for group in named["groups"] for name in group["params"]]
+    steps, answer["state"] = answer["state"], {}
+    for index, entry in steps.items():
+        state = state_of_torch(named, names[index], moments.get(names[index], {}))
+        if optimizer.name != "sgd":
+            state["step"] = torch.tensor(float(entry["step"]))
+        if state:
+            answer["state"][index] = state
+    for group in answer["param_groups"]:
+        for key, value in defaults_of_torch(optimizer.name).items():
+            group.setdefault(key, value)
+    return answer
+
+
+def state_of_torch(
+    named: dict[str, Any], name: str, moments: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Those moments of a parameter that torch's optimizer would have: SGD's has no buffer before
+    its first step with a momentum."""
+    is_begun = named.get("name") != "sgd" or name in named["begun"]
+    return dict(moments) if is_begun else {}
+
+
+def defaults_of_torch(name: str) -> dict[str, Any]:
+    """What a group of torch's optimizer holds beside what a group of ours does."""
+    cls: Any = {
+        "adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD
+    }.get(name)  # fmt: skip
+    if cls is None:
+        return {}
+    defaults: dict[str, Any] = cls([torch.empty(0)]).state_dict()["param_groups"][0]
+    return defaults

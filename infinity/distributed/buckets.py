@@ -1,0 +1,182 @@
+"""Gradients of a unit that ranks exchange between their devices, all of them at once.
+
+What the backward gives of one unit is a bundle. It is offered when it is complete or the unit's
+backward is over, and given to its owners on all ranks at once when every rank has offered the same:
+the same tensors, for the same time since the last step. Else it is called off, and its gradients
+are given one by one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+from infinity.distributed.collectives import Collectives, Proposal
+from infinity.distributed.exchange import DeviceExchange
+from infinity.observe import Counters
+from infinity.state.partition import Partition
+from infinity.state.units import TensorSpec, Unit
+from infinity.tiers.device import Copy
+from infinity.tiers.streams import Stream
+
+SUMMING = 1  # The kind of these offers; see matching.Key.
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Contribution:
+    """What one backward of this rank gives to a tensor: `flat`, on the device, of any dtype.
+
+    `index` is the tensor's, `number` and `generation` are those of distributed/ordered_sum.py.
+    """
+
+    spec: TensorSpec
+    index: int
+    generation: int
+    number: int
+    flat: torch.Tensor
+
+    @property
+    def nbytes(self) -> int:
+        return self.flat.numel() * self.flat.element_size()
+
+
+@dataclass(eq=False, slots=True)
+class GradientBucket:
+    """Contributions to tensors of one unit, of one dtype, computed in one stream."""
+
+    unit: Unit
+    stream: Stream
+    contributions: list[Contribution] = field(default_factory=list)
+    propose: Proposal | None = None
+    summed: Copy | None = None  # Once issued.
+    mean: torch.Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(each.nbytes for each in self.contributions)
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """A bundle that is over. `means`, on the device: of the part that this rank owns of each
+    contribution's tensor, the mean of what all ranks gave; None where it was called off."""
+
+    bucket: GradientBucket
+    means: list[torch.Tensor] | None
+
+
+class GradientBuckets:
+    """The bundles of this rank. By the training thread, or autograd's while that waits.
+
+    Of gradients that are offered at most the bytes of the largest unit are kept, beside those of
+    the last bundle.
+    """
+
+    def __init__(
+        self,
+        collectives: Collectives,
+        exchange: DeviceExchange,
+        partition: Partition,
+        counters: Counters,
+    ) -> None:
+        self._collectives = collectives
+        self._exchange = exchange
+        self._counters = counters
+        self._shares = partition.shares()
+        self._rank = partition.rank
+        self._count = partition.count
+        self._most_nbytes = max(unit.weight_nbytes for unit in partition.full_units)
+        self._open: dict[Unit, GradientBucket] = {}
+        self._offered: deque[GradientBucket] = deque()
+
+    @property
+    def is_on(self) -> bool:
+        return self._collectives.is_on
+
+    def add(self, unit: Unit, contribution: Contribution) -> None:
+        bucket, stream = self._open.get(unit), self._exchange.current()
+        if bucket is not None and not (bucket.stream == stream and _fits(bucket, contribution)):
+            self.close(unit)
+            bucket = None
+        if bucket is None:
+            bucket = self._open[unit] = GradientBucket(unit, stream)
+        bucket.contributions.append(contribution)
+        if len(bucket.contributions) == sum(1 for spec in unit.trainable() if spec.numel):
+            self.close(unit)
+
+    def close(self, unit: Unit) -> None:
+        """No more comes to the unit's bundle."""
+        bucket = self._open.pop(unit, None)
+        if bucket is None:
+            return
+        bucket.contributions.sort(key=lambda each: each.index)  # Autograd's order may differ.
+        given = [
+            [
+                each.flat[share.start : share.stop]
+                for each in bucket.contributions
+                for share in self._shares[each.spec]
+                if share.rank == rank
+            ]
+            for rank in range(self._count)
+        ]
+        first = bucket.contributions[0].flat
+        mine_numel = sum(tensor.numel() for tensor in given[self._rank])
+        mean = torch.empty(mine_numel, dtype=torch.float32, device=first.device)
+        ready = self._exchange.ready(bucket.stream)
+        others_nbytes = bucket.nbytes - mine_numel * first.element_size()
+
+        def issue() -> None:
+            bucket.summed = self._exchange.sum(given, mean, ready=ready, owner=bucket.stream)
+            self._counters.add("ranks_reduced_nbytes", others_nbytes)
+
+        bucket.mean = mean
+        bucket.propose = self._collectives.propose((SUMMING, unit.index, _what(bucket)), issue)
+        self._offered.append(bucket)
+
+    def close_all(self) -> None:
+        for unit in list(self._open):
+            self.close(unit)
+
+    def take(self, *, all_of_them: bool = False) -> Iterator[Answered]:
+        """What is over, in the order in which it was offered. `all_of_them`: waits."""
+        while self._offered and (
+            all_of_them or self._is_over(self._offered[0]) or self._has_too_much()
+        ):
+            bucket = self._offered.popleft()
+            assert bucket.propose is not None and bucket.mean is not None
+            if not self._collectives.settle(bucket.propose):
+                yield Answered(bucket, None)
+                continue
+            assert bucket.summed is not None
+            bucket.summed.order()
+            numels = [
+                sum(s.stop - s.start for s in self._shares[each.spec] if s.rank == self._rank)
+                for each in bucket.contributions
+            ]
+            yield Answered(bucket, list(bucket.mean.split(numels)))
+
+    def _is_over(self, bucket: GradientBucket) -> bool:
+        assert bucket.propose is not None
+        is_there = bucket.propose.is_issued and bucket.summed is not None and bucket.summed.done()
+        return is_there or bucket.propose.is_called_off
+
+    def _has_too_much(self) -> bool:
+        return sum(each.nbytes for each in list(self._offered)[:-1]) > self._most_nbytes
+
+
+def _fits(bucket: GradientBucket, contribution: Contribution) -> bool:
+    return bucket.contributions[0].flat.dtype is contribution.flat.dtype and all(
+        each.spec is not contribution.spec for each in bucket.contributions
+    )
+
+
+def _what(bucket: GradientBucket) -> int:
+    """The same on all ranks whose bundles have the same layout and numbers."""
+    text = [str(bucket.contributions[0].flat.dtype)]
+    text += [f"{each.index} {each.generation} {each.number}" for each in bucket.contributions]
+    digest = hashlib.blake2b("\n".join(text).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")

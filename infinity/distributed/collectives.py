@@ -1,0 +1,327 @@
+"""Operations of all ranks at once, between their devices: offered, matched, and begun in one order.
+
+What a rank offers is begun on every rank when all have offered it (`matching.py`), by a thread of
+this object, in the order in which rank 0 says so. The thread only issues; what it issues is ordered
+on the device. So no rank ever enters a collective operation that another does not, whatever way
+each takes through the model, and a rank whose offer is called off asks the owners one by one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import struct
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from infinity.distributed.coordinator import Coordinator, Decision, Key, Verb
+from infinity.distributed.group import RankTopology
+from infinity.distributed.transport import SILENCE_S, PeerTransport
+from infinity.errors import ConfigError, InfinityError, RankError
+from infinity.observe import Counters
+
+# A rank that waits for others takes its offer back after this: one of them may be in a barrier of
+# the program's own, which this rank does not come to while it waits. Once, until that one is back.
+PATIENCE_S = 10.0
+# Of an operation that every rank has begun. A device may be far behind its host; the links find out
+# much sooner who is gone.
+TIMEOUT_S = 600.0
+_LOOK_S = 0.02
+_WATCH_S = 0.5  # How soon a thread that waits in an operation is let go when a rank is gone.
+# After a step in which a larger part of the offers than one in RARE was called off nothing is
+# offered for some steps, twice as many every time.
+_RARE = 8
+_MOST_PAUSED = 64
+_WORD = struct.Struct("<BxxxIIIQ")  # verb, step, key
+_NO_KEY: Key = (0, 0, 0)
+
+
+class Proposal:
+    """An operation that this rank is ready for: `act` issues it. Made by `Collectives`."""
+
+    def __init__(self, key: Key, act: Callable[[], None]) -> None:
+        self.key = key
+        self.act: Callable[[], None] | None = act
+        self.answer: Verb | None = None
+        self.is_issued = False
+
+    @property
+    def is_called_off(self) -> bool:
+        return self.answer is Verb.CANCEL
+
+
+class Collectives:
+    """This rank's side of what all ranks do at once. Offers come from the training thread.
+
+    `group` has the backend of `device`. A collective call: all ranks make one, and `open` it.
+    """
+
+    def __init__(
+        self, transport: PeerTransport, group: Any, device: torch.device, counters: Counters
+    ) -> None:
+        self._transport = transport
+        self._group = group
+        self._device = device
+        self._counters = counters
+        self._matchmaker = Coordinator(transport.count) if transport.rank == 0 else None
+        self._changed = threading.Condition()  # Guards all that follows, and the matchmaker.
+        self._pending: dict[Key, Proposal] = {}
+        self._begun: queue.SimpleQueue[Proposal | None] = queue.SimpleQueue()
+        self._num_begun = 0  # In the queue, or about to be issued.
+        self._step = 0
+        self._paused_steps = 0
+        self._pause = 1
+        self._error: BaseException | None = None  # Of the thread that carries out what is begun.
+        self._answered = self._called_off = 0  # Of rank 0's matchmaker, before this step.
+        self._thread: threading.Thread | None = None
+        self._is_closed = False
+
+    def open(self) -> None:
+        """After the links: sees that the backend works, and begins to carry out what is begun.
+
+        Backends connect in their first operations, and wait for all ranks there: now, when all have
+        come, and not in the middle of a step. Raises InfinityError.
+        """
+        trial = Proposal(_NO_KEY, self._try)
+        self._num_begun += 1
+        self._begun.put(trial)
+        self._thread = threading.Thread(target=self._run, name="infinity-collectives", daemon=True)
+        self._thread.start()
+        with self._changed:
+            self._wait(lambda: trial.is_issued)
+
+    def _try(self) -> None:
+        rows = torch.zeros((self._transport.count, 1), dtype=torch.uint8, device=self._device)
+        self.all_gather(torch.empty_like(rows).flatten(), rows[0])
+        self.all_to_all(torch.empty_like(rows), rows)
+
+    def close(self) -> None:
+        """Takes back what is offered, and waits for no rank to come; or ends at once what waits for
+        a rank that is gone. Before the links are closed. Idempotent."""
+        if self._thread is None or self._is_closed:
+            return
+        is_own = self._thread is threading.current_thread()  # Of a garbage collector's choice.
+        with contextlib.suppress(InfinityError):
+            with self._changed:
+                for key in list(self._pending):
+                    self._send_message(Verb.WITHDRAW, key)
+            if not is_own:
+                self.end_step()
+        self._is_closed = True
+        self._begun.put(None)
+        while not is_own and self._thread.is_alive():
+            self._thread.join(_WATCH_S)
+            if self._transport.is_broken:
+                self._abort()
+        if self._transport.is_broken:
+            self._abort()
+
+    # -- Offers ------------------------------------------------------------------------------------
+
+    @property
+    def is_on(self) -> bool:
+        """Whether anything is offered in this step. The same on all ranks."""
+        return self._paused_steps == 0
+
+    def propose(self, key: Key, act: Callable[[], None]) -> Proposal:
+        """Makes an offer. `act` is called by another thread, soon after every rank has made the
+        same; all that it needs stays as it is until the offer is answered."""
+        assert self.is_on and key not in self._pending
+        self._transport.check()
+        propose = Proposal(key, act)
+        with self._changed:
+            self._pending[key] = propose
+            self._send_message(Verb.OFFER, key)
+        return propose
+
+    def settle(self, propose: Proposal, *, is_patient: bool = True) -> bool:
+        """Waits for the others, a while or not at all, and returns whether the operation was
+        issued; else it was called off. Raises RankError."""
+        with self._changed:
+            if propose.answer is None:
+                if is_patient:
+                    self._send_message(Verb.AWAIT, propose.key)
+                    self._wait(lambda: propose.answer is not None, PATIENCE_S)
+                if propose.answer is None:
+                    self._send_message(Verb.WITHDRAW, propose.key)
+            self._wait(lambda: propose.is_issued or propose.is_called_off)
+        return propose.is_issued
+
+    def end_step(self, meanwhile: Callable[[], None] | None = None) -> None:
+        """This rank offers no more in this step: returns when all that it has offered is issued or
+        called off. `meanwhile` is called now and then."""
+        if self.is_on:
+            with self._changed:
+                self._send_message(Verb.DONE, _NO_KEY)
+                self._step += 1
+            while not self._is_idle(_LOOK_S):
+                if meanwhile is not None:
+                    meanwhile()
+
+    def _is_idle(self, timeout_s: float) -> bool:
+        with self._changed:
+            return self._wait(lambda: not self._pending and not self._num_begun, timeout_s)
+
+    def _wait(self, is_reached: Callable[[], bool], timeout_s: float = float("inf")) -> bool:
+        """With the lock. Raises RankError when a rank is gone, and what failed here."""
+        deadline_s = time.monotonic() + timeout_s
+        while not is_reached():
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0:
+                return False
+            self._changed.wait(min(left_s, _LOOK_S))
+            self._transport.check()
+            if self._error is not None:
+                raise InfinityError(f"between devices of ranks: {self._error}") from self._error
+        return True
+
+    # -- When to try -------------------------------------------------------------------------------
+
+    def decision(self) -> bytes:
+        """Of rank 0, which all ranks give to `sync_weights`: whether ranks went the same way in
+        the step that ends."""
+        if self._matchmaker is None:
+            return b""
+        with self._changed:
+            begun, cancelled = self._matchmaker.begun, self._matchmaker.cancelled
+            answered = begun + cancelled - self._answered
+            called_off = cancelled - self._called_off
+            self._answered, self._called_off = begun + cancelled, cancelled
+        return bytes([called_off * _RARE <= answered])
+
+    def sync_weights(self, decision: bytes) -> None:
+        """Where ranks go ways of their own, offers only cost time: none for some steps."""
+        if self._paused_steps:
+            self._paused_steps -= 1
+        elif decision[0]:
+            self._pause = 1
+        else:
+            self._paused_steps, self._pause = self._pause, min(2 * self._pause, _MOST_PAUSED)
+
+    # -- Words -------------------------------------------------------------------------------------
+
+    def _send_message(self, verb: Verb, key: Key) -> None:
+        """To the matchmaker. With the lock, so that words leave in their order."""
+        if self._matchmaker is None:
+            self._transport.tell(0, _WORD.pack(verb, self._step, *key))
+        else:
+            self._pass_on(self._matchmaker.on_message(0, verb, self._step, key))
+
+    def on_message(self, rank: int, content: bytes) -> None:
+        """A word from another rank. By the thread that serves it."""
+        code, step, *numbers = _WORD.unpack(content)
+        verb, key = Verb(code), (numbers[0], numbers[1], numbers[2])
+        with self._changed:
+            if verb in (Verb.BEGIN, Verb.CANCEL):
+                self._take(verb, key)
+            else:
+                assert self._matchmaker is not None
+                self._pass_on(self._matchmaker.on_message(rank, verb, step, key))
+
+    def _pass_on(self, verdicts: list[Decision]) -> None:
+        """With the lock: every rank hears verdicts in one order."""
+        for each in verdicts:
+            for rank in each.ranks:
+                if rank == self._transport.rank:
+                    self._take(each.verb, each.key)
+                else:
+                    self._transport.tell(rank, _WORD.pack(each.verb, each.step, *each.key))
+
+    def _take(self, verb: Verb, key: Key) -> None:
+        propose = self._pending.pop(key)
+        propose.answer = verb
+        if verb is Verb.BEGIN:
+            self._num_begun += 1
+            self._begun.put(propose)
+            self._counters.add("ranks_collectives", 1)
+        else:
+            propose.act = None
+            self._counters.add("ranks_called_off", 1)
+        self._changed.notify_all()
+
+    # -- Operations --------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        if self._device.index is not None:
+            torch.get_device_module(self._device).set_device(self._device)  # A thread's own matter.
+        while True:
+            try:
+                propose = self._begun.get(timeout=_WATCH_S)
+            except queue.Empty:
+                if self._transport.is_broken:
+                    self._abort()
+                    return
+                continue
+            if propose is None:
+                return
+            try:
+                assert propose.act is not None
+                propose.act()
+            except BaseException as error:
+                if not isinstance(error, RankError):  # Else the links know of it.
+                    self._transport.abort(f"{type(error).__name__}: {error}")
+                self._error = error  # The links take no word when all others have left.
+                self._abort()
+                return
+            with self._changed:
+                propose.act, propose.is_issued = None, True
+                self._num_begun -= 1
+                self._changed.notify_all()
+            del propose
+
+    def all_gather(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Every rank's `source`, uint8 (n,), into `target`, uint8 (count * n,), in rank order. On
+        the devices, in the stream that is current."""
+        with self._told():
+            _all_gather(target, source, group=self._group)
+
+    def all_to_all(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Row r of `source` to row `rank` of rank r's `target`: both (count, n), of one dtype."""
+        with self._told():
+            dist.all_to_all_single(
+                target.view(torch.uint8), source.view(torch.uint8), group=self._group
+            )
+
+    @contextlib.contextmanager
+    def _told(self) -> Any:
+        """What a backend says of a rank that is gone is less than what the links will know."""
+        try:
+            yield
+        except RuntimeError as error:
+            deadline_s = time.monotonic() + SILENCE_S
+            while time.monotonic() < deadline_s:
+                self._transport.check()
+                time.sleep(_LOOK_S)
+            raise InfinityError(f"between devices of ranks: {error}") from error
+
+    def _abort(self) -> None:
+        """Lets go of whatever waits in an operation."""
+        with contextlib.suppress(Exception):
+            self._group.abort()
+
+
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def device_group(group: RankTopology, device: torch.device) -> Any:
+    """A process group of its own for the ranks' devices: what others do with theirs is in another
+    order. A collective call. Raises ConfigError."""
+    backend = dist.get_default_backend_for_device(device)
+    if not dist.is_backend_available(backend):
+        raise ConfigError(
+            f'distributed.exchange: "collective" between {device.type} devices needs the backend '
+            f"{backend!r} of torch.distributed, which this build of PyTorch lacks; "
+            'set it to "one_sided"'
+        )
+    return dist.new_group(
+        dist.get_process_group_ranks(group.process_group),
+        timeout=timedelta(seconds=TIMEOUT_S),
+        backend=backend,
+        use_local_synchronization=True,
+    )

@@ -1,0 +1,137 @@
+"""From a process group of torch.distributed to links between its ranks."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import sys
+import weakref
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch.distributed as dist
+
+from infinity.distributed.transport import Peer, PeerTransport, Purpose
+from infinity.errors import ConfigError
+from infinity.observe import Counters
+
+_STRANGERS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class RankTopology:
+    """The data-parallel ranks of this job, as far as the engine needs to know them."""
+
+    process_group: Any
+    rank: int
+    count: int
+    job_rank: int  # Among all ranks of the job, of which this group may be a part.
+    job_count: int
+    node_rank: int  # Among the ranks of this node.
+    node_count: int  # Ranks of this node, those of other groups included where torchrun says so.
+    hosts: tuple[str, ...]
+
+
+def path_of_rank(path: Path, rank: int) -> Path:
+    """A rank's own directory in a configured swap directory."""
+    return path / f"rank-{rank}"
+
+
+def path_of_job(path_of_rank: Path) -> Path:
+    """The configured swap directory around a rank's own."""
+    return path_of_rank.parent
+
+
+def find_group(group: Any = None) -> RankTopology | None:
+    """The ranks that state is divided over, or None where there is only one.
+
+    `group` is a process group, a 1-D `DeviceMesh`, or None for all ranks of torch.distributed. A
+    collective call over the group: it learns which ranks share a node.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        if group is not None:
+            raise ConfigError("a group was given, but torch.distributed is not initialized")
+        return None
+    group = process_group(group)
+    rank, count = dist.get_rank(group), dist.get_world_size(group)
+    if count == 1:
+        return None
+    hosts: list[Any] = [None] * count
+    dist.all_gather_object(hosts, socket.gethostname(), group=group)
+    here = [other for other in range(count) if hosts[other] == hosts[rank]]
+    node_count = max(len(here), int(os.environ.get("LOCAL_WORLD_SIZE", 0)))
+    return RankTopology(
+        process_group=group,
+        rank=rank,
+        count=count,
+        job_rank=dist.get_rank(),
+        job_count=dist.get_world_size(),
+        node_rank=here.index(rank),
+        node_count=node_count,
+        hosts=tuple(hosts),
+    )
+
+
+def process_group(group: Any) -> Any:
+    """The process group behind a 1-D `DeviceMesh`, or itself. Raises ConfigError where this process
+    is not in it."""
+    if hasattr(group, "get_group"):
+        if group.ndim != 1:
+            raise ConfigError(
+                f"expected a mesh of one dimension, got {group.ndim}; give one slice of it, such "
+                'as mesh["dp"]'
+            )
+        group = group.get_group()
+    if dist.get_rank(group) < 0:
+        raise ConfigError("this process is not a member of the group that was given")
+    return group
+
+
+def connect(group: RankTopology, counters: Counters) -> PeerTransport:
+    """Links between the ranks, not open yet. A collective call."""
+    address = "127.0.0.1" if len(set(group.hosts)) == 1 else _address_for_others()
+    # Strangers may connect, too, before anybody is let in.
+    backlog = len(Purpose) * group.count + _STRANGERS
+    listener = socket.create_server((address, 0), backlog=backlog)
+    me = Peer(
+        group.rank,
+        group.hosts[group.rank],
+        os.getpid(),
+        address,
+        listener.getsockname()[1],
+        secrets.token_bytes(32),
+    )
+    peers: list[Any] = [None] * group.count
+    dist.all_gather_object(peers, me, group=group.process_group)
+    transport = PeerTransport(group.rank, peers, listener, counters)
+    _tell_of_uncaught_exceptions(transport)
+    return transport
+
+
+def _address_for_others() -> str:
+    """The address of this node that routes to the node of rank 0. Nothing is sent."""
+    master = os.environ.get("MASTER_ADDR", "")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((master, 9))
+            return str(probe.getsockname()[0])
+        except OSError:
+            return socket.gethostbyname(socket.gethostname())
+
+
+def _tell_of_uncaught_exceptions(transport: PeerTransport) -> None:
+    """The others shall name what ended this rank, not only that its connections closed."""
+    before, known = sys.excepthook, weakref.ref(transport)
+
+    def tell(
+        kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+    ) -> None:
+        living = known()
+        if living is not None:
+            living.abort(f"{kind.__name__}: {error}")
+        before(kind, error, traceback)
+
+    sys.excepthook = tell

@@ -1,0 +1,255 @@
+"""Parts of gradients that wait to be summed: in memory up to a budget, beyond it on the drives.
+
+A rank cannot say when the others give it something, nor how far one of them is behind, so what
+waits has no bound of its own. Here it gets one. What has no room in memory goes, while it is
+received, through one block to scratch space on the drives, and comes back when it is summed; its
+bytes are the same. Without a drive whoever gives has to wait until there is room, which the owner
+makes by summing.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from infinity.errors import CapacityError
+from infinity.observe import Counters
+from infinity.sizes import PAGE_NBYTES, align_up
+from infinity.storage.engine import Priority
+from infinity.storage.scratch_space import Scratch, ScratchSpace
+from infinity.storage.volume import Volume
+from infinity.tiers.host import Block, HostTier
+
+# A rank that is alive adds up what came, or gives what is waited for, in less.
+PATIENCE_S = 60.0
+
+# Fills all of the memory it is given with the next bytes.
+Fill = Callable[[memoryview], None]
+
+
+@dataclass(eq=False, slots=True)
+class PartialGradient:
+    """A flat part of a gradient. Made and ended by `PartialGradients`."""
+
+    dtype: torch.dtype
+    numel: int
+    is_mean: bool  # Divided by the number of ranks already.
+    values: torch.Tensor | None = None  # None: on the drives.
+    scratch: Scratch | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+    @property
+    def kept_nbytes(self) -> int:
+        """What it takes of the budget."""
+        return 0 if self.values is None else self.nbytes
+
+
+class PartialGradients:
+    """Memory and scratch space for parcels. Thread-safe.
+
+    `window` is a block of the host tier that belongs to this object; None where `volume` is.
+    """
+
+    def __init__(
+        self,
+        budget_nbytes: int,
+        *,
+        host: HostTier,
+        volume: Volume | None,
+        window: Block | None,
+        counters: Counters,
+    ) -> None:
+        self.budget_nbytes = budget_nbytes
+        self._host = host
+        self._volume = volume
+        self._window = window
+        self._counters = counters
+        self._scratch = ScratchSpace(volume) if volume is not None else None
+        self._changed = threading.Condition()  # Guards the two below.
+        self._kept_nbytes = 0
+        self._high_water_nbytes = 0
+        self._moving = threading.Lock()  # Of the window.
+
+    @property
+    def kept_nbytes(self) -> int:
+        """Bytes in memory."""
+        return self._kept_nbytes
+
+    # -- In ----------------------------------------------------------------------------------------
+
+    def receive(
+        self, dtype: torch.dtype, nbytes: int, fill: Fill, *, window: Block
+    ) -> PartialGradient:
+        """A parcel of the bytes that `fill` gives, however many it is asked for at a time.
+
+        `window` is the caller's. Waits for room where there is no drive. Raises CapacityError when
+        none comes, and what `fill` raises.
+        """
+        partial = PartialGradient(dtype, nbytes // dtype.itemsize, is_mean=False)
+        if self._take_room(nbytes, patience_s=PATIENCE_S):
+            content = bytearray(nbytes)
+            try:
+                fill(memoryview(content))
+            except BaseException:
+                self._give_room(nbytes)
+                raise
+            partial.values = torch.frombuffer(content, dtype=dtype)
+        else:
+            partial.scratch = self._spill(nbytes, fill, window)
+        return partial
+
+    def put(self, values: torch.Tensor, *, is_mean: bool = False) -> PartialGradient | None:
+        """A parcel of a flat host tensor, which becomes its own. None when there is no room."""
+        partial = PartialGradient(values.dtype, values.numel(), is_mean=is_mean)
+        if self._take_room(partial.nbytes, patience_s=0.0):
+            partial.values = values
+        elif self._volume is not None:
+            self._spill_values(partial, values)
+        else:
+            return None
+        return partial
+
+    def merge(self, parts: Sequence[PartialGradient], total: torch.Tensor) -> PartialGradient:
+        """Ends parcels that were read, and takes their sum, a mean, in their place."""
+        partial = PartialGradient(total.dtype, total.numel(), is_mean=True)
+        released_nbytes = sum(part.kept_nbytes for part in parts)
+        for part in parts:
+            self._end(part)
+        # Without a drive it is kept in any case: it takes no more room than its parts did.
+        must = self._volume is None
+        if self._take_room(partial.nbytes, released_nbytes=released_nbytes, must=must):
+            partial.values = total
+        else:
+            self._spill_values(partial, total)
+        return partial
+
+    # -- Out ---------------------------------------------------------------------------------------
+
+    def read(self, partial: PartialGradient) -> torch.Tensor:
+        """The values: flat, on the host; the parcel's own memory where it has any."""
+        if partial.values is not None:
+            return partial.values
+        values = torch.empty(partial.numel, dtype=partial.dtype)
+        content = values.view(torch.uint8)
+        assert self._volume is not None and self._window is not None
+        assert partial.scratch is not None
+        with self._moving:
+            for start, part_nbytes in _parts(partial.nbytes, self._window):
+                self._volume.read(
+                    partial.scratch.extents,
+                    offset_nbytes=start,
+                    nbytes=align_up(part_nbytes, PAGE_NBYTES),
+                    address=self._window.address,
+                    priority=Priority.BACKWARD,
+                    label="gradients of other ranks",
+                ).wait()
+                content[start : start + part_nbytes] = self._host.tensor(
+                    self._window, nbytes=part_nbytes
+                )
+        return values
+
+    def drop(self, partial: PartialGradient) -> None:
+        """Ends a parcel."""
+        kept_nbytes = partial.kept_nbytes
+        self._end(partial)
+        self._give_room(kept_nbytes)
+
+    def await_room(self, timeout_s: float) -> None:
+        """Returns when a parcel may have ended."""
+        with self._changed:
+            self._changed.wait(timeout_s)
+
+    # -- Room --------------------------------------------------------------------------------------
+
+    def _take_room(
+        self, nbytes: int, *, patience_s: float = 0.0, released_nbytes: int = 0, must: bool = False
+    ) -> bool:
+        """Whether the budget has `nbytes`, which are then taken, after `released_nbytes` are
+        back."""
+        with self._changed:
+            self._kept_nbytes -= released_nbytes
+
+            def has_room() -> bool:
+                return self._kept_nbytes + nbytes <= self.budget_nbytes
+
+            is_there = must or has_room()
+            if not is_there and patience_s and self._volume is None:
+                is_there = self._changed.wait_for(has_room, patience_s)
+                if not is_there:
+                    raise self.no_room(nbytes)
+            if is_there:
+                self._kept_nbytes += nbytes
+                self._high_water_nbytes = max(self._high_water_nbytes, self._kept_nbytes)
+                self._counters.set("ranks_inbox_high_water_nbytes", self._high_water_nbytes)
+            if released_nbytes:
+                self._changed.notify_all()
+            return is_there
+
+    def no_room(self, nbytes: int) -> CapacityError:
+        """What is raised when a parcel has waited for room in vain."""
+        return CapacityError(
+            "host",
+            needed_nbytes=nbytes,
+            available_nbytes=max(0, self.budget_nbytes - self._kept_nbytes),
+            key="distributed.reduce_buffer, or place gradients on nvme, where what has no room "
+            "can go",
+            detail=f"gradients that other ranks gave have waited {PATIENCE_S:.0f} s for a rank "
+            "that is behind",
+        )
+
+    def _give_room(self, nbytes: int) -> None:
+        with self._changed:
+            self._kept_nbytes -= nbytes
+            self._changed.notify_all()
+
+    def _end(self, partial: PartialGradient) -> None:
+        """Lets go of what a parcel has; its room in the budget is the caller's to give back."""
+        partial.values = None
+        if partial.scratch is not None:
+            assert self._scratch is not None
+            self._scratch.give_back(partial.scratch)
+            partial.scratch = None
+
+    # -- Drives ------------------------------------------------------------------------------------
+
+    def _spill_values(self, partial: PartialGradient, values: torch.Tensor) -> None:
+        content, at = values.view(torch.uint8), 0
+
+        def fill(memory: memoryview) -> None:
+            nonlocal at
+            torch.frombuffer(memory, dtype=torch.uint8).copy_(content[at : at + memory.nbytes])
+            at += memory.nbytes
+
+        assert self._window is not None
+        with self._moving:
+            partial.scratch = self._spill(partial.nbytes, fill, self._window)
+
+    def _spill(self, nbytes: int, fill: Fill, window: Block) -> Scratch:
+        """Writes what `fill` gives, a window at a time."""
+        assert self._volume is not None and self._scratch is not None
+        scratch = self._scratch.take(nbytes)
+        memory = memoryview(self._host.tensor(window).numpy())
+        for start, part_nbytes in _parts(nbytes, window):
+            fill(memory[:part_nbytes])
+            self._volume.write(
+                scratch.extents,
+                offset_nbytes=start,
+                nbytes=align_up(part_nbytes, PAGE_NBYTES),
+                address=window.address,
+                priority=Priority.WRITE_BACK,
+            ).wait()
+        self._counters.add("ranks_inbox_spilled_nbytes", nbytes)
+        return scratch
+
+
+def _parts(nbytes: int, window: Block) -> list[tuple[int, int]]:
+    """(start, length) of what goes through the window at a time."""
+    return [
+        (start, min(window.nbytes, nbytes - start)) for start in range(0, nbytes, window.nbytes)
+    ]

@@ -1,0 +1,513 @@
+"""Gradients whose state is divided over ranks: they go to their owners, which sum them in a fixed
+order and take the mean. Presence and norms are those of all ranks."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import defaultdict
+from typing import Any
+
+import numpy
+import torch
+
+from infinity.distributed.buckets import Contribution, GradientBuckets
+from infinity.distributed.grad_memory import SumsMemory
+from infinity.distributed.ordered_sum import OrderedReduction
+from infinity.distributed.partials import PATIENCE_S, PartialGradient, PartialGradients
+from infinity.distributed.store import DistributedStore
+from infinity.distributed.transport import PeerTransport
+from infinity.errors import RankError, UnsupportedError
+from infinity.observe import Counters
+from infinity.state.partition import Partition, ShardSlice
+from infinity.state.store import DeviceLocation
+from infinity.state.units import STATE_GRANULE, StateKind, TensorSpec, Unit
+from infinity.streaming.gradients import GradientStore, flat_of, in_memory_order
+from infinity.streaming.passes import Passes
+from infinity.tiers.device import DeviceAdapter
+from infinity.tiers.host import Block
+from infinity.tiers.pool import HostPool
+
+_SUMMED_NUMEL = 256 * STATE_GRANULE  # At a time: fp64 copies are made of them.
+_LEAD_S = 10.0  # How long a rank that is ahead waits for others, once in a step.
+_ALL = 2**32 - 1  # More backward passes than a step has.
+_LOOK_S = 0.02  # Between looks at what has come, while waiting for room.
+_WIRE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def wire_code(dtype: torch.dtype, number: int) -> int:
+    """What says on the wire what a part of a gradient is of, and which contribution it is."""
+    return number * len(_WIRE_DTYPES) + _WIRE_DTYPES.index(dtype)
+
+
+def from_wire_code(code: int) -> tuple[torch.dtype, int]:
+    number, index = divmod(code, len(_WIRE_DTYPES))
+    return _WIRE_DTYPES[index], number
+
+
+class DistributedGradients(GradientStore):
+    """The gradients of whole units, on their way to the ranks that own a part of them.
+
+    In stage 1 they are summed here over the backward passes of a step, as on one rank, and given to
+    their owners when the step begins. In stages 2 and 3 each is given away when it is complete, or
+    where micro-batches go through block by block, when those of all of them are. The owner's sum
+    over ranks is that of `OrderedReduction`; each contribution is divided by the number of ranks
+    first, as
+    DistributedDataParallel does, so two ranks give its bits. `owned` has the sums, for shard units.
+
+    With `buckets` ranks exchange what they give between their devices, where all of them give the
+    same; the order of the sums is the same either way.
+
+    Presence and norms are those of the whole group, from `begin_step` on.
+    """
+
+    def __init__(
+        self,
+        store: DistributedStore,
+        *,
+        pool: HostPool,
+        device: DeviceAdapter,
+        counters: Counters,
+        reduce_dtype: torch.dtype | None,
+        passes: Passes,
+        buckets: GradientBuckets | None,
+        sums: SumsMemory,
+    ) -> None:
+        super().__init__(store, pool=pool, device=device, counters=counters)
+        self._reduce_dtype = reduce_dtype  # None: as they come.
+        self._passes = passes
+        self._buckets = buckets
+        self._sums_memory = sums
+        self.owned = GradientStore(store, pool=pool, device=device, counters=counters)
+        self._ranked_device = device
+        self._partition: Partition = store.partition
+        self._transport: PeerTransport = store.transport
+        self._shares = store.partition.shares()
+        self._specs = list(self._shares)
+        self._index = {spec: index for index, spec in enumerate(self._specs)}
+        self._mine: dict[int, tuple[Unit, ShardSlice]] = {}
+        for shard in store.partition.mine:
+            for share in shard.shares:
+                self._mine[self._index[share.whole]] = shard.unit, share
+        self._partials: PartialGradients = store.partials
+        self._reduce_buffer: OrderedReduction[PartialGradient] = OrderedReduction(
+            self._partition.count, combine=self._combine, drop=self._partials.drop
+        )
+        # By tensor: contributions of this rank since the last step, or since it was cleared.
+        self._numbers: defaultdict[int, int] = defaultdict(int)
+        # How far this rank is: steps it has entered, backward passes since that are over.
+        self._num_steps = self._num_backwards = 0
+        self._may_give = self._waits_for_others = True
+        # Of sums made here that are one gradient alone so far: the dtype that holds them exactly.
+        self._sent_as: dict[TensorSpec, torch.dtype | None] = {}
+        self._given: set[TensorSpec] = set()  # By this rank, since the last step.
+        self._known: set[TensorSpec] = set()  # Of which some rank has given a gradient.
+        self._all_norms: dict[TensorSpec, torch.Tensor] | None = None
+
+    # -- In ----------------------------------------------------------------------------------------
+
+    def add(self, unit: Unit, spec: TensorSpec, gradient: torch.Tensor) -> None:
+        if self._partition.stage == 1 or self._passes.is_layer_major:
+            if spec.numel:
+                self._sent_as[spec] = None if spec in self._sent_as else gradient.dtype
+                super().add(unit, spec, gradient)
+        else:
+            _refuse_sparse(spec, gradient)
+            contribution = self._contribution(spec, in_memory_order(gradient.detach(), spec))
+            if self._buckets is not None and self._buckets.is_on and spec.numel:
+                self._buckets.add(unit, contribution)
+                self._take_buckets()
+            else:
+                self._give(contribution)
+        self._given.add(spec)
+
+    def _contribution(self, spec: TensorSpec, flat: torch.Tensor) -> Contribution:
+        """The next of this rank to a tensor, as it is sent."""
+        flat = flat if self._reduce_dtype is None else flat.to(self._reduce_dtype)
+        index = self._index[spec]
+        number = self._numbers[index]
+        self._numbers[index] += 1
+        return Contribution(spec, index, self._reduce_buffer.generation(index), number, flat)
+
+    def _take_buckets(self, *, all_of_them: bool = False) -> None:
+        """Adds what ranks have summed up, and gives away one by one what was called off."""
+        if self._buckets is None:
+            return
+        for answered in self._buckets.take(all_of_them=all_of_them):
+            contributions = answered.bucket.contributions
+            if answered.means is None:
+                for each in contributions:
+                    self._give(each)
+            else:
+                for each, mean in zip(contributions, answered.means, strict=True):
+                    self._add_sum(each, mean)
+                self.owned.write_out(self._partition.mine[answered.bucket.unit.index].unit)
+
+    def _add_sum(self, contribution: Contribution, mean: torch.Tensor) -> None:
+        """The mean over all ranks of one contribution of each, of the part that is this rank's."""
+        index, number = contribution.index, contribution.number
+        if index not in self._mine or self._reduce_buffer.is_outdated(
+            index, contribution.generation
+        ):
+            return
+        if self._reduce_buffer.pass_over(index, number):
+            unit, share = self._mine[index]
+            self.owned.add(unit, share.part, mean)
+        else:
+            partial = self._keep(self._on_host(mean), is_mean=True)
+            self._reduce_buffer.deliver_sum(index, number, partial)
+
+    def _on_host(self, flat: torch.Tensor) -> torch.Tensor:
+        on_host = torch.empty(flat.shape, dtype=flat.dtype)
+        self._ranked_device.copy(flat, on_host).wait()
+        return on_host
+
+    def _give(self, contribution: Contribution, *, is_on_host: bool = False) -> None:
+        """Sends the parts of a gradient to their owners and adds what may be added already."""
+        self._await_turn()
+        spec, index, flat = contribution.spec, contribution.index, contribution.flat
+        generation, number = contribution.generation, contribution.number
+        if not is_on_host and not self._ranked_device.shares_host_memory:
+            flat = self._on_host(flat)
+        for share in self._shares[spec]:
+            part = flat[share.start : share.stop]
+            if share.rank == self._partition.rank:
+                # A view would keep the whole gradient in memory.
+                self.deliver(share.rank, index, generation, number, self._keep(part.clone()))
+            else:
+                content = memoryview(part.view(torch.uint8).numpy())
+                code = wire_code(part.dtype, number)
+                self._transport.put(
+                    share.rank, index, code, generation, content, meanwhile=self.take_in
+                )
+        self._sum_up(all_are_there=False)
+
+    def _await_turn(self) -> None:
+        """A backward gives nothing away before the last one is over on all ranks, so that what
+        waits for a rank that is behind is of two backward passes, not of a whole step.
+
+        Not for long: a rank that has no more batches may wait elsewhere for this one.
+        """
+        if not self._may_give and self._waits_for_others:
+            self._waits_for_others = self._transport.await_backwards(
+                self._num_steps, self._num_backwards, timeout_s=_LEAD_S, meanwhile=self.take_in
+            )
+        self._may_give = True
+
+    def _keep(self, values: torch.Tensor, *, is_mean: bool = False) -> PartialGradient:
+        """A parcel of this rank's own. Where there is no room, what can be summed makes some."""
+        deadline_s = time.monotonic() + PATIENCE_S
+        while (partial := self._partials.put(values, is_mean=is_mean)) is None:
+            self.take_in()
+            self._transport.check()
+            self._partials.await_room(_LOOK_S)
+            if time.monotonic() > deadline_s:
+                raise self._partials.no_room(values.nbytes)
+        return partial
+
+    def deliver(
+        self, rank: int, tensor: int, generation: int, number: int, partial: PartialGradient
+    ) -> None:
+        """A part of a gradient that this rank owns, from `rank`. Any thread."""
+        self._reduce_buffer.deliver(tensor, rank, generation, number, partial)
+
+    def _part_of_mean(self, partial: PartialGradient) -> torch.Tensor:
+        """A contribution, divided by the number of ranks: fp32, memory that may be changed."""
+        values = self._partials.read(partial)
+        return values if partial.is_mean else values.float().mul_(1.0 / self._partition.count)
+
+    def _combine(self, one: PartialGradient, other: PartialGradient) -> PartialGradient:
+        total = self._part_of_mean(one).add_(self._part_of_mean(other))
+        return self._partials.merge((one, other), total)
+
+    def take_in(self) -> None:
+        """Adds up what has come from other ranks one by one."""
+        self._sum_up(all_are_there=False)
+
+    def _sum_up(self, *, all_are_there: bool) -> None:
+        for tensor, partial in self._reduce_buffer.take(all_are_there=all_are_there):
+            unit, share = self._mine[tensor]
+            self.owned.add(unit, share.part, self._part_of_mean(partial), is_on_host=True)
+            self._partials.drop(partial)
+
+    # -- Memory of sums that are given away --------------------------------------------------------
+
+    def begin_accumulating(self) -> None:
+        self._sums_memory.open()
+
+    def end_accumulating(self) -> None:
+        self._sums_memory.close()
+
+    def _take_block(self, unit: Unit) -> Block:
+        return self._sums_memory.take(unit)
+
+    # -- The step ----------------------------------------------------------------------------------
+
+    def propose_rest(self) -> None:
+        """This rank's backward passes are over. It waits for others before they meet, so nobody
+        waits for another backward of it."""
+        assert self._buckets is not None
+        self._transport.note_backward(self._num_steps, _ALL)
+        if self._partition.stage == 1 and self._buckets.is_on:
+            for unit in self._partition.full_units:
+                self._bucket_resting(unit, self._buckets)
+        self._buckets.close_all()
+
+    def _bucket_resting(self, unit: Unit, buckets: GradientBuckets) -> None:
+        """Of a rank that sums its backward passes: what rests on the device."""
+        location = self._store.location(unit, StateKind.GRADIENTS)
+        if not isinstance(location, DeviceLocation):
+            return
+        self._rescale_resting(unit, location.memory)
+        for spec in unit.trainable():
+            if super().has(spec):
+                dtype = self._sent_as.pop(spec) or torch.float32
+                flat = flat_of(location.memory.view(torch.float32), spec).to(dtype, copy=True)
+                super().forget(spec)
+                buckets.add(unit, self._contribution(spec, flat))
+        buckets.close(unit)
+        self._take_buckets()
+
+    def begin_step(self, decision: bytes) -> bytes:
+        """All ranks enter the step: sums are complete, and everybody knows which there are.
+
+        `decision` is for all ranks; returns that of rank 0.
+        """
+        self._take_buckets(all_of_them=True)
+        if self._partition.stage == 1:
+            for unit in self._partition.full_units:
+                self._give_sums(unit)
+        given = numpy.array([spec in self._given for spec in self._specs], dtype=numpy.bool_)
+        generations = [self._reduce_buffer.generation(index) for index in range(len(self._specs))]
+        mine = numpy.array(generations, dtype=numpy.int64)
+        theirs = self._transport.all_gather(
+            "optimizer.step()",
+            given.tobytes() + mine.tobytes() + decision,
+            meanwhile=self.take_in,
+        )
+        for rank, content in enumerate(theirs):
+            flags = numpy.frombuffer(content, numpy.bool_, len(self._specs))
+            given = given | flags
+            counts = numpy.frombuffer(content, numpy.int64, len(mine), offset=given.nbytes)
+            self._refuse_other_generation(rank, mine, counts)
+        self._sum_up(all_are_there=True)
+        self._num_steps, self._num_backwards = self._num_steps + 1, 0
+        self._may_give = self._waits_for_others = True
+        self._known.update(self._specs[index] for index in numpy.flatnonzero(given))
+        self._given.clear()
+        self._numbers.clear()
+        self._all_norms = None
+        self._fill_in_zeros()
+        return theirs[0][given.nbytes + mine.nbytes :]
+
+    def _fill_in_zeros(self) -> None:
+        """A gradient that its giver has made zero since never came, and is there all the same."""
+        for index, (unit, share) in self._mine.items():
+            if self._specs[index] in self._known and not self.owned.has(share.part):
+                self.owned.add(unit, share.part, torch.zeros(share.part.numel), is_on_host=True)
+
+    def _give_sums(self, unit: Unit) -> None:
+        """Gives away what was summed here."""
+        for spec in unit.trainable():
+            if super().has(spec):
+                dtype = self._sent_as.pop(spec) or torch.float32
+                flat = super().view(unit, spec).to(dtype, copy=True)  # For its way.
+                self._give(self._contribution(spec, flat), is_on_host=True)
+                super().forget(spec)
+
+    def _bucket_sums(self, unit: Unit) -> None:
+        """Offers to the other devices what was summed on this one, where that is possible."""
+        if self._buckets is None or not self._buckets.is_on:
+            return
+        for spec, flat in self._sums.pop(unit, {}).items():
+            del self._sent_as[spec]
+            self._buckets.add(unit, self._contribution(spec, flat))
+        self._buckets.close(unit)
+        self._take_buckets()
+
+    def _give_away(self, unit: Unit) -> None:
+        """In stages 2 and 3 sums rest nowhere: they are in the unit's buffer until given."""
+        if unit in self._buffers:
+            self._give_sums(unit)
+            self._sums_memory.give_back(self._buffers.pop(unit).block)
+
+    def _refuse_other_generation(
+        self, rank: int, mine: numpy.ndarray[Any, Any], theirs: numpy.ndarray[Any, Any]
+    ) -> None:
+        differing = numpy.flatnonzero(mine != theirs)
+        if differing.size:
+            name = self._specs[differing[0]].name
+            raise RankError(
+                rank,
+                f"rank {rank} has cleared the gradient of {name!r} another number of times than "
+                f"rank {self._partition.rank}; call zero_grad() on all ranks alike",
+            )
+
+    # -- Looking -----------------------------------------------------------------------------------
+
+    def has(self, spec: TensorSpec) -> bool:
+        return spec in self._known or spec in self._given
+
+    def norm(self, unit: Unit, spec: TensorSpec) -> torch.Tensor:
+        """2-norm of one gradient over all ranks' shards: fp32 scalar on the host.
+
+        Squares are summed in fp64 by blocks that no number of ranks cuts, then in their order: the
+        bits do not depend on how many ranks there are.
+        """
+        if self._all_norms is None:
+            self._all_norms = self._exchange_norms()
+        return self._all_norms[spec]
+
+    def _exchange_norms(self) -> dict[TensorSpec, torch.Tensor]:
+        wanted = [spec for spec in self._specs if spec in self._known]
+        sums = []
+        for spec in wanted:
+            mine = self._mine.get(self._index[spec])
+            if mine is not None:
+                unit, share = mine
+                sums.append(block_sums(self.owned.view(unit, share.part), _first_block(share)))
+        content = torch.cat(sums).numpy().tobytes() if sums else b""
+        theirs = [
+            torch.from_numpy(numpy.frombuffer(each, dtype=numpy.float64).copy())
+            for each in self._transport.all_gather("gradient norms", content)
+        ]
+        places = [0] * len(theirs)
+        norms = {}
+        for spec in wanted:
+            parts = []
+            for share in self._shares[spec]:
+                count = num_blocks(share.stop - share.start, _first_block(share))
+                place = places[share.rank]
+                parts.append(theirs[share.rank][place : place + count])
+                places[share.rank] = place + count
+            total = torch.cat(parts).sum() if parts else torch.zeros((), dtype=torch.float64)
+            norms[spec] = total.sqrt().float()
+        return norms
+
+    def read(self, unit: Unit, spec: TensorSpec) -> torch.Tensor:
+        raise UnsupportedError(
+            f"the gradient of {spec.name!r} is divided over {self._partition.count} ranks and is "
+            "not read as a whole; optimizer.grad_norm has the norm of all of them"
+        )
+
+    def put(
+        self, unit: Unit, spec: TensorSpec, value: torch.Tensor, *, is_other: bool = False
+    ) -> None:
+        raise UnsupportedError(
+            f"the gradient of {spec.name!r} is divided over {self._partition.count} ranks and "
+            "cannot be set as a whole; to clip, give infinity.AdamW(..., max_grad_norm=...), or "
+            "scale the loss"
+        )
+
+    # -- After a step ------------------------------------------------------------------------------
+
+    def forget(self, spec: TensorSpec) -> None:
+        index = self._index.get(spec)
+        if index is None:
+            return
+        super().forget(spec)
+        self._sent_as.pop(spec, None)
+        self._reduce_buffer.forget(index)
+        self._numbers.pop(index, None)
+        self._given.discard(spec)
+        self._known.discard(spec)
+        if index in self._mine:
+            self.owned.forget(self._mine[index][1].part)
+
+    def zero(self, unit: Unit, spec: TensorSpec) -> None:
+        if spec not in self._index:
+            return
+        was_given, was_known = spec in self._given, spec in self._known
+        self.forget(spec)  # On every rank, so that all are of one generation.
+        if was_given:
+            self._given.add(spec)
+        if was_known:
+            self._known.add(spec)
+
+    # -- What is done with the sums ----------------------------------------------------------------
+
+    def finish_copies(self) -> None:
+        super().finish_copies()
+        self.owned.finish_copies()
+
+    def write_out(self, unit: Unit) -> None:
+        if self._partition.stage == 1:
+            super().write_out(unit)
+        elif not self._passes.is_layer_major:
+            if self._buckets is not None:
+                self._buckets.close(unit)
+        else:
+            self._bucket_sums(unit)
+            self._end_sums([unit])
+            self.finish_copies()
+            self._give_away(unit)
+        self.owned.write_out(self._partition.mine[unit.index].unit)
+
+    def write_out_all(self) -> None:
+        if self._partition.stage == 1:
+            super().write_out_all()
+        else:
+            for unit in list(self._sums):
+                self._bucket_sums(unit)
+            self._end_sums(list(self._summing))
+            self.finish_copies()
+            for unit in list(self._buffers):
+                self._give_away(unit)
+            if self._buckets is not None:
+                self._buckets.close_all()
+            self._take_buckets()
+            self._num_backwards, self._may_give = self._num_backwards + 1, False
+            self._transport.note_backward(self._num_steps, self._num_backwards)
+        self._sum_up(all_are_there=False)
+        self.owned.write_out_all()
+
+    def reclaim(self) -> bool:
+        # Sums that are to be given away wait for all their parts, whatever room there is.
+        return (self._partition.stage == 1 and super().reclaim()) or self.owned.reclaim()
+
+    def settle(self) -> None:
+        super().settle()
+        self.owned.settle()
+
+    def apply_scales(self, unit: Unit) -> None:
+        self.owned.apply_scales(self._partition.mine[unit.index].unit)
+
+
+def _refuse_sparse(spec: TensorSpec, gradient: torch.Tensor) -> None:
+    if gradient.layout is not torch.strided:
+        raise UnsupportedError(
+            f"the gradient of {spec.name!r} has layout {gradient.layout}; expected a dense "
+            "one. Build the embedding with sparse=False"
+        )
+
+
+def _first_block(share: ShardSlice) -> int:
+    """Elements of the share before the first multiple of a granule in the unit's state."""
+    start = share.whole.state_offset + share.start
+    return min(-start % STATE_GRANULE, share.stop - share.start)
+
+
+def num_blocks(numel: int, first: int) -> int:
+    """How many sums `block_sums` gives."""
+    return (first > 0) + math.ceil((numel - first) / STATE_GRANULE)
+
+
+def block_sums(values: torch.Tensor, first: int) -> torch.Tensor:
+    """Sums of squares, fp64, of `values[:first]` and then of each STATE_GRANULE elements.
+
+    Each sum is a tree of its own, so that its bits do not depend on what else is summed.
+    """
+    sums = [_tree_sums(values[:first])] if first else []
+    sums += [_tree_sums(part) for part in values[first:].split(_SUMMED_NUMEL) if part.numel()]
+    return torch.cat(sums) if sums else torch.empty(0, dtype=torch.float64)
+
+
+def _tree_sums(values: torch.Tensor) -> torch.Tensor:
+    count = math.ceil(values.numel() / STATE_GRANULE)
+    squares = torch.zeros(count * STATE_GRANULE, dtype=torch.float64)
+    squares[: values.numel()] = values
+    level = squares.square_().view(count, STATE_GRANULE)
+    while level.shape[1] > 1:
+        half = level.shape[1] // 2
+        level = level[:, :half] + level[:, half:]
+    return level[:, 0]

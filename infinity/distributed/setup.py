@@ -1,0 +1,245 @@
+"""What a rank makes of a configuration and a model: its budgets, its directories, its shards."""
+
+from __future__ import annotations
+
+import contextlib
+import zlib
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from infinity.config import SwapConfig
+from infinity.config.values import Capacity
+from infinity.distributed.buckets import GradientBuckets
+from infinity.distributed.collectives import Collectives, device_group
+from infinity.distributed.exchange import Buffers, DeviceExchange
+from infinity.distributed.grad_memory import SumsPlan, plan_sums
+from infinity.distributed.group import RankTopology, connect, path_of_rank
+from infinity.distributed.store import DistributedStore, serving_nbytes
+from infinity.distributed.unshard import DeviceUnshard
+from infinity.errors import ConfigError, StorageError
+from infinity.observe import Counters
+from infinity.state.budgets import Budgets
+from infinity.state.partition import Partition, partition
+from infinity.state.units import Unit
+from infinity.tiers.device import DeviceAdapter
+from infinity.tiers.ranges import rounded_nbytes
+from infinity.tiers.streams import StreamDevice
+
+if TYPE_CHECKING:
+    from infinity.engine.engine import Engine
+
+# Of each parameter, what is compared between ranks before training begins.
+_COMPARED_NBYTES = 64 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class ShardingPlan:
+    """State divided over ranks, and what that costs this rank's host memory."""
+
+    partition: Partition
+    group: RankTopology
+    sharing: int  # Ranks that share this machine's memory by their configuration.
+    is_collective: bool  # Their devices exchange with each other.
+    sums: SumsPlan  # Of micro-batches, before they are given away.
+
+    @property
+    def gathered_nbytes(self) -> int:
+        """The largest unit's weights, where they are put together when they are needed."""
+        if self.partition.stage < 3:
+            return 0
+        return max(rounded_nbytes(unit.weight_nbytes) for unit in self.partition.full_units)
+
+    @property
+    def serving_nbytes(self) -> int:
+        return serving_nbytes(self.partition)
+
+    @property
+    def given_nbytes(self) -> int:
+        """The most that waits to be summed where ranks run alike: what all ranks give to this one
+        in a backward, in the dtype of the weights, of the last backward and of this one."""
+        return 2 * sum(unit.trainable_nbytes for unit in self.partition.full_units)
+
+    @property
+    def buffers(self) -> Buffers | None:
+        """What the device keeps for the exchange with others."""
+        if not self.is_collective:
+            return None
+        largest_nbytes = max(unit.weight_nbytes for unit in self.partition.full_units)
+        return Buffers(self.partition.count, largest_nbytes)
+
+    def budgets(self, config: SwapConfig, *, device_nbytes: int | None, **sizes: Any) -> Budgets:
+        """This rank's; `sizes` are those of `Budgets` that ranks do not change."""
+        if device_nbytes is not None and self.buffers is not None:
+            device_nbytes -= self.buffers.nbytes
+        return Budgets(
+            config,
+            self.partition.units,
+            device_nbytes=device_nbytes,
+            gathered_nbytes=self.gathered_nbytes,
+            serving_nbytes=self.serving_nbytes,
+            given_nbytes=self.given_nbytes,
+            summed_nbytes=self.sums.nbytes,
+            **sizes,
+        )
+
+    def exchange(
+        self, store: Any, device: DeviceAdapter, counters: Counters, resources: ExitStack
+    ) -> tuple[Collectives | None, GradientBuckets | None, DeviceUnshard | None]:
+        """What the devices of ranks do together, if they do: of weights and of gradients. Closed
+        with `resources`. A collective call."""
+        if self.buffers is None:
+            return None, None, None
+        assert isinstance(device, StreamDevice)
+        group = device_group(self.group, device.torch_device)
+        collectives = Collectives(store.transport, group, device.torch_device, counters)
+        resources.callback(collectives.close)
+        exchange = DeviceExchange(device, collectives, self.buffers)
+        buckets = GradientBuckets(collectives, exchange, self.partition, counters)
+        gathering = DeviceUnshard(
+            store, collectives=collectives, exchange=exchange, counters=counters
+        )
+        return collectives, buckets, gathering
+
+    def store(self, resources: ExitStack, **locations: Any) -> DistributedStore:
+        """The store of this rank, its links connected and closed with `resources`.
+
+        Links come last: the others wait for them, and taking the space may take a while.
+        """
+        store = DistributedStore(self.partition, **locations)
+        resources.callback(store.close)
+        store.transport = connect(self.group, locations["counters"])
+        resources.callback(store.transport.close)
+        return store
+
+
+def plan_sharding(
+    units: Sequence[Unit],
+    by_block: tuple[list[int], list[set[int]]],
+    group: RankTopology,
+    config: SwapConfig,
+    *,
+    is_collective: bool,
+) -> ShardingPlan:
+    """This rank's part of the units, as `[distributed]` says. `by_block`: as of `ModelLayout`."""
+    stage = config.distributed.zero_stage
+    return ShardingPlan(
+        partition(units, rank=group.rank, count=group.count, stage=stage),
+        group,
+        group.node_count if config.distributed.budgets == "node" else 1,
+        is_collective,
+        plan_sums(units, *by_block) if stage > 1 else plan_sums(units, (), ()),
+    )
+
+
+def is_collective(
+    config: SwapConfig, group: RankTopology, *, has_own_memory: bool, is_cuda: bool
+) -> bool:
+    """Whether the devices of the ranks exchange with each other. A collective call: raises
+    ConfigError where ranks differ."""
+    wanted = config.distributed.exchange
+    is_possible = wanted != "collective" or has_own_memory
+    mine = wanted == "collective" or (wanted == "auto" and is_cuda and dist.is_nccl_available())
+    of_all: list[Any] = [None] * group.count
+    # A rank that refuses tells the others: they would wait for it.
+    dist.all_gather_object(of_all, mine if is_possible else None, group=group.process_group)
+    if not is_possible:
+        raise ConfigError(
+            'distributed.exchange: "collective" is between devices with memory of their own, and '
+            "this "
+            'one computes on host memory; set it to "auto" or "one_sided"'
+        )
+    for rank, theirs in enumerate(of_all):
+        if theirs != of_all[0]:
+            raise ConfigError(
+                f"distributed.exchange: rank {rank} would exchange otherwise than rank 0; give "
+                f"all ranks "
+                "one configuration and devices of one kind"
+            )
+    return mine
+
+
+def config_of_rank(config: SwapConfig, group: RankTopology) -> SwapConfig:
+    """The configuration as it holds for this rank, whose swap directories are made.
+
+    Swap directories get a directory of their own per rank. Capacities for a node are divided by its
+    ranks; a share of memory stays a share, of a part of the memory. Updates are made in the step,
+    which all ranks enter together.
+    """
+    commits_steps = config.checkpoint is not None and config.checkpoint.durability == "step"
+    if commits_steps and group.node_count < group.count:
+        raise ConfigError(
+            'checkpoint.durability: "step" with ranks on several machines is not possible: one '
+            "rename in one swap directory commits the step of all ranks, which that of another "
+            'machine does not see. Use "checkpoint", with a directory that all of them share'
+        )
+    if commits_steps and group.count < group.job_count:
+        raise ConfigError(
+            f'checkpoint.durability: "step" is for one model on all {group.job_count} ranks of the '
+            f"job, and {group.count} hold this one: steps of others would be committed in its "
+            'place. Use "checkpoint", with a directory for each model'
+        )
+    config, drives = with_part_of_node(config, group.node_count), []
+    for tier in config.tiers.nvme:
+        try:
+            tier.path.mkdir(exist_ok=True)
+        except OSError as error:
+            raise StorageError(error.errno or 0, operation="mkdir", path=str(tier.path)) from None
+        drives.append(tier.model_copy(update={"path": path_of_rank(tier.path, group.job_rank)}))
+    tiers = config.tiers.model_copy(update={"nvme": tuple(drives)})
+    return config.model_copy(update={"tiers": tiers})
+
+
+def with_part_of_node(config: SwapConfig, node_count: int) -> SwapConfig:
+    """What each of so many ranks of a node may take, and when it updates. Pure."""
+    count = node_count if config.distributed.budgets == "node" else 1
+    host = config.tiers.host
+    capacity = host.capacity if host.capacity.nbytes is None else _part(host.capacity, count)
+    drives = tuple(
+        tier.model_copy(update={"capacity": _part(tier.capacity, count)})
+        for tier in config.tiers.nvme
+    )
+    tiers = config.tiers.model_copy(
+        update={"host": host.model_copy(update={"capacity": capacity}), "nvme": drives}
+    )
+    schedule = config.schedule.model_copy(update={"updates": "at_step"})
+    return config.model_copy(update={"tiers": tiers, "schedule": schedule})
+
+
+def remove_directories(config: SwapConfig) -> None:
+    """Removes the directories of this rank, which are empty once its volume is closed."""
+    for tier in config.tiers.nvme:
+        with contextlib.suppress(OSError):
+            tier.path.rmdir()
+
+
+def _part(capacity: Capacity, count: int) -> Capacity:
+    if capacity.nbytes is not None:
+        return Capacity(nbytes=capacity.nbytes // count)
+    return Capacity(percent=(capacity.percent or 100.0) / count) if count > 1 else capacity
+
+
+def refuse_different_weights(engine: Engine) -> None:
+    """Every rank must start from the same model: each keeps a part of what it was given."""
+    if engine.ranks.partition is None:
+        return
+    sums = [str(engine.ranks.partition.stage)]
+    for param in engine.params:
+        original = param.original
+        facts = param.spec.facts
+        text = f"{param.name} {facts.shape} {facts.dtype} {facts.is_trainable}"
+        if original is not None and not original.is_meta:
+            head = original.detach().flatten()[: _COMPARED_NBYTES // original.element_size()]
+            content = head.contiguous().cpu().view(torch.uint8).numpy()
+            text += f" {zlib.crc32(content)}"
+        sums.append(text)
+    engine.ranks.refuse_different(
+        "infinity.offload",
+        "\n".join(sums).encode(),
+        remedy="Build the same model on every rank (the same seed before it is built, or "
+        "weights=...) with the same [distributed] zero_stage",
+    )

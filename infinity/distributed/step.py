@@ -1,0 +1,161 @@
+"""The step where state is divided over ranks: each updates its shards, all begin and end together.
+
+  DistributedUpdater   the step updates this rank's shards, between two points all ranks pass
+  together ShardWeights    the weights of a shard, as the updater asks for them
+  DistributedMasters   masters of which this rank has a part
+
+The rest is in rank_group.py and ranked_gradients.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from infinity.distributed.reduce import DistributedGradients
+from infinity.distributed.store import DistributedStore
+from infinity.distributed.sync import flush_owned, pull_updated
+from infinity.distributed.unshard import DeviceUnshard
+from infinity.errors import RankError
+from infinity.observe import Counters
+from infinity.ops.split_master import join, split
+from infinity.state.partition import Shard, ShardSlice
+from infinity.state.units import StateKind, TensorSpec, Unit
+from infinity.streaming.masters import Masters
+from infinity.streaming.optimizer_step import StepRecord, Updater, UpdateSettings
+from infinity.streaming.parameters import WeightCache
+from infinity.tiers.pool import HostPool
+
+
+class ShardWeights:
+    """Weights of shards, for the updater: the executor's, or a part of what every rank keeps."""
+
+    def __init__(self, weight_cache: WeightCache, store: DistributedStore) -> None:
+        self._weight_cache = weight_cache
+        self._store = store
+        self._partition = store.partition
+        self._num_wholes = len(store.partition.full_units)
+
+    def expected(self) -> Iterator[int]:
+        return (self._num_wholes + unit for unit in self._weight_cache.expected())
+
+    def await_update(self, unit: int, is_awaited: bool) -> None:
+        """Nothing is attached inside the step."""
+
+    def check_out(self, unit: int, *, read: bool) -> torch.Tensor:
+        index = unit - self._num_wholes
+        if self._partition.stage == 3:
+            if self._store.take_rewritten(index):
+                self._weight_cache.discard(unit)
+            return self._weight_cache.check_out(unit, read=read)
+        weights = self._weight_cache.check_out(index, read=True)
+        place = self._partition.mine[index].segments[0]
+        return weights[place.whole_offset_nbytes : place.whole_offset_nbytes + place.nbytes]
+
+    def check_in(
+        self, unit: int, *, dirty_nbytes: int, write_now: bool = True, is_valid: bool = True
+    ) -> None:
+        if self._partition.stage == 3:
+            self._weight_cache.check_in(
+                unit, dirty_nbytes=dirty_nbytes, write_now=write_now, is_valid=is_valid
+            )
+            return
+        whole = self._partition.full_units[unit - self._num_wholes]
+        dirty_nbytes = whole.trainable_nbytes if dirty_nbytes else 0
+        self._weight_cache.check_in(whole.index, dirty_nbytes=dirty_nbytes)
+
+
+class DistributedUpdater(Updater):
+    """The optimizer's step over this rank's shards. All ranks enter it and leave it together."""
+
+    def __init__(
+        self,
+        store: DistributedStore,
+        pool: HostPool,
+        weight_cache: WeightCache,
+        gradients: DistributedGradients,
+        counters: Counters,
+        settings: UpdateSettings,
+        gathering: DeviceUnshard | None,
+    ) -> None:
+        shards = ShardWeights(weight_cache, store)
+        super().__init__(store, pool, shards, gradients.owned, counters, settings)
+        self._ranked_store = store
+        self._full_units = weight_cache
+        self._gathering = gathering if store.partition.stage < 3 else None
+        self._parts = {share.whole: share.part for s in store.partition.mine for share in s.shares}
+
+    def apply(self, record: StepRecord) -> None:
+        """Updates what this rank owns and lets every rank see the new weights.
+
+        A failure ends all ranks: others have made a step that this one has not.
+        """
+        transport = self._ranked_store.transport
+        try:
+            self._full_units.finish_writes()  # Weights that were set from outside since.
+            super().apply(self._mine_of(record))
+            changed = self._changed_by(record)
+            flush_owned(self._ranked_store, self._full_units, changed)
+            transport.all_gather("shards are updated", b"")
+            pull_updated(self._ranked_store, self._full_units, changed, self._gathering)
+            transport.all_gather("optimizer.step() is over", b"")
+            if self._ranked_store.partition.stage == 3:
+                self._full_units.prefetch_anew()
+        except RankError:
+            raise
+        except BaseException as error:
+            transport.abort(f"in optimizer.step(): {type(error).__name__}: {error}")
+            raise
+
+    def _changed_by(self, record: StepRecord) -> list[Unit]:
+        full_units = self._ranked_store.partition.full_units
+        return [unit for unit in full_units if any(s in record.settings for s in unit.trainable())]
+
+    def _mine_of(self, record: StepRecord) -> StepRecord:
+        settings: Mapping[TensorSpec, Any] = {
+            self._parts[spec]: setting
+            for spec, setting in record.settings.items()
+            if spec in self._parts
+        }
+        return StepRecord(settings, record.clip_factor)
+
+
+class DistributedMasters(Masters):
+    """Masters of whole tensors: this rank keeps its part, and reads the others' from them."""
+
+    def __init__(self, store: DistributedStore, pool: HostPool) -> None:
+        super().__init__(store, pool)
+        self._ranked_store = store
+        self._shares = store.partition.shares()
+
+    def _split(self, unit: Unit, spec: TensorSpec) -> Iterator[tuple[ShardSlice, Shard | None]]:
+        mine = self._ranked_store.partition.mine[unit.index]
+        for share in self._shares[spec]:
+            yield share, mine if share.rank == mine.rank else None
+
+    def read(self, unit: Unit, spec: TensorSpec, narrow: torch.Tensor) -> torch.Tensor:
+        whole = self._ranked_store.gather_state(unit.index, StateKind.MASTER)
+        flat = whole[spec.state_offset : spec.state_offset + spec.numel]
+        return join(narrow, flat) if unit.has_residual else flat.clone()
+
+    def write(
+        self, unit: Unit, spec: TensorSpec, narrow: torch.Tensor, value: torch.Tensor
+    ) -> None:
+        for share, shard in self._split(unit, spec):
+            place = slice(share.start, share.stop)
+            if shard is not None:
+                super().write(shard.unit, share.part, narrow[place], value[place])
+            else:
+                wide = value[place].to(torch.float32)
+                narrow[place] = split(wide)[0] if unit.has_residual else wide
+
+    def follow(
+        self, unit: Unit, spec: TensorSpec, narrow: torch.Tensor, before: torch.Tensor | None
+    ) -> None:
+        for share, shard in self._split(unit, spec):
+            if shard is not None:
+                place = slice(share.start, share.stop)
+                old = None if before is None else before[place]
+                super().follow(shard.unit, share.part, narrow[place], old)

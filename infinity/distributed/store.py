@@ -1,0 +1,323 @@
+"""The state of a rank that owns shards: its own pieces, and whole weights put together from all.
+
+To the executor a whole unit whose weights are divided looks like one that rests far away: a read
+brings it, a write takes this rank's shard home. Shards are asked for one-sidedly. That is safe
+without a lock because a shard only changes inside the optimizer's step, between two points that all
+ranks pass together (design/0005).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from infinity.distributed.partials import Fill, PartialGradient, PartialGradients
+from infinity.distributed.transport import PeerTransport, RemoteRequest
+from infinity.observe import Counters
+from infinity.sizes import KIB, MIB, PAGE_NBYTES, align_down, align_up
+from infinity.state.partition import Partition, Shard, ShardSegment
+from infinity.state.store import StateStore, Transfer
+from infinity.state.units import StateKind, Unit
+from infinity.storage.engine import Priority
+from infinity.storage.volume import Volume
+from infinity.tiers.host import Block, HostTier
+
+# What is served from a drive goes through a block of this size, one for each rank that asks;
+SERVING_NBYTES = MIB
+# and what has no room in the inbox through a smaller one, one for each rank that gives.
+TAKING_NBYTES = 256 * KIB
+_CODES = tuple(StateKind)
+
+
+def serving_nbytes(partition: Partition) -> int:
+    """Host memory that serving needs for good: two blocks for each rank."""
+    return (SERVING_NBYTES + TAKING_NBYTES) * partition.count
+
+
+class MultiTransfer:
+    """Whole weights on their way from all ranks. `wait` returns when nobody writes any more."""
+
+    def __init__(self, jobs: Sequence[RemoteRequest]) -> None:
+        self._jobs = jobs
+
+    def done(self) -> bool:
+        return all(job.done() for job in self._jobs)
+
+    def wait(self) -> None:
+        first: BaseException | None = None
+        for job in self._jobs:
+            try:
+                job.wait()
+            except BaseException as error:
+                first = first or error
+        if first is not None:
+            raise first
+
+
+class DistributedStore(StateStore):
+    """Homes of this rank's pieces, and the way to the pieces of others.
+
+    `partition.units` are its units. Reads and writes of whole units come from the training thread,
+    `serve` from the threads of `transport`, which are set before anything is read or written.
+    """
+
+    transport: PeerTransport
+
+    def __init__(
+        self,
+        partition: Partition,
+        *,
+        host: HostTier,
+        volume: Volume | None,
+        counters: Counters,
+        reduce_buffer_nbytes: int,
+        **parts: Any,
+    ) -> None:
+        self.partition = partition
+        self._ranked_host = host
+        super().__init__(partition.units, host=host, volume=volume, counters=counters, **parts)
+        # By rank: each belongs to one thread.
+        ranks = range(partition.count)
+        self._reading = [self._allocate(SERVING_NBYTES, f"serving rank {r}") for r in ranks]
+        self._taking = [self._allocate(TAKING_NBYTES, f"gradients of rank {r}") for r in ranks]
+        self.partials = PartialGradients(
+            reduce_buffer_nbytes,
+            host=host,
+            volume=volume,
+            window=self._taking[partition.rank],
+            counters=counters,
+        )
+        self._own = ThreadPoolExecutor(1, thread_name_prefix="infinity-own-shard")
+        # Units whose shard was written past the executor, which may keep an older copy.
+        self.rewritten: set[int] = set()
+
+    def _allocate(self, nbytes: int, what: str) -> Block:
+        block = self._ranked_host.allocate(nbytes, what)
+        assert block is not None, "the budget has room for serving"
+        return block
+
+    def close(self) -> None:
+        """Ends the thread of the own shard. After `transport.close`."""
+        self._own.shutdown(wait=True)
+
+    # -- Whole units -------------------------------------------------------------------------------
+
+    def is_sharded(self, unit: Unit, state_kind: StateKind) -> bool:
+        """Whether the piece of a whole unit is put together from the shards of all ranks."""
+        return (
+            state_kind is StateKind.PARAMETERS
+            and unit.index < len(self.partition.full_units)
+            and self.partition.stage == 3
+        )
+
+    def read(
+        self,
+        unit: Unit,
+        state_kind: StateKind,
+        block: Block,
+        *,
+        priority: Priority,
+        offset_nbytes: int = 0,
+        nbytes: int | None = None,
+    ) -> Transfer:
+        if not self.is_sharded(unit, state_kind):
+            return super().read(
+                unit,
+                state_kind,
+                block,
+                priority=priority,
+                offset_nbytes=offset_nbytes,
+                nbytes=nbytes,
+            )
+        assert offset_nbytes == 0 and nbytes is None
+        whole = self._ranked_host.tensor(block, nbytes=unit.weight_nbytes)
+        return self.gather_weights(unit.index, whole, is_mine_there=False)
+
+    def write(
+        self,
+        unit: Unit,
+        state_kind: StateKind,
+        block: Block,
+        *,
+        offset_nbytes: int = 0,
+        nbytes: int | None = None,
+    ) -> Transfer:
+        if not self.is_sharded(unit, state_kind):
+            return super().write(
+                unit, state_kind, block, offset_nbytes=offset_nbytes, nbytes=nbytes
+            )
+        assert offset_nbytes == 0
+        self.rewritten.add(unit.index)
+        whole = self._ranked_host.tensor(block, nbytes=unit.weight_nbytes)
+        return self._in_own_thread(self._keep_mine, unit.index, whole)
+
+    def gather_weights(self, index: int, whole: torch.Tensor, *, is_mine_there: bool) -> Transfer:
+        """Starts bringing what is divided of a unit's weights to their places in `whole` (uint8,
+        host, shape (weight_nbytes,)): the shards of the others and, unless it is there, mine."""
+        jobs: list[RemoteRequest] = []
+        for shard in self.partition.shards[index]:
+            segments = self._served(shard, StateKind.PARAMETERS)
+            sinks = [
+                whole[each.whole_offset_nbytes : each.whole_offset_nbytes + each.nbytes]
+                for each in segments
+            ]
+            if not segments:
+                continue
+            if shard.rank != self.partition.rank:
+                views = [memoryview(sink.numpy()) for sink in sinks]
+                jobs.append(
+                    self.transport.get(shard.rank, index, _CODES.index(StateKind.PARAMETERS), views)
+                )
+            elif not is_mine_there:
+                jobs.append(self._in_own_thread(self._bring_mine, index, segments, sinks))
+        return MultiTransfer(jobs)
+
+    def gather_state(self, index: int, state_kind: StateKind) -> torch.Tensor:
+        """A copy of a piece of state of a whole unit, from all ranks: shape (state_numel,)."""
+        unit = self.partition.full_units[index]
+        dtype = unit.dtype(state_kind)
+        assert dtype is not None and state_kind is not StateKind.PARAMETERS
+        whole = torch.zeros(unit.state_numel, dtype=dtype)
+        shards = [shard for shard in self.partition.shards[index] if shard.stop > shard.start]
+        MultiTransfer(
+            [
+                self.get_state(shard, state_kind, whole[shard.start : shard.stop].view(torch.uint8))
+                for shard in shards
+            ]
+        ).wait()
+        return whole
+
+    def get_state(self, shard: Shard, state_kind: StateKind, sink: torch.Tensor) -> RemoteRequest:
+        """Starts bringing a piece of state of any rank's shard, as it rests there, into `sink`
+        (uint8, host, shape (shard.unit.nbytes(piece),), more than nothing)."""
+        if shard.rank == self.partition.rank:
+            segments = [ShardSegment(0, 0, sink.numel())]
+            return self._in_own_thread(self._copy_state, shard, state_kind, segments, [sink])
+        index = shard.unit.index - len(self.partition.full_units)
+        return self.transport.get(
+            shard.rank, index, _CODES.index(state_kind), [memoryview(sink.numpy())]
+        )
+
+    # -- Gradients ---------------------------------------------------------------------------------
+
+    def receive(
+        self, dtype: torch.dtype, nbytes: int, receive: Fill, *, giver: int
+    ) -> PartialGradient:
+        """What another rank gives, as it arrives. By the thread that serves that rank, whose block
+        nobody else uses."""
+        return self.partials.receive(dtype, nbytes, receive, window=self._taking[giver])
+
+    # -- This rank's shard -------------------------------------------------------------------------
+
+    def serve(self, unit: int, state_kind: int, *, to: int) -> tuple[int, Iterable[memoryview]]:
+        """The bytes of this rank's shard of a unit, for another rank; see `transport.Service`."""
+        shard, kind = self.partition.shards[unit][self.partition.rank], _CODES[state_kind]
+        segments = self._served(shard, kind)
+        return sum(each.nbytes for each in segments), self._parts(shard, kind, segments, to)
+
+    def _served(self, shard: Shard, state_kind: StateKind) -> Sequence[ShardSegment]:
+        if state_kind is StateKind.PARAMETERS:
+            return self.partition.served(shard)
+        nbytes = shard.unit.nbytes(state_kind)
+        return [ShardSegment(0, 0, nbytes)] if nbytes else []
+
+    def _parts(
+        self, shard: Shard, state_kind: StateKind, segments: Iterable[ShardSegment], reader: int
+    ) -> Iterator[memoryview]:
+        """The bytes of `segments` in parts; a part is valid until the next is asked for."""
+        unit, is_whole = shard.unit, False
+        if state_kind is StateKind.PARAMETERS and self.partition.stage < 3:
+            unit, is_whole = (
+                self.partition.full_units[unit.index - len(self.partition.full_units)],
+                True,
+            )
+        host_view = self.host_view(unit, state_kind)
+        block = self._reading[reader]
+        for segment in segments:
+            start = segment.whole_offset_nbytes if is_whole else segment.shard_offset_nbytes
+            stop = start + segment.nbytes
+            if host_view is not None:
+                yield memoryview(host_view[start:stop].numpy())
+                continue
+            while start < stop:
+                low = align_down(start, PAGE_NBYTES)
+                high = min(align_up(stop, PAGE_NBYTES), low + SERVING_NBYTES)
+                super().read(
+                    unit,
+                    state_kind,
+                    block,
+                    priority=Priority.FORWARD,
+                    offset_nbytes=low,
+                    nbytes=high - low,
+                ).wait()
+                until = min(stop, high)
+                part = self._ranked_host.tensor(block)[start - low : until - low]
+                yield memoryview(part.numpy())
+                start = until
+
+    def _bring_mine(
+        self, index: int, segments: Sequence[ShardSegment], sinks: Sequence[torch.Tensor]
+    ) -> None:
+        self._copy_state(
+            self.partition.shards[index][self.partition.rank], StateKind.PARAMETERS, segments, sinks
+        )
+
+    def _copy_state(
+        self,
+        shard: Shard,
+        state_kind: StateKind,
+        segments: Sequence[ShardSegment],
+        sinks: Sequence[torch.Tensor],
+    ) -> None:
+        for segment, sink in zip(segments, sinks, strict=True):
+            done = 0
+            for part in self._parts(shard, state_kind, [segment], self.partition.rank):
+                sink[done : done + part.nbytes].copy_(torch.frombuffer(part, dtype=torch.uint8))
+                done += part.nbytes
+
+    def _keep_mine(self, index: int, whole: torch.Tensor) -> None:
+        """Writes this rank's part of whole weights to where it rests."""
+        shard = self.partition.shards[index][self.partition.rank]
+        host_view = self.host_view(shard.unit, StateKind.PARAMETERS)
+        block = self._reading[self.partition.rank]
+        for segment in shard.segments:
+            start = segment.whole_offset_nbytes
+            source = whole[start : start + segment.nbytes]
+            if host_view is not None:
+                place = segment.shard_offset_nbytes
+                host_view[place : place + segment.nbytes].copy_(source)
+                continue
+            for done in range(0, segment.nbytes, SERVING_NBYTES):
+                part = source[done : done + SERVING_NBYTES]
+                self._ranked_host.tensor(block)[: part.numel()].copy_(part)
+                super().write(
+                    shard.unit,
+                    StateKind.PARAMETERS,
+                    block,
+                    offset_nbytes=segment.shard_offset_nbytes + done,
+                    nbytes=align_up(part.numel(), PAGE_NBYTES),
+                ).wait()
+
+    def take_rewritten(self, index: int) -> bool:
+        """Whether this rank's shard of a unit was written past the executor since this was asked
+        last: the copy that it has, if any, is out of date."""
+        is_outdated = index in self.rewritten
+        self.rewritten.discard(index)
+        return is_outdated
+
+    def _in_own_thread(self, function: Callable[..., None], *arguments: Any) -> RemoteRequest:
+        job = RemoteRequest()
+
+        def run() -> None:
+            try:
+                function(*arguments)
+            except BaseException as error:
+                job.finish(error)
+            else:
+                job.finish()
+
+        self._own.submit(run)
+        return job

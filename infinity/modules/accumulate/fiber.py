@@ -1,0 +1,163 @@
+"""A forward that is suspended and resumed, and what has to go along with it.
+
+Python has no other way to suspend a function it did not write than a thread. Of the strands of one
+conductor, and the conductor itself, one runs at a time: `run_on` and `pause_at` pass the turn.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+class _Abandoned(BaseException):
+    """Ends a strand whose run was given up. Nobody sees it."""
+
+
+class Fiber:
+    """One micro-batch's forward, in a thread of its own. It starts suspended.
+
+    `forward` returns the loss, or None; it is found in `loss` when the strand is over. Grad mode,
+    autocast, the number of compute threads, context variables and the device's stream are those of
+    the thread that made the strand.
+    """
+
+    def __init__(
+        self, number: int, forward: Callable[[], torch.Tensor | None], device: torch.device
+    ) -> None:
+        self.number = number
+        self.at: Any = None  # Where it is suspended; None when it is over.
+        self.loss: torch.Tensor | None = None
+        self._error: BaseException | None = None
+        self._is_abandoned = False
+        self._turn, self._paused = threading.Semaphore(0), threading.Semaphore(0)
+        self._thread = threading.Thread(
+            target=contextvars.copy_context().run,
+            args=(self._run, in_same_modes(forward, device)),
+            name=f"micro-batch {number}",
+            daemon=True,
+        )
+        self._thread.start()
+
+    def _run(self, forward: Callable[[], torch.Tensor | None]) -> None:
+        try:
+            self._wait_to_run()
+            self.loss = forward()
+        except _Abandoned:
+            pass
+        except BaseException as error:
+            self._error = error
+        self.at = None
+        self._paused.release()
+
+    def _wait_to_run(self) -> None:
+        self._turn.acquire()
+        if self._is_abandoned:
+            raise _Abandoned
+
+    def pause_at(self, place: Any) -> None:
+        """In the strand: gives the turn back until it is resumed."""
+        self.at = place
+        self._paused.release()
+        self._wait_to_run()
+
+    def run_on(self) -> None:
+        """In the conductor: the strand runs to its next pause, or to its end. Raises its error."""
+        self._turn.release()
+        try:
+            self._paused.acquire()
+        except BaseException:  # Ctrl-C: the strand cannot be stopped in the middle.
+            self._paused.acquire()
+            raise
+        if self._error is not None:
+            self._thread.join()
+            error, self._error = self._error, None
+            raise error
+
+    def abandon(self) -> None:
+        """Ends the thread, wherever it is suspended."""
+        if self._thread.is_alive():
+            self._is_abandoned = True
+            self._turn.release()
+        self._thread.join()
+
+
+@dataclass(frozen=True, slots=True)
+class Modes:
+    """Autocast as it is in this thread. Each thread has its own."""
+
+    autocast: tuple[tuple[str, bool, torch.dtype], ...]
+    is_cached: bool
+
+    @classmethod
+    def now(cls, device: torch.device) -> Modes:
+        kinds = dict.fromkeys(["cpu", device.type])
+        autocast = tuple(
+            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+            for kind in kinds
+        )
+        return cls(autocast, torch.is_autocast_cache_enabled())
+
+    @contextmanager
+    def set(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            stack.enter_context(torch.enable_grad())
+            for kind, is_on, dtype in self.autocast:
+                if is_on or torch.is_autocast_enabled(kind):
+                    stack.enter_context(
+                        torch.autocast(kind, dtype, enabled=is_on, cache_enabled=self.is_cached)
+                    )
+            yield
+
+
+class Random:
+    """The generators that a model draws from: the host's, and the device's if it has its own."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = None if device.type == "cpu" else torch.get_device_module(device.type)
+
+    def state(self) -> list[torch.Tensor]:
+        states = [torch.get_rng_state()]
+        if self._device is not None:
+            states.append(self._device.get_rng_state())
+        return states
+
+    def set(self, states: list[torch.Tensor]) -> None:
+        torch.set_rng_state(states[0])
+        if self._device is not None:
+            self._device.set_rng_state(states[1])
+
+    def fresh(self) -> list[torch.Tensor]:
+        """A state that follows from the present one, which moves on."""
+        seed = int(torch.randint(2**62, ()))
+        kept = self.state()
+        torch.manual_seed(seed)
+        state = self.state()
+        self.set(kept)
+        return state
+
+
+def in_same_modes(
+    function: Callable[[], torch.Tensor | None], device: torch.device
+) -> Callable[[], torch.Tensor | None]:
+    """The function, to be called in another thread as if in this one."""
+    modes, num_threads, stream = Modes.now(device), torch.get_num_threads(), None
+    if device.type != "cpu":
+        stream = torch.get_device_module(device.type).current_stream()
+
+    def run() -> torch.Tensor | None:
+        # OpenMP counts per thread; another count would cut sums elsewhere.
+        torch.set_num_threads(num_threads)
+        if stream is not None:
+            torch.accelerator.set_device_index(stream.device_index)
+            torch.accelerator.set_stream(stream)
+        with modes.set():
+            return function()
+
+    return run

@@ -1,0 +1,238 @@
+"""A parameter whose value is still to come: what `infinity.init_empty_weights` leaves in a module.
+
+It is a tensor on meta that says its value will be on the CPU. Libraries put what they add to a
+model where its parameters are; PEFT moves an adapter to the device of the layer that it adapts, and
+on meta the adapter's values would be gone. So adapters are real from the start, with the values
+that they have over a model in memory.
+
+Shapes and dtypes follow from operations as on meta. A value that is written to it as a whole is
+kept: the parameter is a plain one from then on. A value that is made of it and written to memory
+would be rubbish, and is refused.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from infinity.errors import ConfigError
+
+_building = 0
+
+
+@contextmanager
+def building() -> Iterator[None]:
+    """Within, constructors run: what they do to a parameter without memory is meant to be lost."""
+    global _building
+    _building += 1
+    try:
+        yield
+    finally:
+        _building -= 1
+
+
+class Awaited(torch.Tensor):
+    """A parameter without a value, or what an operation made of one."""
+
+    _is_param: bool
+
+    def __new__(cls, data: torch.Tensor, requires_grad: bool = True, **attributes: Any) -> Awaited:
+        """As `nn.Parameter`; PEFT registers a parameter again with all its attributes."""
+        awaited = cls.make(data)
+        awaited.__dict__.update(attributes)
+        return awaited.requires_grad_(requires_grad)
+
+    @staticmethod
+    def make(parameter: torch.Tensor) -> Awaited:
+        """In the place of `parameter`, with its attributes."""
+        with torch._C.DisableTorchFunctionSubclass():
+            awaited = torch.Tensor._make_subclass(
+                Awaited, parameter.detach().to("meta"), parameter.requires_grad
+            )
+            awaited.__dict__.update(parameter.__dict__)
+            awaited._is_param = True
+        return awaited
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Awaited:
+        if id(self) not in memo:
+            memo[id(self)] = Awaited.make(self)
+        return memo[id(self)]
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        return f"<awaited parameter: shape={tuple(self.shape)}, dtype={self.dtype}>"
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            special = None if _building else _SPECIAL.get(func)
+            if special is not None:
+                return special(*args, **(kwargs or {}))
+            if _building or getattr(func, "__name__", "") == "__get__":
+                return func(*args, **(kwargs or {}))
+            return _shapes_only(func, args, kwargs or {})
+
+
+class Provisional(nn.Parameter):
+    """A parameter small enough to keep what its constructor drew, until a value is given to it."""
+
+    built_version: int = 0  # Its version when its model was built; later ones are somebody's value.
+
+    def copy_(self, *args: Any, **kwargs: Any) -> torch.Tensor:  # type: ignore[override]
+        copied = super().copy_(*args, **kwargs)
+        if not _building:
+            self.__class__ = nn.Parameter  # type: ignore[assignment]
+        return copied
+
+
+def is_to_come(parameter: torch.Tensor) -> bool:
+    """Whether the parameter's value is still to be loaded, or drawn from the seed."""
+    if isinstance(parameter, Provisional):
+        return parameter._version == parameter.built_version
+    return parameter.is_meta
+
+
+def _shapes_only(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    first = args[0] if args else next(iter(kwargs.values()))
+    if func in _DECOMPOSITIONS or kwargs.get("out") is not None:
+        _refuse_to_make_up(first)
+    name = getattr(func, "__name__", "")
+    is_method = name.endswith("_") and not name.endswith("__")
+    if (is_method and name not in _SAY_NOTHING_OF_VALUES) or name in _WRITING_OPERATORS:
+        if not isinstance(first, Awaited):
+            _refuse_to_make_up(first)
+        _refuse_to_lose(first, name)
+    args, kwargs = tree_map(_on_meta, (args, dict(kwargs)))
+    return tree_map(_awaited, func(*args, **kwargs))
+
+
+def _on_meta(value: Any) -> Any:
+    return value.to("meta") if isinstance(value, torch.Tensor) and not value.is_meta else value
+
+
+def _awaited(value: Any) -> Any:
+    return value.as_subclass(Awaited) if type(value) is torch.Tensor and value.is_meta else value
+
+
+def _refuse_to_make_up(target: Any) -> None:
+    raise ConfigError(
+        f"a tensor of shape {tuple(target.shape)} would be computed from a weight that "
+        "infinity.init_empty_weights left without a value: expected an initialisation that needs "
+        "no weights of "
+        "the model (LoRA's default, 'gaussian', ...). Build the model outside of "
+        "infinity.init_empty_weights and "
+        "load its weights first, or save the initialised adapter of such a model and load that"
+    )
+
+
+def _refuse_to_lose(tensor: torch.Tensor, name: str) -> None:
+    raise ConfigError(
+        f"{name} would write to a parameter of shape {tuple(tensor.shape)} that "
+        f"infinity.init_empty_weights left "
+        "without memory, and be lost. Write the whole parameter (copy_, load_state_dict), or "
+        "change it after infinity.offload, inside `with infinity.gather(module, modify=True):`"
+    )
+
+
+_SAY_NOTHING_OF_VALUES = ("requires_grad_", "detach_", "share_memory_")
+_WRITING_OPERATORS = (
+    "__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__",
+    "__ipow__",
+)  # fmt: skip
+
+# What initialisations from the base weights begin with (PiSSA, OLoRA, MiCA, ...).
+_DECOMPOSITIONS = {
+    torch.svd, torch.svd_lowrank, torch.pca_lowrank, torch.qr, torch.linalg.svd, torch.linalg.qr,
+    torch.linalg.eigh, torch.linalg.svdvals, torch.Tensor.svd, torch.Tensor.qr,
+}  # fmt: skip
+
+
+# -- Operations with a meaning of their own ----------------------------------------------------
+
+
+def _get_device(tensor: torch.Tensor) -> torch.device:
+    return torch.device("cpu") if tensor.is_meta else tensor.device
+
+
+def _get_is_meta(tensor: torch.Tensor) -> bool:
+    # load_state_dict warns of a copy to meta, which is lost; this one is kept.
+    loads = sys._getframe(2).f_code is nn.Module._load_from_state_dict.__code__
+    return tensor.is_meta and not loads
+
+
+def _get_data(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def _set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    if not isinstance(tensor, Awaited):
+        _refuse_to_make_up(tensor)
+    if value.is_meta:
+        if value is not tensor and value.dtype is tensor.dtype:
+            _refuse_to_make_up(tensor)
+        torch.Tensor.data.__set__(tensor, value)  # type: ignore[attr-defined]
+    else:
+        _take(tensor, value)
+
+
+def _copy_(tensor: torch.Tensor, source: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    if not isinstance(tensor, Awaited):
+        _refuse_to_make_up(tensor)
+    if source.is_meta:
+        return tensor
+    if not getattr(tensor, "_is_param", False):
+        _refuse_to_lose(tensor, "copy_")
+    return _take(tensor, source.expand(tensor.shape).to("cpu", tensor.dtype))
+
+
+def _take(tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """The parameter is a plain one with this value from now on."""
+    attributes = dict(tensor.__dict__)
+    plain = nn.Parameter(value.detach().clone(), requires_grad=tensor.requires_grad)
+    torch.utils.swap_tensors(tensor, plain)
+    attributes.pop("_is_param")
+    tensor.__dict__.update(attributes)
+    return tensor
+
+
+def _to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    if not isinstance(tensor, Awaited):
+        return tensor.to(*(_like(each) for each in args), **kwargs)
+    if args and isinstance(args[0], torch.Tensor):
+        device, dtype = args[0].device, args[0].dtype
+    else:
+        wanted = {key: kwargs[key] for key in ("device", "dtype") if key in kwargs}
+        device, dtype, _, _ = torch._C._nn._parse_to(*args, **wanted)
+    if device is not None and device.type not in ("cpu", "meta"):
+        return tensor.to(device)  # Refused by torch, which says that there is no data.
+    return tensor if dtype in (None, tensor.dtype) else _awaited(tensor.to(dtype=dtype))
+
+
+def _like(value: Any) -> Any:
+    """What a plain tensor is converted to, where that is the dtype and device of an awaited one."""
+    if isinstance(value, Awaited):
+        return torch.empty(0, dtype=value.dtype)
+    return value
+
+
+_SPECIAL: dict[Any, Callable[..., Any]] = {
+    torch.Tensor.device.__get__: _get_device,  # type: ignore[attr-defined]
+    torch.Tensor.is_meta.__get__: _get_is_meta,  # type: ignore[attr-defined]
+    torch.Tensor.data.__get__: _get_data,  # type: ignore[attr-defined]
+    torch.Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
+    torch.Tensor.copy_: _copy_,
+    torch.Tensor.to: _to,
+    torch.Tensor.cpu: lambda tensor, *args, **kwargs: tensor,
+    torch.Tensor.__deepcopy__: Awaited.__deepcopy__,
+}

@@ -1,0 +1,603 @@
+"""What stands in a module while a parameter is away: a tensor without bytes that fails loudly.
+
+A handle is an `nn.Parameter` to everyone who asks: true shape, dtype and device, in
+`named_parameters`, in an optimizer's groups. It has no storage. Reading it outside its module, or
+changing it in place under no_grad, fetches the bytes for that one operation; copying, pickling or
+converting it raises an error that names the parameter and the way to do it.
+
+`handle.data` is a handle as well: of the same bytes, without a gradient. Where a view of a
+parameter is asked for, a mirror is given (`mirrors.py`).
+
+Why a wrapper subclass and nothing simpler: a full-shape tensor over an empty storage crashes the
+interpreter when touched, a meta tensor silently computes rubbish in `F.linear`, and a one-element
+placeholder broadcasts.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NoReturn, Protocol, cast
+
+import torch
+from torch.autograd.graph import _get_grad_fn_or_grad_acc
+
+from infinity.errors import ConfigError, ParameterNotResident, UnsupportedError
+from infinity.modules.mirrors import Origin, Original
+from infinity.modules.torch_names import PLAIN, members, says_it_writes
+
+
+class Owner(Protocol):
+    """Who answers for a handle: `HandleOps`, or the `TiledParam` of tiles."""
+
+    def compute_with(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        *,
+        changes: Sequence[Handle],
+    ) -> Any:
+        """Runs `function` with real tensors in the place of this owner's handles.
+
+        `changes`: the handles the function says it writes to.
+        """
+
+    def whole_handle(self, name: str) -> Handle:
+        """The handle that stands in modules, of one that `.data` or `.grad` gave."""
+
+    def gradient_of(self, handle: Handle) -> torch.Tensor | None: ...
+    def put_gradient(self, handle: Handle, value: torch.Tensor, *, is_other: bool) -> None: ...
+    def forget_gradient(self, handle: Handle) -> None: ...
+    def zero_gradient(self, handle: Handle) -> None: ...
+    def set_trainable(self, handle: Handle, is_trainable: bool) -> None: ...
+    def state_value(self, handle: Handle) -> torch.Tensor:
+        """What a `state_dict()` holds of the parameter."""
+
+    def leaves_of(self, handle: Handle) -> list[torch.Tensor]:
+        """The parameters that gradients of the handle's values arrive at, in order of rows."""
+
+    def take_gradient(self, handle: Handle, gradient: torch.Tensor) -> None:
+        """A gradient has arrived at the handle itself."""
+
+
+class Alias(Protocol):
+    """What looks at the memory of a parameter, or of its gradient."""
+
+    is_gradient: bool
+
+    def lose(self) -> None:
+        """The parameter is about to get other memory; keep what was in this one."""
+
+
+class Handle(torch.Tensor):
+    """A released parameter, or (with `is_gradient`) a gradient that rests on a tier, or (with
+    `is_data`) the `.data` of a parameter."""
+
+    owner: Owner
+    name_in_model: str
+    is_gradient: bool
+    is_data: bool = False
+    kept: torch.Tensor | None = None  # The values, since the parameter or `.grad` got others.
+    number: int = 0  # Which gradient of the parameter: they come and go.
+    aliases: weakref.WeakValueDictionary[int, Alias] | None = None
+
+    # nn.Parameter's metaclass answers isinstance() for tensor subclasses by this attribute.
+    _is_param = True
+
+    @staticmethod
+    def make(
+        owner: Owner,
+        name: str,
+        like: torch.Tensor,
+        *,
+        is_gradient: bool = False,
+        shape: Sequence[int] | None = None,
+    ) -> Handle:
+        """A handle with the shape, stride, dtype, device and requires_grad of `like`; or with a
+        shape of its own, row-major."""
+        strides = like.stride() if shape is None else torch.empty(shape, device="meta").stride()
+        handle = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            Handle,
+            like.shape if shape is None else shape,
+            strides=strides,
+            dtype=torch.float32 if is_gradient else like.dtype,
+            device=like.device,
+            requires_grad=like.requires_grad and not is_gradient,
+        )
+        handle.owner = owner
+        handle.name_in_model = name
+        handle.is_gradient = is_gradient
+        handle._is_param = not is_gradient
+        if handle.requires_grad:
+            with torch._C.DisableTorchFunctionSubclass():
+                handle.register_post_accumulate_grad_hook(_take_stray)
+        return handle
+
+    def make_data(self) -> Handle:
+        """What `.data` is."""
+        with torch._C.DisableTorchFunctionSubclass():
+            handle = Handle.make(self.owner, self.name_in_model, self)
+            handle.requires_grad_(False)
+        handle.is_data, handle._is_param = True, False
+        self.owner.whole_handle(self.name_in_model).note_alias(handle)
+        return handle
+
+    def note_alias(self, alias: Alias) -> None:
+        """`alias` shows this parameter's memory, and is told when that is replaced."""
+        if self.aliases is None:
+            self.aliases = weakref.WeakValueDictionary()
+        self.aliases[id(alias)] = alias
+
+    def lose_aliases(self, kind: type | tuple[type, ...] = object, *, is_gradient: bool) -> None:
+        aliases = self.aliases or {}
+        for key, alias in list(aliases.items()):
+            if alias.is_gradient == is_gradient and isinstance(alias, kind):
+                alias.lose()
+                del aliases[key]
+
+    def lose(self) -> None:
+        stamp = cast(Original, self.owner).stamp(self.name_in_model, is_gradient=self.is_gradient)
+        if not self.is_gradient or (stamp is not None and stamp[0] == self.number):
+            self.kept = self.clone()
+
+    def is_same(self, other: Any) -> bool:
+        """Whether both stand for the same bytes."""
+        return isinstance(other, Handle) and (
+            (other.owner, other.name_in_model, other.is_gradient)
+            == (self.owner, self.name_in_model, self.is_gradient)
+            and self.kept is other.kept
+        )
+
+    @property
+    def grad(self) -> torch.Tensor | None:  # type: ignore[override]
+        """The gradient summed so far, as a handle that fetches it when read; None if there is
+        none."""
+        return None if self.is_gradient or self.is_data else self.owner.gradient_of(self)
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        if self.is_gradient or self.is_data:
+            if value is not None:
+                raise UnsupportedError(
+                    f"expected the gradient of {self.name_in_model!r} to be set on the parameter "
+                    "itself, got it for its .grad or .data; use `parameter.grad = value`"
+                )
+        elif value is None:
+            self.owner.forget_gradient(self)
+        else:
+            _set_gradient(self, value, is_other=True)
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        what = "gradient" if self.is_gradient else "parameter"
+        return (
+            f"<released {what} {self.name_in_model!r}: shape={tuple(self.shape)}, "
+            f"dtype={self.dtype}, device={self.device}>"
+        )
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.unbind(0))
+
+    def __format__(self, spec: str) -> str:
+        return format(repr(self), spec)
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        raise UnsupportedError(
+            f"{self.name_in_model!r} is on a tier and cannot be pickled or copied with the model; "
+            "save with infinity.checkpoint.export_safetensors(model, directory), or read it inside "
+            "`with infinity.gather(model):`"
+        )
+
+    def __deepcopy__(self, memo: object) -> Any:
+        self.__reduce_ex__(4)
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in PLAIN:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        special = _SPECIAL.get(func)
+        if special is not None:
+            answer = special(*args, **kwargs)
+            if answer is not NotImplemented:
+                return answer
+        if "_foreach_" in getattr(func, "__name__", ""):
+            count = max(len(each) for each in args if isinstance(each, (tuple, list)))
+            if count > 1:
+                return _one_by_one(func, args, kwargs, count)
+        owner = _first_handle((args, kwargs)).owner
+        return owner.compute_with(func, args, kwargs, changes=targets(func, args, kwargs))
+
+    @classmethod
+    def __torch_dispatch__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Reached only where __torch_function__ was switched off: nothing may compute on a
+        handle."""
+        if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
+            return args[0]
+        handle = _first_handle((args, kwargs or {}))
+        if func.overloadpacket is torch.ops.aten.set_:  # It never comes by __torch_function__.
+            _refuse_parametrization(handle)
+        raise ParameterNotResident(
+            handle.name_in_model,
+            f"{func} reached it below the engine; wrap the code in infinity.gather(model)",
+        )
+
+
+def _first_handle(tree: Any) -> Handle:
+    found = find_handles(tree)
+    assert found
+    return found[0]
+
+
+def find_handles(tree: Any) -> list[Handle]:
+    """Every handle in nested tuples, lists and dicts."""
+    if isinstance(tree, Handle):
+        return [tree]
+    if isinstance(tree, (tuple, list)):
+        return [handle for each in tree for handle in find_handles(each)]
+    if isinstance(tree, Mapping):
+        return [handle for each in tree.values() for handle in find_handles(each)]
+    return []
+
+
+def replace_handles(tree: Any, replace: Callable[[Handle], torch.Tensor]) -> Any:
+    """The same nest with every handle replaced."""
+    if isinstance(tree, Handle):
+        return replace(tree)
+    if isinstance(tree, tuple):
+        parts = [replace_handles(each, replace) for each in tree]
+        return type(tree)(*parts) if hasattr(tree, "_fields") else tuple(parts)
+    if isinstance(tree, list):
+        return [replace_handles(each, replace) for each in tree]
+    if isinstance(tree, dict):
+        return {key: replace_handles(value, replace) for key, value in tree.items()}
+    return tree
+
+
+def _one_by_one(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], count: int
+) -> list[Any] | None:
+    """A function over lists, one element after the other: all of them need not be in memory."""
+
+    def part(value: Any, index: int) -> Any:
+        is_list = isinstance(value, (tuple, list)) and len(value) == count
+        return [value[index]] if is_list else value
+
+    answers: list[Any] = []
+    for index in range(count):
+        given = [part(each, index) for each in args]
+        named = {key: part(each, index) for key, each in kwargs.items()}
+        answers += func(*given, **named) or ()
+    return answers or None
+
+
+def targets(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> list[Handle]:
+    """The handles `func` says it writes to."""
+    out = find_handles(kwargs.get("out"))
+    if out or not says_it_writes(func):
+        return out
+    return find_handles(args[0] if args else next(iter(kwargs.values()), None))
+
+
+# -- Gradients -------------------------------------------------------------------------------------
+
+
+def _take_stray(handle: Any) -> None:
+    """Something that did not ask `__torch_function__` has put the handle itself into a graph."""
+    with torch._C.DisableTorchFunctionSubclass():
+        gradient = torch.Tensor.grad.__get__(handle)
+        torch.Tensor.grad.__set__(handle, None)
+    handle.owner.take_gradient(handle, gradient)
+
+
+def _grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    """`torch.autograd.grad` by handles. The backward itself fetches what it needs."""
+    if find_handles(outputs):
+        return NotImplemented
+    given = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
+    leaves = [each.owner.leaves_of(each) if isinstance(each, Handle) else [each] for each in given]
+    wanted = [leaf for each in leaves for leaf in each]
+    flat = iter(torch.autograd.grad(outputs, wanted, *args, **kwargs))
+    rows = 1 if kwargs.get("is_grads_batched") else 0
+    return tuple(_of_rows([next(flat) for _ in each], each, rows) for each in leaves)
+
+
+def _of_rows(
+    parts: list[torch.Tensor | None], leaves: list[torch.Tensor], dim: int
+) -> torch.Tensor | None:
+    """One gradient, where the parameter stands as tiles and some of them may have none."""
+    there = next((part for part in parts if part is not None), None)
+    if len(parts) == 1 or there is None:
+        return there
+    lead = there.shape[:dim]
+    return torch.cat(
+        [
+            there.new_zeros((*lead, *leaf.shape)) if part is None else part
+            for part, leaf in zip(parts, leaves, strict=True)
+        ],
+        dim,
+    )
+
+
+def _backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+    """`torch.autograd.backward(..., inputs=handles)`."""
+    inputs = kwargs.get("inputs")
+    if inputs is None or find_handles((tensors, args)):
+        return NotImplemented
+    leaves = [
+        leaf
+        for each in ((inputs,) if isinstance(inputs, torch.Tensor) else inputs)
+        for leaf in (each.owner.leaves_of(each) if isinstance(each, Handle) else [each])
+    ]
+    return torch.autograd.backward(tensors, *args, **{**kwargs, "inputs": leaves})
+
+
+def _register_hook(handle: Handle, hook: Any) -> Any:
+    if handle.is_gradient:
+        return NotImplemented
+    return _leaf_of(handle, "a hook").register_hook(hook)
+
+
+def _view_as(handle: Any, other: Any) -> Any:
+    """`torch.autograd.graph` asks for a view in order to see the node behind it, not its values."""
+    if not _was_called_by(_get_grad_fn_or_grad_acc):
+        return NotImplemented
+    leaf = _leaf_of(handle, "a gradient edge")
+    return leaf.view_as(leaf)
+
+
+def _leaf_of(handle: Handle, what: str) -> torch.Tensor:
+    leaves = handle.owner.leaves_of(handle)
+    if len(leaves) != 1:
+        raise UnsupportedError(
+            f"{what} of {handle!r}: it stands as {len(leaves)} tiles, whose gradients never meet; "
+            "use the tiles, which model.parameters() gives"
+        )
+    return leaves[0]
+
+
+# -- Operations with a meaning of their own --------------------------------------------------------
+
+
+def _get_data(handle: Handle) -> Handle:
+    return handle if handle.is_gradient or handle.is_data else handle.make_data()
+
+
+def _set_data(handle: Any, value: torch.Tensor) -> Any:
+    if not isinstance(handle, Handle):
+        raise ParameterNotResident(
+            value.name_in_model,  # type: ignore[attr-defined]
+            "no other tensor can share its memory; assign a clone: tensor.data = weight.clone()",
+        )
+    if handle.is_same(value):
+        return
+    if isinstance(value, Handle) and value.kept is not None:
+        value = value.kept
+    if handle.is_gradient:
+        _set_gradient(handle, value, is_other=False)
+    elif handle.is_data:
+        handle.kept = value
+    else:
+        _set_values(handle, value)
+
+
+def _set_values(handle: Handle, value: torch.Tensor) -> None:
+    if isinstance(value, Handle):
+        raise ParameterNotResident(
+            handle.name_in_model,
+            f"it cannot share its memory with {value.name_in_model!r}; under torch.no_grad() use "
+            "copy_",
+        )
+    _converted(handle, value.device, value.dtype)
+    if value.shape != handle.shape:
+        raise ParameterNotResident(
+            handle.name_in_model,
+            f"expected data of shape {tuple(handle.shape)}, got {tuple(value.shape)}: it has its "
+            "place on the tiers. Change shapes (vocabularies, heads) before infinity.offload",
+        )
+    handle.lose_aliases(is_gradient=False)
+    handle.make_data().copy_(value)
+
+
+def _set_gradient(handle: Handle, value: torch.Tensor, *, is_other: bool) -> None:
+    """`parameter.grad = value` (`is_other`), or `parameter.grad.data = value`."""
+    whole = handle.owner.whole_handle(handle.name_in_model)
+    mine = whole.grad
+    if isinstance(mine, Handle) and mine.is_same(value):
+        return
+    if not isinstance(value, torch.Tensor) or value.shape != handle.shape:
+        got = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+        raise ConfigError(
+            f"expected a gradient of {handle.name_in_model!r} with shape {tuple(handle.shape)}, "
+            f"got {got}"
+        )
+    # nn.Module.to(dtype) sets a rounded copy of what is fp32 here.
+    is_narrow = mine is not None and value.dtype is whole.dtype is not torch.float32
+    if is_narrow and torch.equal(mine.to(value.dtype), value):  # type: ignore[union-attr]
+        return
+    if isinstance(value, Handle) and value.kept is not None:
+        value = value.kept
+    value = value.detach().clone() if isinstance(value, Handle) else value.detach()
+    whole.lose_aliases(object if is_other else Origin, is_gradient=True)
+    whole.owner.put_gradient(whole, value, is_other=is_other)
+
+
+def _set_requires_grad(handle: Handle, value: bool) -> None:
+    if not handle.is_gradient and not handle.is_data:
+        handle.owner.set_trainable(handle, value)
+    elif value:
+        what = "gradient" if handle.is_gradient else ".data"
+        raise UnsupportedError(
+            f"the {what} of {handle.name_in_model!r} rests on its tier and cannot require a "
+            "gradient of its own; take that of a detached clone"
+        )
+
+
+def _requires_grad_(handle: Handle, requires_grad: bool = True) -> Handle:
+    _set_requires_grad(handle, requires_grad)
+    return handle
+
+
+def _zero_(handle: Handle) -> Any:
+    if not handle.is_gradient:
+        return NotImplemented
+    handle.owner.zero_gradient(handle)  # nn.Module.zero_grad(set_to_none=False) does this.
+    return handle
+
+
+def _copy_(handle: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
+    return handle if source is handle else NotImplemented
+
+
+def _refuse_grad_hook(handle: Handle, *args: Any, **kwargs: Any) -> Any:
+    raise UnsupportedError(
+        f"a hook after the accumulation of the gradient of {handle.name_in_model!r} would find no "
+        "gradient: it has left for its tier by then. Use register_hook"
+    )
+
+
+def _converted(handle: Handle, device: torch.device | None, dtype: torch.dtype | None) -> Any:
+    """`.to()` of what it already is; anything else is refused, for the engine owns both."""
+    same_device = device is None or (
+        device.type == handle.device.type
+        and (device.index is None or handle.device.index in (None, device.index))
+    )
+    if same_device and dtype in (None, handle.dtype):
+        return handle
+    if handle.is_gradient:
+        return NotImplemented
+    raise UnsupportedError(
+        f"{handle.name_in_model!r} cannot be converted from {handle.dtype} on {handle.device} to "
+        f"{dtype or handle.dtype} on {device or handle.device}: its tier owns it. Choose the dtype "
+        "with precision.compute and the device with tiers.device.kind before infinity.offload"
+    )
+
+
+def _to(handle: Any, *args: Any, **kwargs: Any) -> Any:
+    if not isinstance(handle, Handle):
+        other = args[0]  # tensor.to(handle): only dtype and device are asked of it.
+        return handle.to(device=other.device, dtype=other.dtype)
+    if kwargs.get("copy"):
+        return NotImplemented
+    if args and isinstance(args[0], torch.Tensor):
+        return _converted(handle, args[0].device, args[0].dtype)
+    device, dtype, _, _ = torch._C._nn._parse_to(
+        *args, **{key: value for key, value in kwargs.items() if key in ("device", "dtype")}
+    )
+    return _converted(handle, device, dtype)
+
+
+def _detach(handle: Handle) -> Any:
+    # nn.Parameter(handle) detaches what it is given and would refuse the plain tensor that comes of
+    # it with words about subclasses.
+    if _was_called_by(torch.nn.Parameter.__new__):
+        _refuse_parametrization(handle)
+    if _was_called_by(torch.nn.Module._save_to_state_dict):
+        return handle.owner.state_value(handle)
+    return NotImplemented
+
+
+def _was_called_by(function: Any) -> bool:
+    """Whether `function` is what came to `__torch_function__`, which has called the caller."""
+    frame = sys._getframe(2)
+    while frame.f_code.co_name == "__torch_function__" and frame.f_back is not None:
+        frame = frame.f_back
+    return frame.f_code is function.__code__
+
+
+def _refuse_parametrization(handle: Handle) -> NoReturn:
+    raise UnsupportedError(
+        f"{handle.name_in_model!r} is on a tier, so no other parameter can be made of it; apply "
+        "weight_norm and other parametrizations before infinity.offload"
+    )
+
+
+def _refuse_reshape(handle: Handle, *args: Any, **kwargs: Any) -> Any:
+    raise ParameterNotResident(
+        handle.name_in_model,
+        "its shape and its memory are those it was offloaded with; change them before "
+        "infinity.offload",
+    )
+
+
+def _array(handle: Handle, *args: Any, **kwargs: Any) -> Any:
+    if handle.requires_grad and not kwargs.get("force"):
+        torch.empty(0, requires_grad=True).numpy()  # Raises what torch says of this.
+    return handle.detach().__array__(*args) if args else handle.detach().numpy()
+
+
+def _rests_as_is(handle: Handle) -> bool:
+    return handle.device.type == "cpu"
+
+
+def _convert_to(dtype: torch.dtype) -> Callable[..., Any]:
+    return lambda handle, *args, **kwargs: _converted(handle, None, dtype)
+
+
+def _move_to(kind: str) -> Callable[..., Any]:
+    return lambda handle, *args, **kwargs: _converted(handle, torch.device(kind), None)
+
+
+def _refuse_storage(handle: Handle, *args: Any, **kwargs: Any) -> Any:
+    raise ParameterNotResident(
+        handle.name_in_model,
+        "it has no storage while released; use `with infinity.gather(module):`",
+    )
+
+
+_RESHAPING = members(
+    "set_ resize_ resize_as_ as_strided_ t_ transpose_ swapaxes_ swapdims_ squeeze_ unsqueeze_ "
+    "detach_ rename_"
+)
+
+_SPECIAL: dict[Any, Callable[..., Any]] = {
+    torch.autograd.grad: _grad,
+    torch.autograd.backward: _backward,
+    torch.Tensor.register_hook: _register_hook,
+    torch.Tensor.view_as: _view_as,
+    torch.Tensor.data.__get__: _get_data,
+    torch.Tensor.data.__set__: _set_data,
+    torch.Tensor.requires_grad.__set__: _set_requires_grad,
+    torch.Tensor.requires_grad_: _requires_grad_,
+    torch.Tensor.zero_: _zero_,
+    torch.Tensor.copy_: _copy_,
+    torch.Tensor.register_post_accumulate_grad_hook: _refuse_grad_hook,
+    torch.Tensor.detach: _detach,
+    torch.Tensor.to: _to,
+    torch.Tensor.half: _convert_to(torch.float16),
+    torch.Tensor.bfloat16: _convert_to(torch.bfloat16),
+    torch.Tensor.double: _convert_to(torch.float64),
+    torch.Tensor.float: lambda h, *a, **k: h if h.dtype is torch.float32 else NotImplemented,
+    torch.Tensor.cpu: lambda h, *a, **k: h if _rests_as_is(h) else NotImplemented,
+    torch.Tensor.cuda: _move_to("cuda"),
+    torch.Tensor.data_ptr: _refuse_storage,
+    torch.Tensor.untyped_storage: _refuse_storage,
+    torch.Tensor.storage: _refuse_storage,
+    torch._has_compatible_shallow_copy_type: lambda *args: True,  # nn.Module._apply asks.
+    torch.Tensor.numpy: _array,
+    torch.Tensor.__array__: _array,
+    torch.Tensor.__dlpack__: _refuse_storage,
+    **dict.fromkeys(_RESHAPING, _refuse_reshape),
+    torch.Tensor.share_memory_: _refuse_storage,
+    torch.Tensor.pin_memory: _refuse_storage,
+}

@@ -1,0 +1,377 @@
+"""What an operation on a handle does: it fetches the bytes, computes, and lets go of them.
+
+That is how a weight is read outside of the module that owns it (a tied head, a penalty on weights,
+a print), how it is changed in place there (an average of weights, a merged adapter, a clipped
+gradient), and how the rules of modules initialise a model that is never whole in memory.
+
+Note [Who writes]
+  A function is run on the parameter itself, and what it changed shows in the version that PyTorch
+  counts. Only what the function's name says is known before: of such a parameter a copy is kept, so
+  that the fp32 values behind elements that do not change are kept to the bit.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from infinity.errors import CapacityError, InfinityError, ParameterNotResident, UnsupportedError
+from infinity.modules.edits import WeightEdits
+from infinity.modules.grads import ParamGrads
+from infinity.modules.handle import Handle, find_handles, replace_handles
+from infinity.modules.hooks import BackwardCalls, ModuleCall, nodes_since
+from infinity.modules.mirrors import mirrored
+from infinity.modules.outputs import detach_from_parameters
+from infinity.modules.param import OffloadedParam
+from infinity.modules.param_table import ParamTable
+from infinity.modules.state_values import StateValue
+from infinity.modules.tiling.tiled_param import TiledParam
+from infinity.modules.uses import UnitUses
+from infinity.observe import Counters
+from infinity.state.units import Unit
+from infinity.streaming.passes import Passes
+from infinity.tiers.pool import HostPool
+
+if TYPE_CHECKING:
+    from infinity.engine.engine import Engine
+
+_log = logging.getLogger("infinity")
+
+# Units that initialisation keeps attached at once, so that views it takes stay valid a while.
+_INITIALISING_UNITS = 2
+
+
+@dataclass(slots=True)
+class _Lent:
+    """What stands in the place of a handle while a function runs."""
+
+    handle: Handle
+    param: OffloadedParam
+    tensor: torch.Tensor
+    version: int
+    is_target: bool  # Some functions over lists change no version.
+
+    @property
+    def was_changed(self) -> bool:
+        return self.is_target or self.tensor._version != self.version
+
+
+class HandleOps:
+    """The owner of every handle of one engine: see `handles.Owner`."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        units: Sequence[Unit],
+        pool: HostPool,
+        passes: Passes,
+        counters: Counters,
+        param_table: ParamTable,
+        uses: UnitUses,
+        changes: WeightEdits,
+        backwards: BackwardCalls,
+        grads: ParamGrads,
+        setting: Callable[[list[int]], AbstractContextManager[None]],
+    ) -> None:
+        self._engine = engine  # Who keeps a handle keeps what it needs.
+        self._counters = counters
+        self._passes = passes
+        self._pool = pool
+        self._units = units
+        self._setting_on_ranks = setting
+        self._param_table = param_table
+        self._uses = uses
+        self._changes = changes
+        self._backwards = backwards
+        self._grads = grads
+        self._warned: set[str] = set()
+        self._initialising: list[int] | None = None  # Units held by initialisation, oldest first.
+
+    def param_of(self, tensor: torch.Tensor) -> OffloadedParam:
+        """The slot of a parameter, given either of its faces."""
+        param = self._param_table.find(tensor)
+        if param is None or self._uses.is_closed:
+            raise ParameterNotResident(
+                getattr(tensor, "name_in_model", "a parameter"),
+                "its engine is closed, or the handle is of another model",
+            )
+        return param
+
+    def set_trainable(self, handle: Handle, is_trainable: bool) -> None:
+        """One that was frozen when the model was offloaded may say that it is trainable, as an
+        adapter does that is made active to be evaluated; a gradient of it is refused."""
+        param = self._known(handle)
+        param.compute.requires_grad_(is_trainable)
+        with torch._C.DisableTorchFunctionSubclass():
+            handle.requires_grad_(is_trainable)
+
+    def state_value(self, handle: Handle) -> torch.Tensor:
+        return StateValue.make(handle)
+
+    # -- Gradients -------------------------------------------------------------------------------
+
+    def gradient_of(self, handle: Handle) -> torch.Tensor | None:
+        param = self._known(handle)
+        if not self._grads.has(param):
+            return None
+        gradient = Handle.make(self, param.name, handle, is_gradient=True)
+        param.handle.note_alias(gradient)
+        stamp = self._grads.stamp(param)
+        gradient.number = 0 if stamp is None else stamp[0]
+        return gradient
+
+    def put_gradient(self, handle: Handle, value: torch.Tensor, *, is_other: bool) -> None:
+        """`value` is the sum of gradients from now on."""
+        self._refuse_closed(handle.name_in_model)
+        self._grads.put(self._known(handle), value, is_other=is_other)
+
+    def forget_gradient(self, handle: Handle) -> None:
+        self._grads.forget(self._known(handle))
+
+    def leaves_of(self, handle: Handle) -> list[torch.Tensor]:
+        return [self._known(handle).compute]
+
+    def take_gradient(self, handle: Handle, gradient: torch.Tensor) -> None:
+        self._grads.take(self._known(handle), gradient)
+
+    def zero_gradient(self, handle: Handle) -> None:
+        """Of the gradient that `handle` stands for."""
+        self._grads.zero(self._param_table.named(handle.name_in_model))
+
+    def _known(self, handle: Handle) -> OffloadedParam:
+        param = self._param_table.find(handle)
+        assert param is not None, handle
+        return param
+
+    def whole_handle(self, name: str) -> Handle:
+        return self._param_table.named(name).handle
+
+    def _refuse_closed(self, name: str) -> None:
+        if self._uses.is_closed:
+            raise ParameterNotResident(name, "its engine is closed")
+
+    # -- Computing -------------------------------------------------------------------------------
+
+    def compute_with(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        *,
+        changes: Sequence[Handle],
+    ) -> Any:
+        """An operation on handles outside their module: fetch, compute, let go.
+
+        Handles of other models fetch themselves when the function comes to them.
+        """
+        handles = find_handles((args, kwargs))
+        for handle in handles:
+            if isinstance(handle.owner, TiledParam) and handle.kept is None:
+                return handle.owner.compute_with(function, args, kwargs, changes=changes)
+        mine = {id(h): h for h in handles if h.owner is self and h.kept is None}
+        params = {key: self._param_behind(handle) for key, handle in mine.items()}
+        changed = [h for h in changes if id(h) in mine and not h.is_gradient]
+        read = [params[key] for key, handle in mine.items() if not handle.is_gradient]
+        units = list(dict.fromkeys(param.unit.index for param in read))
+        self._note_fault([param.name for param in read], function)
+        first = torch.autograd._get_sequence_nr()
+        if self._initialising is not None:
+            self._keep(self._initialising, units)
+        setting = self._setting([params[id(h)].unit.index for h in changed])
+        with setting, self._uses.using(units):
+            if self._initialising is None:
+                self._changes.lend_params(params[id(h)] for h in changed)
+            lent = {key: self._lend(h, params[key], changes) for key, h in mine.items()}
+
+            def real(handle: Handle) -> torch.Tensor:
+                if handle.kept is not None:
+                    return handle.kept
+                return lent[id(handle)].tensor if id(handle) in lent else handle
+
+            try:
+                answer = function(
+                    *replace_handles(args, real), **replace_handles(dict(kwargs), real)
+                )
+            finally:
+                if self._initialising is None:
+                    self._take_changes(lent.values())
+            if self._initialising is not None:
+                by_compute = {id(each.tensor): each.param.handle for each in lent.values()}
+                return by_compute.get(id(answer), answer)
+            return self._shown(units, answer, first, lent.values())
+
+    def _param_behind(self, handle: Handle) -> OffloadedParam:
+        if handle.is_gradient or handle.is_data:
+            self._refuse_closed(handle.name_in_model)
+            return self._param_table.named(handle.name_in_model)
+        return self.param_of(handle)
+
+    def _setting(self, units: list[int]) -> AbstractContextManager[None]:
+        """Around a change of weights, which all ranks make alike; a forward's own is each rank's
+        business."""
+        if not units or self._initialising is not None:
+            return nullcontext()
+        return nullcontext() if self._passes.is_in_forward else self._setting_on_ranks(units)
+
+    def _lend(self, handle: Handle, param: OffloadedParam, changes: Sequence[Handle]) -> _Lent:
+        if handle.is_gradient:
+            tensor = self._read_gradient(handle)
+        else:
+            tensor = param.compute.data if handle.is_data else param.compute
+        is_target = any(handle is each for each in changes)
+        return _Lent(handle, param, tensor, tensor._version, is_target)
+
+    def _take_changes(self, lent: Iterable[_Lent]) -> None:
+        """What a function has changed becomes the state of its parameter."""
+        for each in lent:
+            if not each.was_changed:
+                continue
+            if each.handle.is_gradient:
+                self._grads.put(each.param, each.tensor)
+                continue
+            each.param.changes += 1
+            self._changes.expect([each.param.unit.index])
+            if each.param.compute.grad_fn is not None:
+                each.param.compute.detach_()
+                raise UnsupportedError(
+                    f"{each.param.name!r} would become the result of an operation that needs a "
+                    "gradient, and a parameter is none; change it under torch.no_grad()"
+                )
+
+    def _shown(self, units: list[int], answer: Any, first: int, lent: Iterable[_Lent]) -> Any:
+        """The answer as whoever asked may keep it."""
+        for each in lent:
+            if answer is each.tensor and each.was_changed:
+                return each.handle
+            answer = mirrored(
+                answer, each.tensor, each.param.handle.note_alias, self, each.param.name,
+                is_gradient=each.handle.is_gradient, is_copy=each.handle.is_gradient,
+            )  # fmt: skip
+        return self._watch_fault(units, answer, first)
+
+    def _read_gradient(self, handle: Handle) -> torch.Tensor:
+        param = self._param_table.named(handle.name_in_model)
+        stamp = self._grads.stamp(param)
+        gradient = self._grads.read(param) if stamp and stamp[0] == handle.number else None
+        if gradient is None:
+            raise InfinityError(
+                f"the gradient of {handle.name_in_model!r} is not there any more: it was "
+                "forgotten (zero_grad) after `.grad` was taken. Clone a gradient that is to "
+                "be kept"
+            )
+        return gradient.to(handle.device)
+
+    def _note_fault(self, names: list[str], function: Callable[..., Any]) -> None:
+        if self._initialising is not None:
+            return
+        self._counters.add("faults", len(names))
+        fresh = [name for name in names if name not in self._warned]
+        if fresh:
+            self._warned.update(fresh)
+            _log.info(
+                "%s used outside the module that owns it, by %s; fetched for this operation",
+                ", ".join(fresh),
+                getattr(function, "__name__", function),
+            )
+
+    def _watch_fault(self, units: list[int], answer: Any, first: int) -> Any:
+        """The result keeps no view of memory that goes away, and its backward fetches again."""
+        answer = detach_from_parameters(answer, self._param_table.is_parameter_memory)
+        self._backwards.watch(ModuleCall(units), *nodes_since(first, answer))
+        return answer
+
+    # -- Mirrors ---------------------------------------------------------------------------------
+
+    def stamp(self, name: str, *, is_gradient: bool) -> tuple[int, ...] | None:
+        param = self._param_table.named(name)
+        if is_gradient:
+            return self._grads.stamp(param)
+        return 0, param.compute._version, param.changes
+
+    def read_bytes(self, name: str, start: int, into: torch.Tensor, *, is_gradient: bool) -> None:
+        param = self._param_table.named(name)
+        stop = start + into.numel()
+        if is_gradient:
+            gradient = self._grads.read(param)
+            assert gradient is not None
+            into.copy_(_bytes_of(gradient, param)[start:stop])
+            return
+        self._refuse_closed(name)
+        with self._uses.using([param.unit.index]):
+            into.copy_(_bytes_of(param.compute, param)[start:stop])
+
+    def write_bytes(
+        self, name: str, start: int, values: torch.Tensor, *, is_gradient: bool
+    ) -> None:
+        param = self._param_table.named(name)
+        place = slice(start, start + values.numel())
+        self._refuse_closed(name)
+        if is_gradient:
+            gradient = self._grads.read(param)
+            assert gradient is not None
+            _bytes_of(gradient, param)[place] = values
+            self._grads.put(param, gradient)
+            return
+        unit = param.unit.index
+        with self._setting([unit]), self._uses.using([unit]), torch.no_grad():
+            self._changes.lend_params([param])
+            _bytes_of(param.compute, param)[place] = values
+            torch.autograd.graph.increment_version([param.compute])
+
+    # -- Initialisation --------------------------------------------------------------------------
+
+    @contextmanager
+    def initialising(self) -> Iterator[None]:
+        """Within, operations on handles may change them in place, and views of them stay valid
+        until the next unit is touched, or where there is room the next but one. What was touched is
+        written to its tiers."""
+        assert self._initialising is None
+        self._initialising = []
+        try:
+            yield
+        finally:
+            kept, self._initialising = self._initialising, None
+            for unit in kept:
+                self._release_unit(unit)
+
+    def _keep(self, kept: list[int], units: list[int]) -> None:
+        """Holds units, and lets go of others before: the budget is that of training, which holds no
+        unit for later."""
+        coming = [unit for unit in units if unit not in kept]
+        while coming and kept and not self._may_call([*kept, *coming]):
+            # Without a master first: to take one over needs room.
+            self._release_unit(kept.pop(kept.index(min(kept, key=self._has_master))))
+        coming = [unit for unit in units if unit not in kept]
+        try:
+            self._uses.enter(coming, is_of_pass=False)
+        except CapacityError:
+            if not kept:
+                raise
+            while kept:
+                self._release_unit(kept.pop(kept.index(min(kept, key=self._has_master))))
+            coming = units
+            self._uses.enter(coming, is_of_pass=False)
+        kept.extend(coming)
+
+    def _may_call(self, units: list[int]) -> bool:
+        """Whether to try to hold all of these. Where memory is scarce one of two units with a
+        master could not be taken over beside the other."""
+        is_safe = not self._pool.is_tight or sum(map(self._has_master, units)) < 2
+        return len(units) <= _INITIALISING_UNITS and is_safe
+
+    def _has_master(self, unit: int) -> bool:
+        return self._units[unit].master_dtype is not None
+
+    def _release_unit(self, unit: int) -> None:
+        self._changes.expect([unit])
+        self._uses.leave([unit])
+
+
+def _bytes_of(tensor: torch.Tensor, param: OffloadedParam) -> torch.Tensor:
+    """The dense memory behind a parameter, or its gradient: uint8, flat."""
+    return tensor.detach().as_strided((param.spec.numel,), (1,)).view(torch.uint8)

@@ -1,0 +1,349 @@
+"""Mirrors: what a read of a handle gives in the place of a view of the parameter's memory.
+
+The memory behind a released parameter goes away after the operation that fetched it, so a view of
+it (`weight[0]`, `weight.detach()`, `weight.t()`) cannot be given out. A mirror is a tensor with
+memory of its own that behaves as that view does:
+
+  read   shows the parameter as it is now: it is fetched again where it has changed since
+  write  what is written to a mirror in place is written to the parameter, or to the gradient
+  numpy  gives a read-only array: nobody sees what is written there
+
+Note [Bytes]
+  A mirror's storage is a copy of one range of bytes of the parameter, with the strides of the view
+  over it. So views of a mirror are views of the same storage, and reading and writing back is
+  copying that range, whatever view operations and dtypes lie between.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+
+from infinity.errors import UnsupportedError
+from infinity.modules.torch_names import PLAIN, members, says_it_writes
+
+
+class Original(Protocol):
+    """Who has the bytes behind mirrors: `HandleOps`, or the `TiledParam` of tiles."""
+
+    def stamp(self, name: str, *, is_gradient: bool) -> tuple[int, ...] | None:
+        """Changes when the bytes do. The first number says which gradient it is; None where there
+        is none."""
+
+    def read_bytes(
+        self, name: str, start: int, into: torch.Tensor, *, is_gradient: bool
+    ) -> None: ...
+
+    def write_bytes(
+        self, name: str, start: int, values: torch.Tensor, *, is_gradient: bool
+    ) -> None: ...
+
+
+class Origin:
+    """Which bytes the storage of a mirror, and of all views of it, stands for."""
+
+    def __init__(
+        self, owner: Original, name: str, start: int, storage: Any, *, is_gradient: bool
+    ) -> None:
+        self._owner = weakref.ref(owner)  # A dict of mirrors does not keep a dropped model.
+        self._name = name
+        self._start = start  # First byte, counted from that of the parameter.
+        self._storage = storage
+        self.is_gradient = is_gradient
+        self._stamp = owner.stamp(name, is_gradient=is_gradient)
+        self.is_lost = False  # The parameter or the gradient has other memory since.
+
+    def pull_updated(self) -> bool:
+        """Brings the storage up to date. Returns whether it was changed."""
+        owner = self._owner()
+        if owner is None or self.is_lost:
+            return False
+        stamp = owner.stamp(self._name, is_gradient=self.is_gradient)
+        if stamp == self._stamp:
+            return False
+        if stamp is None or (self._stamp is not None and stamp[0] != self._stamp[0]):
+            self.is_lost = True
+            return False
+        owner.read_bytes(self._name, self._start, self._bytes(), is_gradient=self.is_gradient)
+        self._stamp = stamp
+        return True
+
+    def write_back(self) -> None:
+        """The storage was changed: the parameter follows."""
+        owner = self._owner()
+        if owner is None or self.is_lost:
+            return
+        owner.write_bytes(self._name, self._start, self._bytes(), is_gradient=self.is_gradient)
+        self._stamp = owner.stamp(self._name, is_gradient=self.is_gradient)
+
+    def spoil(self) -> None:
+        """The storage was changed by an operation that is refused."""
+        self._stamp = (self._stamp[0], -1) if self._stamp else None
+
+    def lose(self) -> None:
+        """The parameter is about to get other memory; mirrors keep what was in this one."""
+        self.pull_updated()
+        self.is_lost = True
+
+    def lost(self) -> Origin:
+        """The origin of a tensor that was a mirror and has memory of its own now."""
+        other = object.__new__(Origin)
+        other.__dict__.update(self.__dict__, is_lost=True)
+        return other
+
+    def _bytes(self) -> torch.Tensor:
+        device = self._storage.device
+        return torch.empty(0, dtype=torch.uint8, device=device).set_(self._storage)
+
+
+class Mirror(torch.Tensor):
+    """See the module. Everything but views of it is a plain tensor."""
+
+    _origin: Origin
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        special = _SPECIAL.get(func)
+        if special is not None:
+            return special(func, *args, **kwargs)
+        plain: dict[int, _Plain] = {}
+        given = [_map(each, lambda t: _lend(t, plain)) for each in args]
+        named = {key: _map(each, lambda t: _lend(t, plain)) for key, each in kwargs.items()}
+        for each in _tensors(given[:1] if says_it_writes(func) else named.get("out")):
+            for lent in plain.values():
+                lent.is_target |= lent.tensor is each
+        try:
+            answer = func(*given, **named)
+        finally:
+            for lent in plain.values():
+                lent.take_changes()
+        return _map(answer, lambda t: _wrap(t, plain.values()))
+
+    def __iter__(self) -> Any:
+        return iter(self.unbind(0))
+
+    def __copy__(self) -> torch.Tensor:
+        return self.detach()
+
+
+class _Plain:
+    """A mirror as a plain tensor, while one operation runs."""
+
+    def __init__(self, mirror: Mirror) -> None:
+        self.mirror = mirror
+        with torch._C.DisableTorchFunctionSubclass():
+            if mirror._origin.pull_updated():
+                torch.autograd.graph.increment_version(mirror)
+            # A leaf that was made of a mirror may be written to in place as any other.
+            self._is_view = mirror.requires_grad and not mirror.is_leaf
+            self.tensor = mirror.as_subclass(torch.Tensor)  # type: ignore[arg-type]
+            self.storage = mirror.untyped_storage()._cdata
+        self._version = self.tensor._version
+        self.is_target = False  # Some functions over lists change no version.
+
+    def take_changes(self) -> None:
+        if not self.is_target and self.tensor._version == self._version:
+            return
+        origin = self.mirror._origin
+        if self._is_view and torch.is_grad_enabled():
+            origin.spoil()
+            raise RuntimeError(
+                "a view of a leaf Variable that requires grad is being used in an in-place "
+                "operation."
+            )
+        origin.write_back()
+
+
+def _lend(tensor: torch.Tensor, plain: dict[int, _Plain]) -> torch.Tensor:
+    if not isinstance(tensor, Mirror):
+        return tensor
+    if id(tensor) not in plain:
+        plain[id(tensor)] = _Plain(tensor)
+    return plain[id(tensor)].tensor
+
+
+def _wrap(tensor: torch.Tensor, plain: Any) -> torch.Tensor:
+    if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
+        return tensor
+    for each in plain:
+        origin = each.mirror._origin
+        if tensor is each.tensor:
+            mirror: torch.Tensor = each.mirror
+            return mirror
+        if not origin.is_lost and tensor.untyped_storage()._cdata == each.storage:
+            return _as_mirror(tensor, origin)
+    return tensor
+
+
+def _as_mirror(tensor: torch.Tensor, origin: Origin) -> Mirror:
+    mirror: Mirror = tensor.as_subclass(Mirror)  # type: ignore[arg-type]
+    mirror._origin = origin
+    return mirror
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    if isinstance(tree, torch.Tensor):
+        return [tree]
+    return [t for each in tree for t in _tensors(each)] if isinstance(tree, (list, tuple)) else []
+
+
+def _map(tree: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """The nest of tensors that a function of torch takes or gives, with every tensor changed."""
+    if isinstance(tree, torch.Tensor):
+        return change(tree)
+    if isinstance(tree, list):
+        return [_map(each, change) for each in tree]
+    if isinstance(tree, tuple):
+        parts = [_map(each, change) for each in tree]
+        if all(new is old for new, old in zip(parts, tree, strict=True)):
+            return tree  # Named tuples of torch are made by other means.
+        return type(tree)(*parts) if hasattr(tree, "_fields") else tuple(parts)
+    return tree
+
+
+# -- Making ----------------------------------------------------------------------------------------
+
+
+class _Copied(torch.autograd.Function):
+    """A copy with the strides of a view; its gradient is the view's."""
+
+    @staticmethod
+    def forward(ctx: Any, view: torch.Tensor) -> torch.Tensor:
+        return _copied(view)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return gradient
+
+
+def _copied(view: torch.Tensor) -> torch.Tensor:
+    """A copy of the memory that a view spans, and the same view of the copy."""
+    span = 1 + sum((n - 1) * step for n, step in zip(view.shape, view.stride(), strict=True))
+    storage = view.detach().as_strided((span,), (1,)).clone().untyped_storage()
+    copy = torch.empty(0, dtype=view.dtype, device=view.device)
+    return copy.set_(storage, 0, view.shape, view.stride())  # No view, as autograd sees it.
+
+
+def mirrored(
+    answer: Any,
+    base: torch.Tensor,
+    register: Callable[[Origin], None],
+    owner: Original,
+    name: str,
+    *,
+    is_gradient: bool,
+    is_copy: bool,
+) -> Any:
+    """The answer of a function with mirrors for views of `base`, the dense memory of what `owner`
+    knows by `name`. `is_copy`: its memory stays, and need not be copied again."""
+    storage = base.untyped_storage()._cdata
+    first = base.storage_offset() * base.itemsize
+    nbytes = base.numel() * base.itemsize
+
+    def mirror(view: torch.Tensor) -> torch.Tensor:
+        if type(view) not in (torch.Tensor, torch.nn.Parameter):
+            return view
+        if view.layout is not torch.strided or view.untyped_storage()._cdata != storage:
+            return view
+        start = view.storage_offset() * view.itemsize - first
+        if not 0 <= start < nbytes or view.numel() == 0 or view.is_conj() or view.is_neg():
+            return view
+        if is_copy:
+            assert first == 0
+            copy, start = view, 0
+        else:
+            copy = _Copied.apply(view) if view.requires_grad else _copied(view)  # type: ignore[no-untyped-call]
+        origin = Origin(owner, name, start, copy.untyped_storage(), is_gradient=is_gradient)
+        register(origin)
+        return _as_mirror(copy, origin)
+
+    return _map(answer, mirror)
+
+
+# -- Operations with a meaning of their own --------------------------------------------------------
+
+
+def _own(func: Callable[..., Any], mirror: Any, *args: Any, **kwargs: Any) -> Any:
+    """Of the tensor itself, and without its values."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(mirror, *args, **kwargs)
+
+
+def _up_to_date(func: Callable[..., Any], mirror: Mirror, *args: Any, **kwargs: Any) -> Any:
+    if mirror._origin.pull_updated():
+        torch.autograd.graph.increment_version(mirror)
+    return _own(func, mirror, *args, **kwargs)
+
+
+def _array(func: Callable[..., Any], mirror: Mirror, *args: Any, **kwargs: Any) -> Any:
+    array = _up_to_date(func, mirror, *args, **kwargs)
+    array.flags.writeable = False
+    return array
+
+
+def _set_data(func: Callable[..., Any], mirror: Any, value: torch.Tensor) -> None:
+    """The mirror has other memory from now on; the parameter does not."""
+    if not isinstance(mirror, Mirror):  # tensor.data = mirror
+        value = value.clone()
+    else:
+        mirror._origin = mirror._origin.lost()
+    _own(func, mirror, value)
+
+
+def _refuse(func: Callable[..., Any], mirror: Mirror, *args: Any, **kwargs: Any) -> Any:
+    raise UnsupportedError(
+        f"{getattr(func, '__name__', func)} would give away or replace the memory of a view of a "
+        "parameter that rests on a tier; what is written there would be lost. Clone it first"
+    )
+
+
+def _detach(func: Callable[..., Any], mirror: Mirror) -> Any:
+    """nn.Parameter(mirror) detaches what it is given, and shares its memory."""
+    frame = sys._getframe(2)
+    if frame.f_code is not torch.nn.Parameter.__new__.__code__:
+        return _as_mirror(_up_to_date(func, mirror), mirror._origin)
+    caller = frame.f_back
+    if caller is None or caller.f_code.co_name != "_load_from_state_dict":
+        raise UnsupportedError(
+            "a new parameter would share memory with one that rests on a tier; make it of a clone: "
+            "nn.Parameter(weight.detach().clone())"
+        )
+    copy = _up_to_date(torch.Tensor.clone, mirror).detach()
+    return _as_mirror(copy, mirror._origin.lost())  # Of another model, which loads and assigns.
+
+
+_SPECIAL: dict[Any, Callable[..., Any]] = {
+    **dict.fromkeys(PLAIN, _own),
+    **dict.fromkeys(
+        members(
+            "requires_grad_ grad backward register_hook retain_grad "
+            "register_post_accumulate_grad_hook"
+        ),
+        _own,
+    ),
+    torch.Tensor.requires_grad.__set__: _own,
+    torch.Tensor.grad.__set__: _own,
+    torch.Tensor.grad.__delete__: _own,
+    torch.Tensor.data.__set__: _set_data,
+    torch.Tensor.data_ptr: _up_to_date,
+    torch.Tensor.untyped_storage: _up_to_date,
+    torch.Tensor.storage: _up_to_date,
+    torch.Tensor.numpy: _array,
+    torch.Tensor.__array__: _array,
+    torch.Tensor.detach: _detach,
+    torch.Tensor.set_: _refuse,
+    torch.Tensor.resize_: _refuse,
+    torch.Tensor.resize_as_: _refuse,
+    torch.Tensor.__dlpack__: _refuse,
+}

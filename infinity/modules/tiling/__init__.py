@@ -1,0 +1,1 @@
+"""Large layers that run as tiles: some rows, or some experts, at a time."""

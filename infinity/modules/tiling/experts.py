@@ -1,0 +1,183 @@
+"""Experts packed in one parameter each, run as tiles of some experts.
+
+transformers keeps the experts of a block as `gate_up_proj` and `down_proj`, one row per expert, in
+a module that is called with (hidden states [tokens, width], indices of experts [tokens, k], their
+routing weights [tokens, k]). A tile is a module of the same class with fewer experts, and runs by
+the forward of that class, whatever the model's `experts_implementation`: what an expert computes is
+said nowhere again. It gets the (token, expert) pairs that are its own, each as a token with one
+expert.
+
+Note [Same bits]
+  Pairs are in the order of experts, then of a token's choices, then of tokens: that in which the
+  loop over experts ("eager") takes them. So with it, outputs and the gradients of parameters and
+  routing weights are the same bits whatever the cut; the gradient of the hidden states is a sum
+  over the experts of a tile, then over tiles, the same bits with one expert a tile. Other
+  implementations sum over all tokens or all choices at once, and differ by rounding.
+
+Note [Experts without tokens]
+  The packed parameter has a gradient for all experts, zero for those that no token was sent to, and
+  AdamW decays them. So a tile without tokens runs too where it is to be trained, and its gradient
+  is zero; otherwise it is not even fetched.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache, partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+
+from infinity.modules.tiling.adapters import Fold, folds_of
+from infinity.modules.tiling.layers import Tiled, tensor_of
+
+
+class _Folding(threading.local):
+    """Of the tile that this thread runs: a parameter as adapters make it, by attribute."""
+
+    def __init__(self) -> None:
+        self.of_tile: dict[str, Callable[..., torch.Tensor]] = {}
+
+
+_folding = _Folding()
+
+
+class TiledExperts(Tiled):
+    """The forward of every class that `tiled_class` makes."""
+
+    def forward(
+        self, hidden_states: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        experts, order = indices.t().reshape(-1).sort(stable=True)
+        tokens = order % len(indices)
+        weights = weights.t().reshape(-1)[order]
+        starts = torch.tensor(self.starts, dtype=experts.dtype, device=experts.device)
+        ends = torch.searchsorted(experts, starts).tolist()
+        out = torch.zeros_like(hidden_states)
+        folds = folds_of(self)
+        for tile, start, (first, end) in zip(self.tiles, self.starts, pairwise(ends), strict=False):
+            if first == end and not (torch.is_grad_enabled() and _is_trained(tile)):
+                continue
+            own = tokens[first:end]
+            with tile.folding(folds, start):  # type: ignore[operator]
+                part = tile(
+                    hidden_states[own],
+                    (experts[first:end] - start).unsqueeze(-1),
+                    weights[first:end].unsqueeze(-1),
+                )
+            out.index_add_(0, own, part.to(out.dtype))
+        return out
+
+
+class ExpertsTile(nn.Module):
+    """Some of the experts. Before the user's class in the order of resolution."""
+
+    num_experts: int
+
+    @contextmanager
+    def folding(self, folds: Mapping[str, Fold], start: int) -> Iterator[None]:
+        """Within, the forward runs with adapters (`tiled_adapters`); `start`: its first expert."""
+        rows = slice(start, start + self.num_experts)
+        _folding.of_tile = {name: partial(fold, rows=rows) for name, fold in folds.items()}
+        try:
+            yield
+        finally:
+            _folding.of_tile = {}
+
+    @contextmanager
+    def _adapted(self) -> Iterator[None]:
+        """Within, what adapters make of a parameter stands before the parameter itself."""
+        folds = _folding.of_tile
+        self.__dict__.update({name: fold(self._parameters[name]) for name, fold in folds.items()})
+        try:
+            yield
+        finally:
+            for name in folds:
+                del self.__dict__[name]
+
+    def forward(
+        self, hidden_states: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        if len(hidden_states):
+            with self._adapted():
+                return super().forward(hidden_states, indices, weights)  # type: ignore[misc,no-any-return]
+        own = [parameter for parameter in self._parameters.values() if parameter is not None]
+        return _NoTokens.apply(hidden_states, *own)  # type: ignore[no-any-return,no-untyped-call]
+
+
+class _NoTokens(torch.autograd.Function):
+    """No rows, of parameters whose gradient is zero."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden_states: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
+        ctx.facts = [(each.shape, each.dtype, each.device) for each in parameters]
+        return torch.empty_like(hidden_states)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        zeros = [
+            torch.zeros(shape, dtype=dtype, device=device) if is_needed else None
+            for (shape, dtype, device), is_needed in zip(
+                ctx.facts, ctx.needs_input_grad[1:], strict=True
+            )
+        ]
+        return gradient, *zeros
+
+
+def _is_trained(tile: nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in tile.parameters())
+
+
+def is_packed(module: nn.Module) -> bool:
+    """Whether a module says of itself, as transformers' classes of experts do, that it can hold
+    some of a block's experts."""
+    return "_is_expert_parallel" in module.__dict__
+
+
+def why_not_cut(module: nn.Module) -> str | None:
+    """None for packed experts that a tile can be made of."""
+    kind = type(module).__name__
+    own = [each for each in module._parameters.values() if each is not None]
+    num_experts = module.__dict__.get("num_experts")
+    if any(not each.dim() or each.shape[0] != num_experts for each in own):
+        return f"a parameter of its {kind} has not one row per expert"
+    if any(True for child in module.children() for _ in (*child.parameters(), *child.buffers())):
+        return f"its {kind} has modules with state of their own"
+    if any(buffer is not None for buffer in module._buffers.values()):
+        return f"its {kind} has buffers"
+    if len(inspect.signature(type(module).forward).parameters) != 4:
+        return (
+            f"the forward of its {kind} does not take hidden states, indices of experts and "
+            "routing weights"
+        )
+    return None
+
+
+def tile_of(module: nn.Module, start: int, stop: int) -> nn.Module:
+    """Of the module's own class, for experts [start, stop); its parameters are for the caller to
+    put in."""
+    tile = _tile_class(type(module)).__new__(_tile_class(type(module)))
+    nn.Module.__init__(tile)
+    of_every_module = set(tile.__dict__)
+    tile.__dict__.update({k: v for k, v in module.__dict__.items() if k not in of_every_module})
+    tile._modules.update(module._modules)
+    tile._parameters.update(dict.fromkeys(module._parameters))
+    tile.num_experts = stop - start  # type: ignore[assignment]
+    return tile
+
+
+@cache
+def _tile_class(kind: type[nn.Module]) -> type[nn.Module]:
+    return type(f"{kind.__name__}Tile", (ExpertsTile, kind), {})
+
+
+@cache
+def tiled_class(kind: type[nn.Module], attributes: tuple[str, ...]) -> type[Tiled]:
+    """The class of experts of a kind once their parameters, those `attributes`, are tiles."""
+    param_table = {attribute: tensor_of(attribute) for attribute in attributes}
+    return type(f"Tiled{kind.__name__}", (TiledExperts, kind), param_table)

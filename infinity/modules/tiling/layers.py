@@ -1,0 +1,100 @@
+"""Modules that run as tiles: sequential operators on some of the rows, fetched one after the other.
+
+Note [Same bits]
+  No sum of a forward is split, nor of a weight's gradient: each element is computed as it would be
+  in the whole. Only the gradient of a linear layer's input is a sum over tiles, from the last to
+  the first. See docs/design/0007-tiling.md.
+
+Note [One tile at a time]
+  The output is allocated whole and tiles are written into it, so that one tile's output is there
+  beside it and not all. In the backward autograd runs the node with the highest number first: the
+  last write, the last tile, the write before. So a tile is held while its own gradients are made.
+
+Source: Rajbhandari et al., "ZeRO-Infinity" (SC21), section 5.1.3, memory-centric tiling.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from infinity.modules.tiling.tiled_param import TiledParam
+
+
+class _Write(torch.autograd.Function):
+    """Columns [start, ...) of `out`, in place; what was there before has no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, out: torch.Tensor, part: torch.Tensor, start: int) -> torch.Tensor:
+        ctx.columns = start, part.shape[-1]
+        out.narrow(-1, start, part.shape[-1]).copy_(part)
+        ctx.mark_dirty(out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        # Earlier writes look at columns of their own: nothing is masked, so nothing is copied.
+        return gradient, gradient.narrow(-1, *ctx.columns), None
+
+
+class Tiled(nn.Module):
+    """A module whose parameters stand as tiles. Made by `Tiling.cut` alone."""
+
+    tiles: nn.ModuleList
+    starts: tuple[int, ...]  # First row of every tile, and the number of rows.
+    tiled_params: dict[str, TiledParam]  # By attribute.
+
+
+def tensor_of(attribute: str) -> Any:
+    """A property of a tiled module: the whole, as a handle. Its shape and dtype, and a copy of its
+    values when read; None where the module has no such parameter."""
+
+    def tensor(module: Tiled) -> Any:
+        whole = module.tiled_params.get(attribute)
+        return None if whole is None else whole.tensor
+
+    return property(tensor)
+
+
+class TiledLinear(Tiled, nn.Linear):
+    """`nn.Linear` over output rows."""
+
+    weight = tensor_of("weight")
+    bias = tensor_of("bias")
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002
+        out: torch.Tensor | None = None
+        for start, tile in zip(self.starts, self.tiles, strict=False):
+            part = tile(input)
+            if out is None:
+                out = part.new_empty((*part.shape[:-1], self.out_features))
+            if part.requires_grad:
+                out = _Write.apply(out, part, start)  # type: ignore[no-untyped-call]
+            else:
+                out.narrow(-1, start, part.shape[-1]).copy_(part)
+        assert out is not None
+        return out
+
+
+class TiledEmbedding(Tiled, nn.Embedding):
+    """`nn.Embedding` over rows of the table."""
+
+    weight = tensor_of("weight")
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002
+        out: torch.Tensor | None = None
+        last = len(self.tiles) - 1
+        for index, tile in enumerate(self.tiles):
+            start, stop = self.starts[index : index + 2]
+            ids = input - start
+            inside = (ids >= 0) & (ids < stop - start)
+            # Not at the ends of the table: an id that no row has must raise, as it always does.
+            ids = ids.clamp(
+                min=None if index == 0 else 0, max=None if index == last else stop - start - 1
+            )
+            part = tile(ids)
+            out = part if out is None else torch.where(inside.unsqueeze(-1), part, out)
+        assert out is not None
+        return out

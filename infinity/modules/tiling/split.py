@@ -1,0 +1,394 @@
+"""Operators too large for the window, run as sequential tiles that are fetched one after the other.
+
+An `nn.Linear` is cut over its output rows, an `nn.Embedding` over the rows of its table, packed
+experts over the experts. The module stays the one the user has, with its hooks and all who refer
+to it; its class becomes a tiled one (`modules/tiling/layers.py`, `modules/tiling/experts.py`), and
+in the
+place of its parameters it has `tiles`, a list of modules of its own kind with some of the rows.
+Each is a site and a unit of its own (`modules/discover.py`), so the hooks that fetch any module
+fetch it. A tied weight is cut once, and its tiles are tied. See docs/design/0007-tiling.md.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+
+from infinity.modules.awaited import Provisional
+from infinity.modules.handle import Handle
+from infinity.modules.originals import Follower
+from infinity.modules.state_values import StateValue, is_value_of, plain_value
+from infinity.modules.tiling import experts as tiled_experts
+from infinity.modules.tiling.adapters import adapt_tiles, leave_tiles
+from infinity.modules.tiling.layers import Tiled, TiledEmbedding, TiledLinear
+from infinity.modules.tiling.tiled_param import TiledParam
+from infinity.state.tiles import ROW_ALIGNMENT, cut_rows, is_cut_by_name
+
+
+def tiles_of(tensor: Any) -> list[Any]:
+    """The handles of a whole's tiles; anything else is its own only tile, but for followers."""
+    if isinstance(tensor, Follower):
+        tensor = tensor.handle
+    owner = tensor.owner if isinstance(tensor, Handle) else None
+    if not isinstance(owner, TiledParam):
+        return [tensor]
+    return list(owner.handles)
+
+
+def parameters_of(module: nn.Module) -> dict[str, Any]:
+    """A module's own parameters as the user has them: whole where they stand as tiles."""
+    if isinstance(module, Tiled):
+        return {attribute: whole.tensor for attribute, whole in module.tiled_params.items()}
+    return dict(module._parameters)
+
+
+def modules_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """`named_modules`, every place of a shared one, without the tiles."""
+    within: set[int] = set()
+    for module in model.modules():
+        if isinstance(module, Tiled):
+            within.update(id(inner) for inner in module.tiles.modules())
+    for name, module in model.named_modules(remove_duplicate=False):
+        if id(module) not in within:
+            yield name, module
+
+
+def named_parameters_of(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """`named_parameters`, with every tile under the name of the parameter that it is a tile of."""
+    seen: set[int] = set()
+    for path, module in modules_of(model):
+        for attribute, parameter in parameters_of(module).items():
+            if parameter is not None and id(parameter) not in seen:
+                seen.add(id(parameter))
+                name = f"{path}.{attribute}" if path else attribute
+                yield from ((name, tile) for tile in tiles_of(parameter))
+
+
+# -- Cutting ---------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False, slots=True)
+class _Candidate:
+    """Parameters that are cut at the same rows, and the modules whose forward runs by rows.
+
+    Either one weight and all linear layers and embeddings that it is the weight of, whose biases
+    follow; or all parameters of one module of packed experts.
+    """
+
+    parameters: dict[str, tuple[str, nn.Parameter]]  # (full name, itself) by attribute.
+    modules: list[tuple[str, nn.Module]]  # By their names.
+    alignment: int  # Tiles start at multiples of so many rows.
+
+    @property
+    def num_rows(self) -> int:
+        return self._values()[0].shape[0]
+
+    def nbytes(self, itemsize_of: Callable[[nn.Parameter], int]) -> int:
+        return sum(each.numel() * itemsize_of(each) for each in self._values())
+
+    def row_nbytes(self, itemsize_of: Callable[[nn.Parameter], int]) -> int:
+        """Of all parameters, with an element for a bias that follows."""
+        rows = sum(math.prod(each.shape[1:]) * itemsize_of(each) for each in self._values())
+        has_bias = any(
+            "bias" not in self.parameters and module._parameters.get("bias") is not None
+            for _, module in self.modules
+        )
+        return rows + has_bias * itemsize_of(self._values()[0])
+
+    def _values(self) -> list[nn.Parameter]:
+        return [parameter for _, parameter in self.parameters.values()]
+
+
+@dataclass(eq=False, slots=True)
+class _TileEdit:
+    """A module that was changed, and how it was before."""
+
+    module: Tiled
+    kind: type[nn.Module]
+    parameters: dict[str, nn.Parameter | None]
+    hooks: list[Any]
+
+    def undo(self) -> None:
+        for hook in self.hooks:
+            hook.remove()
+        del self.module._modules["tiles"]
+        del self.module.__dict__["starts"], self.module.__dict__["wholes"]
+        self.module.__class__ = self.kind  # type: ignore[assignment]
+        self.module._parameters.clear()
+        self.module._parameters.update(self.parameters)
+
+
+class Tiling:
+    """The tiles of one model: cut, cut anew with another limit, undone, or handed to an engine.
+
+    No value is copied: tiles are views of the parameters until those are filled into the tiers.
+    """
+
+    def __init__(self, model: nn.Module, itemsize_of: Callable[[nn.Parameter], int]) -> None:
+        self._model = model
+        self._itemsize_of = itemsize_of  # Bytes of an element as the engine keeps it.
+        self._candidates, self._reasons = _survey(model)
+        self._cuts: list[_TileEdit] = []
+        self._adapted: list[nn.Module] = []  # Wrappers of adapters around what is cut.
+        self.tiled_params: list[TiledParam] = []
+
+    @property
+    def largest_nbytes(self) -> int:
+        """Of the parameters that can be cut, those together that are cut at the same rows."""
+        sizes = (candidate.nbytes(self._itemsize_of) for candidate in self._candidates)
+        return max(sizes, default=0)
+
+    def why_not(self) -> str:
+        """Why the largest parameters are not cut; empty when they could be."""
+        sizes = [each.numel() * self._itemsize_of(each) for _, each, _ in self._reasons]
+        least_nbytes = max(self.largest_nbytes, *sizes, 0) // 2
+        said = [
+            f"{name!r} ({reason})"
+            for (name, _, reason), nbytes in zip(self._reasons, sizes, strict=True)
+            if nbytes > least_nbytes
+        ]
+        more = f" and {len(said) - 3} more" if len(said) > 3 else ""
+        return ", ".join(said[:3]) + more
+
+    def cut(self, limit_nbytes: int | None) -> None:
+        """Cuts everything of more than the limit that can be cut; None leaves all whole."""
+        self.undo()
+        if limit_nbytes is None:
+            return
+        for candidate in self._candidates:
+            row_nbytes = candidate.row_nbytes(self._itemsize_of)
+            starts = cut_rows(candidate.num_rows, row_nbytes, limit_nbytes, candidate.alignment)
+            if candidate.nbytes(self._itemsize_of) > limit_nbytes and len(starts) > 2:
+                self._cut(candidate, starts)
+        self._adapted = adapt_tiles(self._model)
+
+    def _cut(self, candidate: _Candidate, starts: tuple[int, ...]) -> None:
+        shared = {
+            attribute: self._whole(name, parameter, starts)
+            for attribute, (name, parameter) in candidate.parameters.items()
+        }
+        for name, module in candidate.modules:
+            bias = module._parameters.get("bias")
+            tiled_params = dict(shared)
+            if bias is not None and "bias" not in tiled_params:
+                tiled_params["bias"] = self._whole(f"{name}.bias" if name else "bias", bias, starts)
+            self._cuts.append(_cut_module(module, starts, tiled_params))
+
+    def _whole(self, name: str, parameter: nn.Parameter, starts: tuple[int, ...]) -> TiledParam:
+        tiles = []
+        for start, stop in pairwise(starts):
+            rows = parameter.detach()[start:stop]
+            tile = nn.Parameter(rows, requires_grad=parameter.requires_grad)
+            if isinstance(parameter, Provisional):
+                tile.__class__ = Provisional
+            tile.__dict__.update(vars(parameter))
+            tiles.append(tile)
+        whole = TiledParam(name, starts, parameter, tiles)
+        self.tiled_params.append(whole)
+        return whole
+
+    def undo(self) -> None:
+        """The model is as it was."""
+        leave_tiles(self._adapted)
+        for cut in reversed(self._cuts):
+            cut.undo()
+        self._cuts.clear()
+        self.tiled_params.clear()
+
+    def hand_over(self, handle_of: Callable[[nn.Parameter], Handle]) -> None:
+        """Wholes answer as handles from now on. `handle_of`: that of a tile's parameter."""
+        for whole in self.tiled_params:
+            shape = whole.tensor.shape
+            whole.handles = [handle_of(tile) for tile in whole.tiles]
+            tensor = Handle.make(whole, whole.name, whole.handles[0], shape=shape)
+            # transformers passes over it when it initialises: its tiles have their own turn.
+            tensor._is_hf_initialized = True  # type: ignore[attr-defined]
+            whole.tensor = tensor
+
+    def forget(self) -> None:
+        """Lets the memory of the user's own parameters go; there is no undoing any more."""
+        self._cuts.clear()
+        self._candidates.clear()
+        self._reasons.clear()
+        for whole in self.tiled_params:
+            whole.tiles = []
+
+
+_Places = Mapping[int, Sequence[tuple[nn.Module, str]]]  # (module, attribute) by id of parameter.
+
+
+def _survey(model: nn.Module) -> tuple[list[_Candidate], list[tuple[str, nn.Parameter, str]]]:
+    """What can be cut; and the other parameters by name, each with the reason why not."""
+    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for attribute, parameter in module._parameters.items():
+            if parameter is not None:
+                places.setdefault(id(parameter), []).append((module, attribute))
+    names = {id(module): name for name, module in model.named_modules()}
+    candidates: list[_Candidate] = []
+    experts: dict[int, _Candidate] = {}  # By id of their module.
+    reasons = []
+    for name, parameter in model.named_parameters():
+        module, attribute = places[id(parameter)][0]
+        if tiled_experts.is_packed(module):
+            reason = _why_whole_experts(module, places)
+            if reason is None:
+                if id(module) not in experts:
+                    experts[id(module)] = _Candidate({}, [(names[id(module)], module)], 1)
+                    candidates.append(experts[id(module)])
+                experts[id(module)].parameters[attribute] = name, parameter
+        else:
+            reason = _why_whole(parameter, places)
+            if reason is None:
+                users = [(names[id(module)], module) for module, _ in places[id(parameter)]]
+                candidates.append(_Candidate({"weight": (name, parameter)}, users, ROW_ALIGNMENT))
+        if reason is not None:
+            reasons.append((name, parameter, reason))
+    return candidates, reasons
+
+
+def _why_whole(parameter: nn.Parameter, places: _Places) -> str | None:
+    """None for a weight that only linear layers and embeddings use, by their own forward."""
+    for module, attribute in places[id(parameter)]:
+        kind = type(module)
+        if kind not in (nn.Linear, nn.Embedding) or attribute != "weight":
+            return f"the {attribute} of a {kind.__name__}, which is not cut"
+        if "forward" in module.__dict__:
+            return f"the forward of its {kind.__name__} was replaced"
+        if isinstance(module, nn.Embedding) and (
+            module.max_norm is not None or module.scale_grad_by_freq or module.sparse
+        ):
+            return "an embedding with max_norm, scale_grad_by_freq or sparse looks at all rows"
+        bias = module._parameters.get("bias")
+        if bias is not None and len(places[id(bias)]) > 1:
+            return "its bias is shared"
+        if set(module._parameters) - {"weight", "bias"}:
+            return f"its {kind.__name__} has more parameters than that class"
+        if bias is not None and bias._backward_hooks:
+            return "its bias has gradient hooks"
+    if parameter.dim() != 2:
+        return _APART
+    return _why_not_by_rows(parameter)
+
+
+def _why_whole_experts(module: nn.Module, places: _Places) -> str | None:
+    """None for packed experts that run by the forward of their class."""
+    if "forward" in module.__dict__:
+        return f"the forward of its {type(module).__name__} was replaced"
+    for attribute, parameter in module._parameters.items():
+        if parameter is None:
+            continue
+        if len(places[id(parameter)]) > 1:
+            return f"the {attribute} of its {type(module).__name__} is shared"
+        if not is_cut_by_name(attribute):
+            return f"the {attribute} of a {type(module).__name__}, which is not cut"
+        reason = _why_not_by_rows(parameter)
+        if reason is not None:
+            return reason
+    return tiled_experts.why_not_cut(module)
+
+
+_APART = "its rows do not lie one after the other"
+
+
+def _why_not_by_rows(parameter: nn.Parameter) -> str | None:
+    if not parameter.is_contiguous():
+        return _APART
+    if parameter._backward_hooks:
+        return "it has gradient hooks, which look at the whole"
+    return None
+
+
+def _cut_module(
+    module: nn.Module, starts: tuple[int, ...], tiled_params: dict[str, TiledParam]
+) -> _TileEdit:
+    tiles = nn.ModuleList(_tile(module, start, stop) for start, stop in pairwise(starts))
+    for attribute, whole in tiled_params.items():
+        for tile, parameter in zip(tiles, whole.tiles, strict=True):
+            tile._parameters[attribute] = parameter
+    cut = _TileEdit(module, type(module), dict(module._parameters), [])  # type: ignore[arg-type]
+    module.__class__ = _tiled_class(module)
+    module._parameters.clear()
+    module.starts, module.tiled_params = starts, tiled_params  # type: ignore[assignment]
+    module._modules["tiles"] = tiles.train(module.training)
+    cut.hooks = [
+        module.register_state_dict_post_hook(_put_together),
+        module.register_load_state_dict_pre_hook(_take_apart),
+    ]
+    return cut
+
+
+def _tiled_class(module: nn.Module) -> type[Tiled]:
+    if isinstance(module, nn.Linear):
+        return TiledLinear
+    if isinstance(module, nn.Embedding):
+        return TiledEmbedding
+    return tiled_experts.tiled_class(type(module), tuple(module._parameters))
+
+
+def _tile(module: nn.Module, start: int, stop: int) -> nn.Module:
+    """Of the module's own kind, for some of its rows; without values yet."""
+    if isinstance(module, nn.Linear):
+        has_bias = module.bias is not None
+        return nn.Linear(module.in_features, stop - start, bias=has_bias, device="meta")
+    if isinstance(module, nn.Embedding):
+        padding = module.padding_idx
+        if padding is not None:
+            padding = padding - start if start <= padding < stop else None
+        return nn.Embedding(stop - start, module.embedding_dim, padding_idx=padding, device="meta")
+    return tiled_experts.tile_of(module, start, stop)
+
+
+# -- Dictionaries of state, under the names of the user's model ------------------------------------
+
+
+def _tile_names(module: Tiled, prefix: str, attribute: str) -> list[str]:
+    return [f"{prefix}tiles.{index}.{attribute}" for index in range(len(module.tiles))]
+
+
+def _put_together(module: Any, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
+    """After `state_dict()` came by: one tensor in the place of its tiles."""
+    for attribute, whole in module.tiled_params.items():
+        values = [state_dict.pop(name) for name in _tile_names(module, prefix, attribute)]
+        if any(isinstance(value, StateValue) for value in values):
+            state_dict[prefix + attribute] = StateValue.make(whole.tensor)  # type: ignore[arg-type]
+        elif any(isinstance(value, Handle) for value in values):
+            state_dict[prefix + attribute] = whole.tensor
+        else:
+            state_dict[prefix + attribute] = torch.cat(values)
+
+
+def _take_apart(
+    module: Any,
+    state_dict: dict[str, Any],
+    prefix: str,
+    metadata: Any,
+    strict: bool,
+    missing: list[str],
+    unexpected: list[str],
+    errors: list[str],
+) -> None:
+    """Before `load_state_dict()` comes by: views of the rows in the place of the whole."""
+    for attribute, whole in module.tiled_params.items():
+        value = state_dict.get(prefix + attribute)
+        if not isinstance(value, torch.Tensor):
+            continue
+        del state_dict[prefix + attribute]
+        names = _tile_names(module, prefix, attribute)
+        if value.shape != whole.tensor.shape:
+            errors.append(
+                f"size mismatch for {prefix + attribute}: the model has "
+                f"{tuple(whole.tensor.shape)}, "
+                f"the state_dict {tuple(value.shape)}"
+            )
+        parts: Iterable[Any] = whole.handles  # Of its own values: nothing is to be done.
+        if not is_value_of(value, whole.tensor) and value.shape == whole.tensor.shape:
+            value = plain_value(value)
+            parts = [value[start:stop] for start, stop in pairwise(whole.starts)]
+        state_dict.update(zip(names, parts, strict=True))

@@ -1,0 +1,201 @@
+"""Units in use: what the hooks of modules and of autograd call.
+
+A unit is held from the first of its uses that overlap to the last: its weights are on the device
+and its modules show real parameters (INV-5). When a backward has left a unit, its gradients go to
+where they rest; not at once, for the last of them arrive right after the unit's last node has run,
+but when the backward comes to the next unit.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+from torch.autograd.graph import Node
+
+from infinity.errors import InfinityError
+from infinity.modules.edits import WeightEdits
+from infinity.modules.hooks import HookedModule
+from infinity.modules.interrupts import uninterrupted
+from infinity.modules.param_table import ParamTable
+from infinity.modules.process import OwnProcess
+from infinity.observe import Tracer, Track
+from infinity.state.units import Unit
+from infinity.storage.engine import Priority
+from infinity.streaming.gradients import GradientStore
+from infinity.streaming.optimizer_step import Updater
+from infinity.streaming.parameters import WeightCache
+from infinity.streaming.passes import OUTSIDE_BACKWARD, Passes, current_backward
+
+
+def _ignore(hooked: HookedModule) -> None:
+    return None
+
+
+Turns = Callable[[list[int], bool], None]  # See `Uses.yield_at_tile`.
+
+
+class UnitUses:
+    """Who uses which units, and which of them a backward has left. Any thread.
+
+    What hooks know as `Uses`, and `accumulate` as `Blocks`.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        weight_cache: WeightCache,
+        gradients: GradientStore,
+        updater: Updater,
+        passes: Passes,
+        tracer: Tracer,
+        param_table: ParamTable,
+        changes: WeightEdits,
+        lock: threading.RLock,
+    ) -> None:
+        self._units = units
+        self._weight_cache = weight_cache
+        self._gradients = gradients
+        self._updater = updater
+        self._passes = passes
+        self._tracer = tracer
+        self._param_table = param_table
+        self._changes = changes
+        self._lock = lock
+        self._process = OwnProcess()
+        self._left: set[int] = set()  # By the backward that is running.
+        self.is_closed = False
+        self.on_tile: Turns | None = None  # Of `accumulate`, while it runs.
+        self.is_parameter_memory = param_table.is_parameter_memory
+        self.begin_use: Callable[[HookedModule], None] = (
+            _ignore  # Of the engine, once it is installed.
+        )
+
+    # -- Uses ------------------------------------------------------------------------------------
+
+    @property
+    def yields_at_tiles(self) -> bool:
+        return self.on_tile is not None
+
+    def yield_at_tile(self, units: list[int], *, is_over: bool = False) -> None:
+        if self.on_tile is not None:
+            self.on_tile(units, is_over)
+
+    def enter(self, units: list[int], *, is_of_pass: bool = True) -> None:
+        """Makes units usable. All or none: a failure lets go of those already held. `is_of_pass`:
+        a site is come to, so that others will be; else nothing is fetched ahead."""
+        self._process.refuse_others()
+        done: list[int] = []
+        priority = Priority.FORWARD if current_backward() == OUTSIDE_BACKWARD else Priority.BACKWARD
+        try:
+            with uninterrupted(), self._lock, self._tracer.during(Track.ENGINE, "enter"):
+                self._gradients.take_in()
+                if priority is Priority.BACKWARD and not self._passes.is_layer_major:
+                    self._write_out_left(but=units)
+                for unit in units:
+                    self._acquire(unit, priority, is_of_pass)
+                    done.append(unit)
+                self._updater.read_ahead()
+        except BaseException:
+            self.leave(done)
+            raise
+        if self._tracer.is_on and units:
+            names = [self._units[unit].name for unit in units]
+            self._tracer.begin(tuple(units), Track.SITES, ", ".join(names))
+
+    def leave(self, units: list[int]) -> None:
+        """Ends one use of each unit."""
+        self._tracer.end(tuple(units))
+        refusal = None
+        with uninterrupted(), self._lock, self._tracer.during(Track.ENGINE, "leave"):
+            for unit in units:
+                if self._weight_cache.is_last_hold(unit):
+                    refusal = self._changes.put_back(unit) or refusal
+                if self._weight_cache.release(unit):
+                    self._release_unit(unit)
+                    self._weight_cache.write_behind(unit)
+            self._updater.read_ahead()
+        if refusal is not None:
+            raise refusal
+
+    @contextmanager
+    def using(self, units: list[int]) -> Iterator[None]:
+        """For whoever is no site: reads from outside, and operations on handles."""
+        is_in_backward = current_backward() != OUTSIDE_BACKWARD
+        passes = self._passes
+        is_in_pass = passes.is_in_forward or passes.is_layer_major or is_in_backward
+        self.enter(units, is_of_pass=is_in_pass)
+        try:
+            yield
+        finally:
+            self.leave(units)
+
+    def _acquire(self, unit: int, priority: Priority, is_of_pass: bool) -> None:
+        if self.is_closed:
+            raise InfinityError("the engine of this model is closed; its parameters are gone")
+        if not self._weight_cache.is_in_use(unit):
+            self._updater.bring_up_to_date(unit, is_needed=True)
+        if self._weight_cache.acquire(unit, priority, is_of_pass=is_of_pass):
+            self._param_table.show_parameters(unit)
+
+    def _release_unit(self, unit: int) -> None:
+        self._param_table.show_handles(unit)
+        self._changes.take_over(unit)
+        if current_backward() != OUTSIDE_BACKWARD:
+            self._left.add(unit)
+
+    def refuse_in_use(self, what: str) -> None:
+        """Raises InfinityError, which names the caller, while units are in use."""
+        in_use = self._weight_cache.in_use()
+        if in_use:
+            raise InfinityError(
+                f"{what} while {', '.join(in_use[:4])} is in use; "
+                "leave infinity.gather() and finish the backward first"
+            )
+
+    def close(self) -> None:
+        """Nobody can hold a unit any more; those that are held show handles."""
+        self.is_closed = True
+        for unit in self._units:
+            if self._weight_cache.is_in_use(unit.index):
+                self._param_table.show_handles(unit.index)
+
+    def check_saved(self, units: list[int], nodes: Iterable[Node]) -> None:
+        replaced = [s for u in units for s in self._param_table.of_unit(u) if s.stands_elsewhere]
+        if replaced:
+            self._changes.refuse_saved(replaced, nodes)
+
+    # -- Backward --------------------------------------------------------------------------------
+
+    def _write_out_left(self, but: list[int]) -> None:
+        for unit in self._left - set(but):
+            self._gradients.write_out(self._units[unit])
+        self._left.clear()
+
+    def backward_started(self) -> None:
+        """A backward has reached the first site."""
+        if not self._passes.is_layer_major:
+            self._passes.begin_backward()
+            with self._lock:
+                self._weight_cache.begin_backward()
+
+    def backward_ended(self) -> None:
+        if self._passes.is_layer_major:
+            return  # One of many small ones.
+        with self._lock, self._tracer.during(Track.ENGINE, "end of backward"):
+            self._left.clear()
+            self._gradients.write_out_all()
+        self._passes.end_backward()
+
+    def begin_block_backward(self, units: list[int]) -> None:
+        """Several gradients will come to each parameter of these units."""
+        with self._lock:
+            self._gradients.sum_on_device(self._units[unit] for unit in units)
+
+    def end_of_block(self, units: list[int]) -> None:
+        """The gradients of these units are complete: they go to where they rest."""
+        with uninterrupted(), self._lock:
+            for unit in {*units, *self._left}:  # Tiles have units of their own.
+                self._gradients.write_out(self._units[unit])
+            self._left.clear()

@@ -1,0 +1,97 @@
+"""A clock for operations that are not carried out: lanes, what waits for what, and when each runs.
+
+A lane (a link, a processor, a thread) does one operation at a time and never breaks one off. It
+takes the oldest operation that is ready; a lane with something ready is never idle. Such a schedule
+is at most twice as long as the best one, and a faster lane may, seldom and by little, lengthen it.
+Source: Graham, "Bounds on multiprocessing timing anomalies", 1969.
+
+Pure: no torch, no I/O, no clock but its own.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """Something a lane does once every operation of `after` (indexes, all earlier ones) is over.
+
+    `traffic` names what `nbytes` are counted under; `step` is the optimizer step it belongs to.
+    """
+
+    track: str
+    name: str
+    duration_s: float
+    after: tuple[int, ...] = ()
+    nbytes: int = 0
+    traffic: str = ""
+    step: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """When each operation ran: seconds from the start, by the operation's index."""
+
+    operations: tuple[Operation, ...]
+    start_s: tuple[float, ...]
+    finish_s: tuple[float, ...]
+
+    @property
+    def makespan_s(self) -> float:
+        return max(self.finish_s, default=0.0)
+
+
+def simulate(operations: Sequence[Operation]) -> Timeline:
+    """Runs the operations. Their order is their urgency where several are ready for one lane."""
+    missing = [len(operation.after) for operation in operations]
+    followers: list[list[int]] = [[] for _ in operations]
+    for index, operation in enumerate(operations):
+        for before in operation.after:
+            assert before < index, f"{operation.name} waits for a later operation"
+            followers[before].append(index)
+
+    ready: dict[str, list[int]] = {operation.track: [] for operation in operations}
+    busy: set[str] = set()
+    running: list[tuple[float, int]] = []  # A heap by the time of the end.
+    start_s = [0.0] * len(operations)
+    finish_s = [0.0] * len(operations)
+
+    def start_ready(now_s: float, tracks: set[str]) -> None:
+        for track in tracks - busy:
+            if ready[track]:
+                index = heapq.heappop(ready[track])
+                busy.add(track)
+                start_s[index] = now_s
+                finish_s[index] = now_s + operations[index].duration_s
+                heapq.heappush(running, (finish_s[index], index))
+
+    for index, count in enumerate(missing):
+        if count == 0:
+            heapq.heappush(ready[operations[index].track], index)
+    start_ready(0.0, set(ready))
+    while running:
+        now_s = running[0][0]
+        changed = set()
+        while running and running[0][0] == now_s:
+            _, index = heapq.heappop(running)
+            changed.add(operations[index].track)
+            busy.discard(operations[index].track)
+            for follower in followers[index]:
+                missing[follower] -= 1
+                if missing[follower] == 0:
+                    heapq.heappush(ready[operations[follower].track], follower)
+                    changed.add(operations[follower].track)
+        start_ready(now_s, changed)
+    return Timeline(tuple(operations), tuple(start_s), tuple(finish_s))
+
+
+def critical_path_s(operations: Sequence[Operation]) -> float:
+    """How long it would take if every lane could do everything that is ready at once."""
+    finish_s: list[float] = []
+    for operation in operations:
+        begin_s = max((finish_s[before] for before in operation.after), default=0.0)
+        finish_s.append(begin_s + operation.duration_s)
+    return max(finish_s, default=0.0)

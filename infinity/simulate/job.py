@@ -1,0 +1,143 @@
+"""From a configuration, units and where they rest to what the simulated step is asked. Pure."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from infinity.config import SwapConfig
+from infinity.config.schema import NvmeTier
+from infinity.simulate.order import Use
+from infinity.simulate.step import StepSpec, UnitLoad
+from infinity.state.budgets import Budgets
+from infinity.state.placement import STATE_KINDS, Placement
+from infinity.state.units import StateKind, Unit
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Tokens of one micro-batch on all devices together, and how many make a step; with ranks,
+    those of one."""
+
+    num_tokens: int
+    sequence_length: int
+    num_micro_batches: int = 1
+    recomputes: bool = True  # Activations, in the backward.
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.num_tokens * self.num_micro_batches
+
+
+# Of a program of the user's own nothing is known.
+UNKNOWN_BATCH = Batch(0, 1)
+
+
+def batch_of(config: SwapConfig) -> Batch:
+    """That of a file with `[train]` and `[data]`; else UNKNOWN_BATCH."""
+    train, data = config.train, config.data
+    if train is None or data is None:
+        return UNKNOWN_BATCH
+    return Batch(
+        train.batch_size * data.sequence_length,
+        data.sequence_length,
+        train.gradient_accumulation_steps,
+        # By layers, a batch goes through once whatever its micro-batches, and is recomputed.
+        recomputes=train.activation_checkpointing or config.schedule.micro_batch is not None,
+    )
+
+
+def make_job(
+    config: SwapConfig,
+    budgets: Budgets,
+    units: Sequence[Unit],
+    uses: Sequence[Use],
+    batch: Batch,
+    *,
+    saved_on: str = "device",
+    loads: Sequence[UnitLoad] | None = None,
+) -> StepSpec:
+    """Steps of these units in these budgets, updated on the host. `loads`: what they come to where
+    they are divided over ranks; see `rank_loads`."""
+    # With updates at the step the ring is there for it alone. A tight pool keeps nothing.
+    is_deferred = config.schedule.updates == "deferred"
+    cache_nbytes = budgets.working_nbytes - (budgets.ring_nbytes if is_deferred else 0)
+    device_cache_nbytes: float | None = budgets.device_window_nbytes
+    if device_cache_nbytes is None and not budgets.shares_host_memory:
+        device_cache_nbytes = float("inf")
+    return StepSpec(
+        units=tuple(loads or _loads(config, units, budgets.placement, batch)),
+        uses=tuple(uses),
+        num_micro_batches=batch.num_micro_batches,
+        num_fibers=num_fibers_of(config, batch),
+        tile_micro_batches=config.schedule.tile_micro_batches,
+        backward_ratio=3.0 if batch.recomputes else 2.0,
+        weights_cache_nbytes=0 if budgets.is_tight else cache_nbytes,
+        device_cache_nbytes=device_cache_nbytes,
+        ring_nbytes=max(budgets.ring_nbytes, 1),
+        reads_ahead=budgets.window_nbytes > 0,
+        is_deferred=is_deferred,
+        saved_on=saved_on,
+    )
+
+
+def num_fibers_of(config: SwapConfig, batch: Batch) -> int:
+    """Micro-batches that go block by block. Gradients of several are summed on the device, in
+    float32."""
+    micro_batch = config.schedule.micro_batch
+    if micro_batch is None:
+        return 1
+    return max(1, -(-batch.num_tokens // (micro_batch * batch.sequence_length)))
+
+
+def _loads(
+    config: SwapConfig, units: Sequence[Unit], placement: Placement, batch: Batch
+) -> Iterator[UnitLoad]:
+    is_summed = num_fibers_of(config, batch) > 1
+    return (load_of(unit, placement, is_summed) for unit in units)
+
+
+def load_of(unit: Unit, placement: Placement, is_summed: bool) -> UnitLoad:
+    read: defaultdict[str, int] = defaultdict(int)
+    written: defaultdict[str, int] = defaultdict(int)
+    for kind in STATE_KINDS:
+        nbytes = unit.nbytes(kind)
+        if nbytes:
+            tier = placement.tier(unit, kind)
+            read[tier] += nbytes
+            if kind is not StateKind.GRADIENTS:
+                written[tier] += nbytes
+    gradient_nbytes = unit.nbytes(StateKind.GRADIENTS)
+    return UnitLoad(
+        name=unit.name,
+        weights=placement.tiers.get((unit.index, StateKind.PARAMETERS), "host"),
+        weight_nbytes=unit.weight_nbytes,
+        written_nbytes=unit.trainable_nbytes,
+        state_read_nbytes={tier: n for tier, n in read.items() if tier != "host"},
+        state_write_nbytes={tier: n for tier, n in written.items() if tier != "host"},
+        update_nbytes=updated_nbytes(unit),
+        gradients=placement.tier(unit, StateKind.GRADIENTS) if gradient_nbytes else "host",
+        gradient_nbytes=gradient_nbytes,
+        leaving_nbytes=gradient_nbytes if is_summed else unit.trainable_nbytes,
+    )
+
+
+def updated_nbytes(unit: Unit) -> int:
+    """What the optimizer's pass over a unit reads and writes."""
+    if not unit.state_numel:
+        return 0
+    moments_nbytes = sum(unit.nbytes(kind) for kind in unit.moments.kinds)
+    changed_nbytes = unit.trainable_nbytes + moments_nbytes + unit.nbytes(StateKind.MASTER)
+    return 2 * changed_nbytes + unit.nbytes(StateKind.GRADIENTS)
+
+
+def tuned_gb_per_s(tiers: Sequence[NvmeTier]) -> tuple[float, float, float | None] | None:
+    """Reading, writing and both at once, over all paths together, in decimal GB/s, where `infinity
+    tune` wrote it into the file; None where it did not."""
+    if not all(tier.read_gb_per_s and tier.write_gb_per_s for tier in tiers):
+        return None
+    read, write, mixed = (
+        [getattr(tier, f"{name}_gb_per_s") for tier in tiers] for name in ("read", "write", "mixed")
+    )
+    return sum(read), sum(write), sum(mixed) if all(mixed) else None

@@ -1,0 +1,82 @@
+"""What a rank moves of units whose state is divided: for the simulated step. Pure.
+
+docs/RANKS.md says what goes from where to where; docs/design/0005 and 0008 say why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+
+from infinity.config import SwapConfig
+from infinity.simulate.job import Batch, load_of, num_fibers_of
+from infinity.simulate.step import Divided, UnitLoad
+from infinity.state.partition import Partition
+from infinity.state.placement import Placement
+from infinity.state.units import STATE_ITEM_NBYTES, StateKind, TensorSpec
+
+
+def rank_loads(
+    config: SwapConfig,
+    partition: Partition,
+    placement: Placement,
+    batch: Batch,
+    *,
+    is_collective: bool,
+) -> Iterator[UnitLoad]:
+    """One for each whole unit. `placement` is that of `partition.units`; `is_collective`: the
+    devices of ranks exchange with each other."""
+    is_summed = num_fibers_of(config, batch) > 1
+    reduced = None if config.distributed.reduce_dtype == "auto" else torch.bfloat16
+    for whole, of_ranks in zip(partition.full_units, partition.shards, strict=True):
+        mine = of_ranks[partition.rank]
+        load = load_of(mine.unit, placement, is_summed)
+        stage, sums = partition.stage, None
+        if stage < 3:
+            rests_on = placement.tier(whole, StateKind.PARAMETERS)
+            load = replace(
+                load,
+                weights=rests_on,
+                weight_nbytes=whole.weight_nbytes,
+                written_nbytes=whole.trainable_nbytes if mine.unit.state_numel else 0,
+            )
+        if stage == 1 and whole.state_numel:
+            sums = placement.tier(whole, StateKind.GRADIENTS)
+        are_wide = is_summed or (stage == 1 and batch.num_micro_batches > 1)
+        got = [sum(each.nbytes for each in partition.served(shard)) for shard in of_ranks]
+        my_nbytes = got[partition.rank]
+        are_weights_between_devices = is_collective and (stage == 3 or load.weights == "device")
+        # What leaves a device in stages 2 and 3 is what is sent, and elsewhere what came.
+        leaves_as = reduced if stage > 1 and not is_summed else None
+        yield replace(
+            load,
+            name=whole.name,
+            leaving_nbytes=sum(
+                spec.numel * _itemsize(spec, leaves_as, is_summed) for spec in whole.trainable()
+            ),
+            divided=Divided(
+                count=partition.count,
+                whole_nbytes=whole.weight_nbytes,
+                is_put_together=stage == 3,
+                are_weights_between_devices=are_weights_between_devices,
+                are_gradients_between_devices=is_collective and sums in (None, "device"),
+                got_nbytes=sum(got) - my_nbytes,
+                served_nbytes=(partition.count - 1) * my_nbytes,
+                given_nbytes=sum(
+                    (share.stop - share.start) * _itemsize(share.whole, reduced, are_wide)
+                    for shard in of_ranks
+                    for share in shard.shares
+                    if shard.rank != partition.rank
+                ),
+                sums=sums,
+                sums_nbytes=whole.state_numel * STATE_ITEM_NBYTES if sums else 0,
+            ),
+        )
+
+
+def _itemsize(spec: TensorSpec, reduced: torch.dtype | None, is_wide: bool) -> int:
+    if reduced is not None:
+        return reduced.itemsize
+    return STATE_ITEM_NBYTES if is_wide else spec.facts.dtype.itemsize

@@ -1,0 +1,1 @@
+"""One file for each kind of training state: weights, gradients, moments, masters, activations."""

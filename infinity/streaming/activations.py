@@ -1,0 +1,357 @@
+"""Layer inputs that wait for the backward, on the tiers that `[placement] activations` names.
+
+A tensor is parked in the forward and taken back in the backward. On the device it stays as it is.
+On the host it is copied into a block of the arena; from there it goes on to NVMe, when that is its
+tier, and the block is free again as soon as the write is over. What is parked twice is kept once.
+
+Where the device computes on host memory, "host" and "device" are the same memory, and nothing is
+copied: outside of the host budget, as any activation is there.
+
+Training thread and the strands that run in its place, one at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from infinity.errors import StorageError
+from infinity.observe import Counters, Track
+from infinity.sizes import PAGE_NBYTES, align_up
+from infinity.state.store import show
+from infinity.storage.engine import Priority, Ticket
+from infinity.storage.scratch_space import Scratch, ScratchSpace
+from infinity.storage.volume import Volume
+from infinity.tiers.device import FINISHED, Copy, DeviceAdapter
+from infinity.tiers.host import Block
+from infinity.tiers.pool import HostPool
+
+_LABEL = "activations"
+# Tensors that computation may run ahead of while they leave the device, which has to keep them.
+_MOST_DEPARTING = 2
+
+
+@dataclass(eq=False, slots=True)
+class SavedInput:
+    """One tensor that waits. Written by `ActivationStore` alone."""
+
+    uses: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    nbytes: int
+    kept: torch.Tensor | None = None  # On the device: rests there, or is back.
+    block: Block | None = None
+    scratch: Scratch | None = None
+    copying: Copy = FINISHED
+    returning: Copy = FINISHED  # Into `kept`.
+    is_bound_for_nvme: bool = False  # Once the copy into the block is over.
+    moving: Ticket | None = None  # Between the block and the extents.
+    is_reading: bool = False
+
+    @property
+    def span_nbytes(self) -> int:
+        """Of its block and its extents: whole pages."""
+        return align_up(self.nbytes, PAGE_NBYTES)
+
+
+class InputStore(Protocol):
+    """Layer inputs between the forward and the backward: on a tier, or in parts over ranks."""
+
+    def save(self, tensor: torch.Tensor) -> Any:
+        """Takes a copy of the tensor; returns what `fetch` and `restore` take."""
+
+    def fetch(self, saved: Any) -> None:
+        """Starts to bring it back."""
+
+    def restore(self, saved: Any) -> torch.Tensor:
+        """The tensor, on the device; the store forgets it."""
+
+    def clear(self) -> None:
+        """Forgets everything."""
+
+
+class ActivationStore:
+    """Parks tensors and gives them back."""
+
+    def __init__(
+        self,
+        tiers: Sequence[str],
+        *,
+        pool: HostPool,
+        device: DeviceAdapter,
+        volume: Volume | None,
+        counters: Counters,
+    ) -> None:
+        self._tiers = tuple(tiers)
+        self._pool = pool
+        self._device = device
+        self._volume = volume
+        self._scratch = ScratchSpace(volume) if volume is not None else None
+        self._counters = counters
+        self._known = WeakTensorKeyDictionary()
+        self._waiting: dict[
+            SavedInput, None
+        ] = {}  # Insertion-ordered set of what is off the device.
+        self._in_use: SavedInput | None = None
+        self._leaving: deque[tuple[Copy, Block]] = deque()  # Being copied to the device.
+        self._departing: deque[Copy] = deque()  # Off the device, the last few.
+
+    # -- In ----------------------------------------------------------------------------------------
+
+    def save(self, tensor: torch.Tensor) -> SavedInput:
+        """Keeps the tensor's value until `take` was called as often as `save`. Strided, dense or
+        not; on the device. It must not be changed any more. Raises CapacityError when the tiers
+        are full, StorageError when a write fails."""
+        saved = self._known.get(tensor)
+        if saved is not None and saved.uses:
+            saved.uses += 1
+            return saved
+        is_dense = torch.ops.aten.is_non_overlapping_and_dense(tensor)
+        stride = tensor.stride() if is_dense else torch.empty(tensor.shape, device="meta").stride()
+        nbytes = tensor.numel() * tensor.dtype.itemsize
+        saved = SavedInput(1, tensor.shape, tuple(stride), tensor.dtype, nbytes)
+        self._place(saved, tensor.detach())
+        self._known[tensor] = saved
+        return saved
+
+    def _place(self, saved: SavedInput, tensor: torch.Tensor) -> None:
+        for tier in self._tiers:
+            is_last = tier == self._tiers[-1]
+            if (
+                tier == "device"
+                or saved.nbytes == 0
+                or (tier == "host" and self._device.shares_host_memory)
+                or tensor.device != self._device.torch_device
+            ):
+                saved.kept = tensor
+                return
+            if tier == "host" and self._to_block(saved, tensor, must=is_last):
+                return
+            if tier == "nvme":
+                self._to_block(saved, tensor, must=True)
+                saved.is_bound_for_nvme = True
+                if saved.copying.done():
+                    self._start_write(saved)
+                return
+        raise AssertionError("the last tier takes what comes or raises")
+
+    def _to_block(self, saved: SavedInput, tensor: torch.Tensor, *, must: bool) -> bool:
+        self._reap()
+        take = self._pool.require if must else self._pool.try_allocate
+        block = take(saved.span_nbytes, _LABEL)
+        if block is None:
+            return False
+        saved.block = block
+        self._waiting[saved] = None
+        saved.copying = self._device.copy(self._flat(saved, tensor), self._of_block(saved))
+        self._counters.add("activation_out_nbytes", saved.nbytes)
+        self._departing.append(saved.copying)
+        if len(self._departing) > _MOST_DEPARTING:
+            self._departing.popleft().order()  # Its memory on the device is free from here on.
+        return True
+
+    def _flat(self, saved: SavedInput, tensor: torch.Tensor) -> torch.Tensor:
+        """The elements in memory order: 1-dimensional."""
+        if tuple(tensor.stride()) != saved.stride:
+            tensor = tensor.contiguous()
+        return tensor.as_strided((tensor.numel(),), (1,))
+
+    def _of_block(self, saved: SavedInput) -> torch.Tensor:
+        assert saved.block is not None
+        return self._pool.tensor(saved.block)[: saved.nbytes].view(saved.dtype)
+
+    def _start_write(self, saved: SavedInput) -> None:
+        assert self._volume is not None and self._scratch is not None
+        assert saved.block is not None
+        saved.is_bound_for_nvme = False
+        self._wait_copy(saved, "activations leave the device")
+        saved.scratch = self._scratch.take(saved.span_nbytes)
+        asked_ns = time.monotonic_ns()
+        saved.moving = self._volume.write(
+            saved.scratch.extents,
+            offset_nbytes=0,
+            nbytes=saved.span_nbytes,
+            address=saved.block.address,
+            priority=Priority.WRITE_BACK,
+        )
+        show(self._counters, self._volume, saved.moving, Track.WRITES, _LABEL, asked_ns)
+
+    def _wait_copy(self, saved: SavedInput, what: str) -> None:
+        if not saved.copying.done():
+            with self._counters.timed("copy_wait_s", what, (saved.copying,)):
+                saved.copying.wait()
+        saved.copying.wait()
+        saved.copying = FINISHED
+
+    # -- Giving blocks back ------------------------------------------------------------------------
+
+    def _reap(self) -> None:
+        """Frees the blocks whose bytes have left, and sends off those that may go. Never waits."""
+        while self._leaving and self._leaving[0][0].done():
+            self._free_leaving()
+        for saved in list(self._waiting):
+            if saved.is_bound_for_nvme and saved.copying.done():
+                self._start_write(saved)
+            elif saved.moving is not None and not saved.is_reading and saved.moving.done():
+                self._end_move(saved)
+
+    def _free_leaving(self) -> None:
+        copy, block = self._leaving.popleft()
+        if not copy.done():
+            with self._counters.timed("copy_wait_s", "activations return", (copy,)):
+                copy.wait()
+        copy.wait()  # Over; lets go of what the copy keeps.
+        self._pool.free(block)
+
+    def _end_move(self, saved: SavedInput) -> None:
+        """Waits until the bytes are in the extents, where they were already if this is a read."""
+        moving, saved.moving = saved.moving, None
+        assert moving is not None
+        try:
+            with self._counters.timed("write_wait_s", "activations are written", (moving,)):
+                moving.wait()
+        except StorageError:
+            if not saved.is_reading:
+                raise
+        finally:
+            saved.is_reading = False
+            self._free_block(saved)
+
+    def _free_block(self, saved: SavedInput) -> None:
+        assert saved.block is not None
+        block, saved.block = saved.block, None
+        self._pool.free(block)
+
+    def reclaim(self) -> bool:
+        """Frees one block that is on its way to the device or to NVMe, may go there, or was read
+        ahead. For the pool."""
+        if self._leaving:
+            self._free_leaving()
+            return True
+        for saved in sorted(self._waiting, key=lambda each: each.moving is None):
+            if saved is self._in_use or saved.block is None:
+                continue
+            if saved.moving is None:
+                if "nvme" not in self._tiers:
+                    return False
+                self._start_write(saved)
+            self._end_move(saved)
+            return True
+        return False
+
+    # -- Out ---------------------------------------------------------------------------------------
+
+    def fetch(self, saved: SavedInput) -> None:
+        """Starts bringing a tensor back, a tier at a time: from NVMe if there is room to spare,
+        from the host when it has come there. Never waits."""
+        if saved.kept is not None or not saved.uses:
+            return
+        if saved.block is None:
+            block = self._pool.try_allocate(saved.span_nbytes, _LABEL)
+            if block is not None:
+                self._start_read(saved, block)
+        elif not self._device.shares_host_memory and self._is_on_host(saved):
+            self._start_return(saved)
+
+    def _is_on_host(self, saved: SavedInput) -> bool:
+        """Whether the bytes are in the block, and nobody else is at it."""
+        has_come = saved.moving is None or (saved.is_reading and saved.moving.done())
+        return saved.copying.done() and has_come
+
+    def _start_read(self, saved: SavedInput, block: Block) -> None:
+        assert self._volume is not None and saved.scratch is not None
+        saved.block = block
+        asked_ns = time.monotonic_ns()
+        try:
+            saved.moving = self._volume.read(
+                saved.scratch.extents,
+                offset_nbytes=0,
+                nbytes=saved.span_nbytes,
+                address=block.address,
+                priority=Priority.BACKWARD,
+                label=_LABEL,
+            )
+        except BaseException:
+            self._free_block(saved)
+            raise
+        saved.is_reading = True
+        show(self._counters, self._volume, saved.moving, Track.READS, _LABEL, asked_ns)
+
+    def restore(self, saved: SavedInput) -> torch.Tensor:
+        """The tensor, on the device, with the strides it had if it was dense. Ends one use; the
+        caller must not change it."""
+        assert saved.uses > 0
+        if saved.kept is None:
+            self._in_use = saved
+            try:
+                self._start_return(saved)
+            finally:
+                self._in_use = None
+        saved.returning.order()
+        tensor = saved.kept
+        assert tensor is not None
+        saved.uses -= 1
+        if saved.uses == 0:
+            self._forget(saved)
+        return tensor
+
+    def _start_return(self, saved: SavedInput) -> None:
+        """From the host to the device; waits for what is still under way between block and NVMe."""
+        if saved.block is None:
+            self._start_read(saved, self._pool.require(saved.span_nbytes, _LABEL))
+        if saved.is_reading:
+            assert saved.moving is not None
+            if not saved.moving.done():
+                with self._counters.timed("read_wait_s", "activations return", (saved.moving,)):
+                    saved.moving.wait()
+            saved.moving.wait()  # Over, but it may have failed.
+            saved.moving, saved.is_reading = None, False
+        self._wait_copy(saved, "activations leave the device")
+        tensor = torch.empty_strided(
+            saved.shape, saved.stride, dtype=saved.dtype, device=self._device.torch_device
+        )
+        saved.returning = self._device.copy(self._of_block(saved), self._flat(saved, tensor))
+        saved.kept = tensor
+        self._counters.add("activation_in_nbytes", saved.nbytes)
+        if saved.moving is None:
+            assert saved.block is not None
+            self._leaving.append((saved.returning, saved.block))
+            saved.block, saved.is_bound_for_nvme = None, False
+        else:
+            saved.returning.wait()  # It is still being written from the block.
+
+    def _forget(self, saved: SavedInput) -> None:
+        saved.kept = None
+        self._waiting.pop(saved, None)
+        try:
+            if saved.moving is not None:
+                saved.moving.wait()
+        finally:
+            saved.moving = None
+            if saved.block is not None:
+                self._wait_copy(saved, "activations leave the device")
+                self._free_block(saved)
+            if saved.scratch is not None:
+                assert self._scratch is not None
+                self._scratch.give_back(saved.scratch)
+                saved.scratch = None
+
+    def clear(self) -> None:
+        """Forgets everything, whether it was taken or not."""
+        self._departing.clear()
+        while self._leaving:
+            self._free_leaving()
+        for saved in list(self._waiting):
+            saved.uses = 0
+            # A failed write is the volume's to tell: it refuses the next one who asks.
+            with contextlib.suppress(StorageError):
+                self._forget(saved)
+        self._known = WeakTensorKeyDictionary()

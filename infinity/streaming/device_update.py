@@ -1,0 +1,88 @@
+"""The update of a chunk by the device: state goes there a slice at a time, is updated, returns.
+
+For machines whose processor is slower than the link. In torch operations, by the readable
+reference of every rule, which has the bits of the native kernel: each of its operations is rounded
+as IEEE 754 says, here and on a device, and none is contracted with another.
+
+The slice that follows is on its way while one is updated, and the one before returns.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from infinity.ops.optimizers import Settings, reference_span_
+from infinity.ops.span import StateSpan
+from infinity.ops.torch_kernels import is_native
+from infinity.tiers.device import Copy, DeviceAdapter
+
+# Elements on the device at once, three times: arrays of 16 bytes each, and ten times 8 bytes that
+# the arithmetic makes on the way. A multiple of span.CUT_NUMEL.
+SLICE_NUMEL = 1 << 20
+
+
+def can_update_on_device(spans: Sequence[StateSpan], settings: Settings) -> bool:
+    """Whether the device would give the bits that the host gives."""
+    if spans[0].is_8bit:
+        return False  # Its tables are on the host.
+    return spans[0].is_split or is_native(settings)
+
+
+def update_on_device(
+    device: DeviceAdapter, spans: Sequence[StateSpan], settings: Settings, grad_scale: float
+) -> None:
+    """One step of every span, in place. Arrays are in the host's arena; done when it returns."""
+    slices = [each for span in spans for each in _slices(span)]
+    on_their_way: deque[list[Copy]] = deque()
+    returned: list[Copy] = []
+    following = _bring(device, slices[0]) if slices else None
+    for index, here in enumerate(slices):
+        assert following is not None
+        there, copies = following
+        following = _bring(device, slices[index + 1]) if index + 1 < len(slices) else None
+        for copy in copies:
+            copy.order()
+        reference_span_(there, settings, grad_scale)
+        copies = [device.copy(new, old) for new, old in _changed(there, here)]
+        returned += copies
+        on_their_way.append(copies)
+        if len(on_their_way) > 1:
+            for copy in on_their_way.popleft():
+                copy.order()  # Their memory on the device may be used again.
+    for copy in returned:
+        copy.wait()
+
+
+def _slices(span: StateSpan) -> Iterator[StateSpan]:
+    for start in range(0, span.weight.numel(), SLICE_NUMEL):
+        part = slice(start, start + SLICE_NUMEL)
+        states = tuple(state[part] for state in _states(span))
+        residual = None if span.residual is None else span.residual[part]
+        yield StateSpan(span.weight[part], span.gradient[part], states, residual)
+
+
+def _states(span: StateSpan) -> list[torch.Tensor]:
+    return [state for state in span.states if isinstance(state, torch.Tensor)]
+
+
+def _bring(device: DeviceAdapter, span: StateSpan) -> tuple[StateSpan, list[Copy]]:
+    copies: list[Copy] = []
+
+    def bring(array: torch.Tensor) -> torch.Tensor:
+        there = torch.empty_like(array, device=device.torch_device)
+        copies.append(device.copy(array, there))
+        return there
+
+    residual = None if span.residual is None else bring(span.residual)
+    states = tuple(bring(state) for state in _states(span))
+    return StateSpan(bring(span.weight), bring(span.gradient), states, residual), copies
+
+
+def _changed(there: StateSpan, here: StateSpan) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    yield there.weight, here.weight
+    yield from zip(_states(there), _states(here), strict=True)
+    if there.residual is not None and here.residual is not None:
+        yield there.residual, here.residual

@@ -1,0 +1,102 @@
+"""The fp32 value behind a narrower parameter, tensor by tensor, outside the optimizer's stream.
+
+Beside bf16 it is kept as a residual, beside fp16 as the whole value (`Unit.master_dtype`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from infinity.ops.split_master import join, split
+from infinity.sizes import PAGE_NBYTES, align_down, align_up
+from infinity.state.store import StateStore
+from infinity.state.units import StateKind, TensorSpec, Unit
+from infinity.storage.engine import Priority
+from infinity.tiers.pool import HostPool
+
+# Splitting makes a few temporaries of the elements it works on.
+_SPLIT_NUMEL = 1 << 22
+
+
+class Masters:
+    """Masters of trainable tensors. Called under the engine's lock.
+
+    `narrow` is always the tensor's weight on the host, flat, in memory order and in its own dtype.
+    """
+
+    def __init__(self, store: StateStore, pool: HostPool) -> None:
+        self._store = store
+        self._pool = pool
+
+    @staticmethod
+    def has(unit: Unit, spec: TensorSpec) -> bool:
+        """Whether the update starts from more than the weight alone.
+
+        A whole master is what it starts from for every tensor of the unit, fp32 ones included.
+        """
+        if unit.master_dtype is None or spec.state_offset < 0:
+            return False
+        return unit.master_dtype is torch.float32 or spec.facts.dtype is not torch.float32
+
+    def read(self, unit: Unit, spec: TensorSpec, narrow: torch.Tensor) -> torch.Tensor:
+        """A copy of the fp32 value: flat, on the host."""
+        with self._lent(unit, spec, keep=False) as flat:
+            return join(narrow, flat) if unit.has_residual else flat.clone()
+
+    def write(
+        self, unit: Unit, spec: TensorSpec, narrow: torch.Tensor, value: torch.Tensor
+    ) -> None:
+        """Makes a flat host tensor of any float dtype the value; `narrow` becomes its rounding."""
+        with self._lent(unit, spec, keep=True) as flat:
+            for start in range(0, spec.numel, _SPLIT_NUMEL):
+                part = slice(start, start + _SPLIT_NUMEL)
+                wide = value[part].to(torch.float32)
+                if unit.has_residual:
+                    narrow[part], flat[part] = split(wide)
+                else:
+                    narrow[part] = flat[part] = wide
+
+    def follow(
+        self, unit: Unit, spec: TensorSpec, narrow: torch.Tensor, before: torch.Tensor | None
+    ) -> None:
+        """Takes over a weight that was changed; the value of an element that was not stays.
+
+        `before` is the weight as it was, where it is known: of a split master every element counts
+        as changed without it.
+        """
+        with self._lent(unit, spec, keep=True) as flat:
+            if not unit.has_residual:
+                unchanged = flat.to(narrow.dtype) == narrow
+                flat.copy_(torch.where(unchanged, flat, narrow.float()))
+            elif before is None:
+                flat.zero_()
+            else:
+                flat.masked_fill_(narrow.view(torch.int16) != before.view(torch.int16), 0)
+
+    @contextmanager
+    def _lent(self, unit: Unit, spec: TensorSpec, *, keep: bool) -> Iterator[torch.Tensor]:
+        """The tensor's part of the master piece, flat; what is changed goes back when `keep`."""
+        assert unit.master_dtype is not None
+        start = unit.nbytes(StateKind.MASTER, spec.state_offset)
+        stop = start + unit.nbytes(StateKind.MASTER, spec.numel)
+        host_view = self._store.host_view(unit, StateKind.MASTER)
+        if host_view is not None:
+            yield host_view[start:stop].view(unit.master_dtype)
+            return
+        low, high = align_down(start, PAGE_NBYTES), align_up(stop, PAGE_NBYTES)
+        if low == high:
+            yield torch.empty(0, dtype=unit.master_dtype)
+            return
+        block = self._pool.require(high - low, f"master of {spec.name}")
+        try:
+            place = {"offset_nbytes": low, "nbytes": high - low}
+            read = self._store.read(unit, StateKind.MASTER, block, priority=Priority.STATE, **place)
+            read.wait()
+            yield self._pool.tensor(block)[start - low : stop - low].view(unit.master_dtype)
+            if keep:
+                self._store.write(unit, StateKind.MASTER, block, **place).wait()
+        finally:
+            self._pool.free(block)

@@ -1,0 +1,536 @@
+"""The optimizer step, streamed: read a chunk of state, update it, write it back.
+
+`optimizer.step()` only decides (`StepRecord`) and makes every unit it touches *pending*. A pending
+unit is updated when it is next needed, right before its forward: its weights are on their way in
+anyway, and the traffic of the optimizer overlaps with the compute of the units before it.
+
+Chunks go round a ring of *berths*, parts of one host block. A berth is free, or holds a chunk that
+is being read ahead, or one that is being written back. Chunks are read ahead in the order in which
+units are expected to be used. Pieces that rest where the host can address them are updated in place
+and need no berth.
+
+Note [Pending units]
+  Nobody sees the state of a pending unit: every way to its weights, moments or gradients goes
+  through `bring_up_to_date` first. A unit is updated whole or not at all, but for a failure between
+  its chunks, which is remembered as torn.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from infinity.errors import InfinityError, StorageError
+from infinity.observe import Counters
+from infinity.ops.dynamic_8bit import State8Bit
+from infinity.ops.optimizers import Settings, step_
+from infinity.ops.span import StateSpan
+from infinity.state.moments_8bit import states_within
+from infinity.state.placement import STATE_KINDS, staging_nbytes
+from infinity.state.store import StateStore, Transfer
+from infinity.state.units import Chunk, Slice, StateKind, TensorSpec, Unit, chunk_unit
+from infinity.storage.engine import Priority
+from infinity.streaming.device_update import can_update_on_device, update_on_device
+from infinity.streaming.gradients import GradientStore
+from infinity.tiers.device import DeviceAdapter
+from infinity.tiers.host import Block
+from infinity.tiers.pool import HostPool
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """Everything one optimizer step decided: what each parameter's update needs to know."""
+
+    settings: Mapping[TensorSpec, Settings]  # Only parameters that have a gradient.
+    clip_factor: torch.Tensor | None  # fp32 scalar that gradients are multiplied by.
+
+
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    """What a unit's update is made of. `chunks` are in order and not empty."""
+
+    record: StepRecord
+    chunks: tuple[Chunk, ...]
+
+
+@dataclass(eq=False, slots=True)
+class _StagingSlot:
+    """Room for one chunk of every piece that travels, and what is happening in it."""
+
+    parts: dict[StateKind, Block]
+    transfers: list[Transfer] = field(default_factory=list)
+
+
+@dataclass(eq=False, slots=True)
+class _InFlightChunk:
+    """One chunk in memory, or on its way there: arrays of the chunk's length, by piece."""
+
+    chunk: Chunk
+    slot: _StagingSlot | None
+    arrays: dict[StateKind, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateSettings:
+    """`num_staging_slots` chunks of `chunk_nbytes` of fp32 are in memory at once; at least one.
+    With `reads_ahead` chunks of units that are needed later are read into slots that are free.
+    `on_device`: the device that computes updates; None: the host does."""
+
+    chunk_nbytes: int
+    num_staging_slots: int
+    reads_ahead: bool
+    on_device: DeviceAdapter | None
+
+
+class UpdatedWeights(Protocol):
+    """Weights, as an update sees them: a `WeightCache`, or the shards of one."""
+
+    def expected(self) -> Iterator[int]:
+        """Units in the order in which they will probably be used next."""
+
+    def await_update(self, unit: int, is_awaited: bool) -> None: ...
+    def check_out(self, unit: int, *, read: bool) -> torch.Tensor: ...
+    def check_in(
+        self, unit: int, *, dirty_nbytes: int, write_now: bool = True, is_valid: bool = True
+    ) -> None: ...
+
+
+class Updater:
+    """Applies step records to units. Called under the engine's lock.
+
+    `num_staging_slots` chunks of `chunk_nbytes` of fp32 are in memory at once; at least one. With
+    `reads_ahead` chunks of units that are needed later are read into berths that are free.
+    """
+
+    def __init__(
+        self,
+        store: StateStore,
+        pool: HostPool,
+        weight_cache: UpdatedWeights,
+        gradients: GradientStore,
+        counters: Counters,
+        settings: UpdateSettings,
+    ) -> None:
+        self._store = store
+        self._pool = pool
+        self._weight_cache = weight_cache
+        self._gradients = gradients
+        self._counters = counters
+        self.chunk_nbytes = settings.chunk_nbytes
+        self._num_staging_slots = settings.num_staging_slots
+        self._reads_ahead = settings.reads_ahead
+        self._on_device = settings.on_device
+        travelling = [
+            kind
+            for kind in STATE_KINDS
+            if any(
+                store.location(unit, kind) is not None and store.host_view(unit, kind) is None
+                for unit in store.units
+            )
+        ]
+        # What travels, and the room that a berth has for it.
+        self._travelling = staging_nbytes(store.units, travelling, settings.chunk_nbytes)
+        self._block: Block | None = None
+        self._staging_slots: deque[_StagingSlot] = deque()  # Free or being written, oldest first.
+        self._started: dict[
+            tuple[int, int], _InFlightChunk
+        ] = {}  # By unit and start; oldest first.
+        self._pending: dict[int, _Pending] = {}
+        self._is_applying = False
+        self._torn: BaseException | None = None  # Why a unit's update stopped between its chunks.
+
+    # -- Pending updates -------------------------------------------------------------------------
+
+    def defer(self, record: StepRecord) -> None:
+        """Makes every unit with a parameter in the record pending; nothing is moved yet."""
+        self.settle()
+        for unit in self._store.units:
+            chunks = tuple(self._chunks_of(unit, record))
+            if chunks:
+                self._pending[unit.index] = _Pending(record, chunks)
+                self._weight_cache.await_update(unit.index, True)
+
+    def apply(self, record: StepRecord) -> None:
+        """Updates every unit in the record now. After a failure either nothing was changed and
+        nothing is pending, or the parameters are torn."""
+        self.defer(record)
+        count = len(self._pending)
+        try:
+            self.settle()
+        except BaseException as error:
+            if len(self._pending) < count:
+                self._tear(error)
+            elif self._torn is None:
+                self._withdraw()
+            raise
+
+    def _withdraw(self) -> None:
+        for unit in self._pending:
+            self._weight_cache.await_update(unit, False)
+        self._pending.clear()
+        self._unstart()
+
+    def is_pending(self, unit: int) -> bool:
+        return unit in self._pending
+
+    def bring_up_to_date(self, unit: int, *, is_needed: bool = False) -> None:
+        """Applies the unit's pending update, if it has one. Nobody may hold the unit.
+
+        Its new moments are on their way to where they rest, and so are its weights, unless
+        `is_needed` says that they will be used at once and written when nobody holds them. After a
+        failed read the unit is as it was and still pending.
+        """
+        pending = self._pending.get(unit)
+        if pending is None:
+            return
+        self._refuse_torn()
+        self._apply(self._store.units[unit], pending, is_needed)
+
+    def read_ahead(self) -> None:
+        """Starts reading chunks that will be needed next into the berths that are free."""
+        if self._reads_ahead and self._pending and not self._is_applying and self._torn is None:
+            if self._block is None and not self._take_ring(or_none=True):
+                return
+            self._start_more(self._expected())
+
+    def settle(self) -> None:
+        """Applies everything pending and waits until every moment and master is where it rests."""
+        for unit in self._in_order():
+            self.bring_up_to_date(unit)
+        self.finish_writes()
+
+    def finish_writes(self) -> None:
+        """Waits until what was updated so far is where it rests."""
+        transfers = [t for slot in self._staging_slots for t in slot.transfers]
+        self._wait(transfers, "write_wait_s", "updated state must be written")
+        for slot in self._staging_slots:
+            slot.transfers.clear()
+
+    def abandon(self) -> None:
+        """Forgets what is pending and waits for what is in flight; the engine is closing."""
+        self._withdraw()
+        self.finish_writes()
+
+    def _tear(self, error: BaseException) -> None:
+        self._torn = self._torn or error.with_traceback(None)
+
+    def _refuse_torn(self) -> None:
+        if self._torn is not None:
+            raise InfinityError(
+                "an optimizer step failed halfway, so the parameters are a mixture of two steps; "
+                "start again from a checkpoint. The cause was: "
+                f"{str(self._torn) or type(self._torn).__name__}"
+            ) from self._torn
+
+    def _in_order(self) -> list[int]:
+        """Pending units, those expected to be used next first."""
+        expected = [unit for unit in self._weight_cache.expected() if unit in self._pending]
+        return list(dict.fromkeys([*expected, *self._pending]))
+
+    def _chunks_of(self, unit: Unit, record: StepRecord) -> Iterator[Chunk]:
+        for chunk in chunk_unit(unit, self.chunk_nbytes) if unit.state_numel else ():
+            slices = tuple(s for s in chunk.slices if s.tensor in record.settings)
+            if slices:
+                yield Chunk(chunk.unit, chunk.start, chunk.stop, slices)
+
+    def _expected(self) -> Iterator[Chunk]:
+        for unit in self._weight_cache.expected():
+            if unit in self._pending:
+                yield from self._pending[unit].chunks
+
+    def _apply(self, unit: Unit, pending: _Pending, is_needed: bool) -> None:
+        record = pending.record
+        if self._pool.is_tight:
+            self.reclaim()  # Its place may be in the way of the weights.
+        # The largest first: around weights that lie there already, room may be in two parts.
+        self._take_ring()
+        self._is_applying = True
+        try:
+            self._apply_chunks(unit, pending, is_needed)
+        finally:
+            self._is_applying = False
+        del self._pending[unit.index]
+        self._weight_cache.await_update(unit.index, False)
+        if record.clip_factor is not None:
+            used = [spec for spec in unit.trainable() if spec in record.settings]
+            self._gradients.note_clipped(used, record.clip_factor)
+
+    def _apply_chunks(self, unit: Unit, pending: _Pending, is_needed: bool) -> None:
+        record, chunks = pending.record, pending.chunks
+        weights = self._check_out(unit, record)
+        is_changed = False
+        try:
+            for index, chunk in enumerate(chunks):
+                stage = self._due(chunk)
+                try:
+                    self._start_more(chunks[index + 1 :])
+                    self._await_reads(stage)
+                    is_changed = True
+                    self._compute(stage, weights, record)
+                    self._write_back(stage)
+                finally:
+                    self._return_slot(stage)
+        except BaseException as error:
+            if is_changed:
+                self._tear(error)
+            raise
+        finally:
+            self._weight_cache.check_in(
+                unit.index,
+                dirty_nbytes=unit.trainable_nbytes if is_changed else 0,
+                is_valid=is_changed or not self._overwrites_all(unit, record),
+                write_now=not is_needed,
+            )
+
+    # -- Berths ----------------------------------------------------------------------------------
+
+    def _take_ring(self, *, or_none: bool = False) -> bool:
+        """Takes the ring's block if it is not there. With `or_none`, only if there is room."""
+        if self._block is not None or not self._travelling:
+            return True
+        ring_nbytes = self._num_staging_slots * sum(self._travelling.values())
+        take = self._pool.try_allocate if or_none else self._pool.require
+        self._block = take(ring_nbytes, "chunks of the optimizer")
+        if self._block is None:
+            return False
+        offset_nbytes = 0
+        for _ in range(self._num_staging_slots):
+            parts = {}
+            for kind, nbytes in self._travelling.items():
+                parts[kind] = self._pool.carve(self._block, offset_nbytes, nbytes)
+                offset_nbytes += nbytes
+            self._staging_slots.append(_StagingSlot(parts))
+        return True
+
+    def _due(self, chunk: Chunk) -> _InFlightChunk:
+        """The stage of a chunk that is needed now: read ahead already, or started here."""
+        stage = self._started.pop(_key(chunk), None)
+        if stage is not None:
+            return stage
+        if self._travelling and not self._staging_slots:
+            self._unstart(1)  # Read ahead for later; what is due goes first.
+        return self._start(chunk)
+
+    def _start_more(self, chunks: Iterable[Chunk]) -> None:
+        """Starts reading into berths that are free already, in order, until none is left."""
+        for chunk in chunks:
+            if not self._staging_slots or not all(
+                t.done() for t in self._staging_slots[0].transfers
+            ):
+                return
+            if _key(chunk) not in self._started:
+                self._started[_key(chunk)] = self._start(chunk)
+
+    def _unstart(self, count: int | None = None) -> None:
+        """Gives up reads ahead, the last started first; all of them without `count`."""
+        while self._started and count != 0:
+            _, stage = self._started.popitem()
+            if stage.slot is not None:
+                with contextlib.suppress(StorageError):  # Nobody asked for these bytes yet.
+                    self._wait(stage.slot.transfers, "read_wait_s", "a read ahead is given up")
+            self._return_slot(stage)
+            count = None if count is None else count - 1
+
+    def _return_slot(self, stage: _InFlightChunk) -> None:
+        """The berth goes to the end of the queue; what is in flight there is waited for later."""
+        if stage.slot is not None:
+            self._staging_slots.append(stage.slot)
+
+    def _wait(self, transfers: list[Transfer], counter: str, what: str) -> None:
+        """All of them, even if one failed: the memory is not ours before. Raises the first
+        error."""
+        first: Exception | None = None
+        with self._counters.timed(counter, what, transfers):
+            for transfer in transfers:
+                try:
+                    transfer.wait()
+                except Exception as error:
+                    first = first or error
+        transfers.clear()
+        if first is not None:
+            raise first
+
+    def reclaim_idle(self) -> bool:
+        """Gives the ring's block back when nothing is pending. False if there is none to give."""
+        return not self._pending and self.reclaim()
+
+    def reclaim(self) -> bool:
+        """Gives the ring's block back unless an update is running, with what was read ahead."""
+        if self._is_applying or self._block is None:
+            return False
+        try:
+            self._unstart()
+            self.finish_writes()
+        finally:
+            self._staging_slots.clear()
+            block, self._block = self._block, None
+            self._pool.free(block)
+        return True
+
+    # -- Weights ---------------------------------------------------------------------------------
+
+    def _check_out(self, unit: Unit, record: StepRecord) -> torch.Tensor:
+        with self._counters.timed("weights_s"):
+            return self._weight_cache.check_out(
+                unit.index, read=not self._overwrites_all(unit, record)
+            )
+
+    @staticmethod
+    def _overwrites_all(unit: Unit, record: StepRecord) -> bool:
+        """With a whole master every weight is written and none is read, unless some are left
+        alone."""
+        is_whole = unit.master_dtype is torch.float32
+        return is_whole and all(spec in record.settings for spec in unit.tensors)
+
+    # -- Chunks ----------------------------------------------------------------------------------
+
+    def _start(self, chunk: Chunk) -> _InFlightChunk:
+        """Starts reading the pieces of a chunk that have to travel."""
+        slot = None
+        if self._travelling:
+            slot = self._staging_slots.popleft()
+            try:
+                what = f"update of {chunk.unit.name} needs a berth that is being written"
+                self._wait(slot.transfers, "write_wait_s", what)
+            except BaseException:
+                self._staging_slots.append(slot)
+                raise
+        stage = _InFlightChunk(chunk, slot, {})
+        try:
+            for kind in STATE_KINDS:
+                dtype = chunk.unit.dtype(kind)
+                if dtype is not None:
+                    stage.arrays[kind] = self._bring(stage, kind).view(dtype)
+        except BaseException:
+            self._return_slot(stage)
+            raise
+        return stage
+
+    def _bring(self, stage: _InFlightChunk, kind: StateKind) -> torch.Tensor:
+        """The chunk's bytes of a piece: where they rest, or being read into the berth."""
+        chunk, slot = stage.chunk, stage.slot
+        offset_nbytes, nbytes = chunk.offset_nbytes(kind), chunk.nbytes(kind)
+        host_view = self._store.host_view(chunk.unit, kind)
+        if host_view is not None:
+            return host_view[offset_nbytes : offset_nbytes + nbytes]
+        assert slot is not None
+        block = slot.parts[kind]
+        slot.transfers.append(
+            self._store.read(
+                chunk.unit,
+                kind,
+                block,
+                priority=Priority.STATE,
+                offset_nbytes=offset_nbytes,
+                nbytes=nbytes,
+            )
+        )
+        return self._pool.tensor(block)[:nbytes]
+
+    def _await_reads(self, stage: _InFlightChunk) -> None:
+        if stage.slot is not None:
+            what = f"update of {stage.chunk.unit.name} needs its state"
+            self._wait(stage.slot.transfers, "read_wait_s", what)
+
+    def _compute(self, stage: _InFlightChunk, weights: torch.Tensor, record: StepRecord) -> None:
+        what = f"update of {stage.chunk.unit.name}"
+        with self._counters.timed("update_s", what), torch.no_grad():
+            # The native update takes spans of one rule, setting and format at a time.
+            groups: dict[tuple[Settings, torch.dtype], list[Slice]] = {}
+            for part in stage.chunk.slices:
+                group = record.settings[part.tensor], part.tensor.facts.dtype
+                groups.setdefault(group, []).append(part)
+            for (settings, _), slices in groups.items():
+                moments = [StateKind(name) for name in settings.state_names]
+                spans = [span for part in slices for span in _spans(stage, weights, part, moments)]
+                if settings.step == 1:  # Whatever an optimizer before this one has left.
+                    for span in spans:
+                        _forget(span, settings)
+                self._step(spans, settings, record.clip_factor)
+                if stage.chunk.unit.master_dtype is torch.float32:
+                    for part in slices:
+                        master = stage.arrays[StateKind.MASTER][_range(stage, part)]
+                        _weight_slice(weights, part).copy_(master)
+
+    def _step(
+        self, spans: list[StateSpan], settings: Settings, clip_factor: torch.Tensor | None
+    ) -> None:
+        if self._on_device is None or not can_update_on_device(spans, settings):
+            step_(spans, settings, grad_scale=clip_factor)
+        else:
+            grad_scale = 1.0 if clip_factor is None else float(clip_factor)
+            update_on_device(self._on_device, spans, settings, grad_scale)
+
+    def _write_back(self, stage: _InFlightChunk) -> None:
+        chunk = stage.chunk
+        for kind in (*chunk.unit.moments.kinds, StateKind.MASTER):
+            if kind not in stage.arrays or self._store.host_view(chunk.unit, kind) is not None:
+                continue
+            assert stage.slot is not None
+            stage.slot.transfers.append(
+                self._store.write(
+                    chunk.unit,
+                    kind,
+                    stage.slot.parts[kind],
+                    offset_nbytes=chunk.offset_nbytes(kind),
+                    nbytes=chunk.nbytes(kind),
+                )
+            )
+
+
+def _spans(
+    stage: _InFlightChunk, weights: torch.Tensor, part: Slice, kinds: Sequence[StateKind]
+) -> Iterator[StateSpan]:
+    """A slice's arrays: fp32 weight, or bf16 weight with its residual, or fp32 master; and the
+    moments in `kinds`. One span, or with moments of eight bits one for every granule."""
+    unit = stage.chunk.unit
+    whole = _range(stage, part)
+    weight = _weight_slice(weights, part)
+    if unit.master_dtype is torch.float32:
+        weight = stage.arrays[StateKind.MASTER][whole]
+    master = stage.arrays[StateKind.MASTER][whole] if weight.dtype is torch.bfloat16 else None
+    gradient = stage.arrays[StateKind.GRADIENTS][whole]
+    moments = [stage.arrays[kind] for kind in kinds]
+    if not moments or not unit.moments.is_8bit:
+        yield StateSpan(weight, gradient, tuple(moment[whole] for moment in moments), master)
+        return
+    numel = stage.chunk.stop - stage.chunk.start
+    granules = (states_within(moment, numel, whole.start, whole.stop) for moment in moments)
+    for of_granule in zip(*granules, strict=True):
+        start = of_granule[0][0] - whole.start
+        states = tuple(state for _, state in of_granule)
+        each = slice(start, start + states[0].numel())
+        residual = None if master is None else master[each]
+        yield StateSpan(weight[each], gradient[each], states, residual)
+
+
+def _range(stage: _InFlightChunk, part: Slice) -> slice:
+    """Where a slice's elements are in the chunk's arrays."""
+    start = part.state_start - stage.chunk.start
+    return slice(start, start + part.stop - part.start)
+
+
+def _forget(span: StateSpan, settings: Settings) -> None:
+    """Zero moments."""
+    for state, name in zip(span.states, settings.state_names, strict=True):
+        if isinstance(state, State8Bit):
+            state.zero_(name)
+        else:
+            state.zero_()
+
+
+def _key(chunk: Chunk) -> tuple[int, int]:
+    return chunk.unit.index, chunk.start
+
+
+def _weight_slice(weights: torch.Tensor, part: Slice) -> torch.Tensor:
+    """Elements of one tensor in the unit's weight bytes, in the tensor's own dtype."""
+    dtype = part.tensor.facts.dtype
+    start = part.tensor.weight_offset_nbytes + part.start * dtype.itemsize
+    stop = part.tensor.weight_offset_nbytes + part.stop * dtype.itemsize
+    return weights[start:stop].view(dtype)

@@ -1,0 +1,721 @@
+"""Weights between their tier and the device: the only writer of residency.
+
+A unit's weights are, at any moment, in one of these states:
+
+  state      host block            device region   next
+  ABSENT     none                  empty           READING
+  READING    being filled          empty           READY (read done), ABSENT (failed)
+  READY      valid                 empty           ATTACHED, ABSENT (evicted)
+  UNSHARDING  none                  being filled    ATTACHED, ABSENT (called off)
+  ATTACHED   valid, or freed once  valid           READY (detached), ABSENT (detached, evicted)
+             copied to a device
+             with own memory
+
+`use_count` counts the uses in progress; a held unit is ATTACHED and never evicted. A unit that
+rests on the host always has its block; one that rests on the device is always ATTACHED.
+
+Note [Unsharding]
+  Where ranks put weights together on their devices (`Unsharding`), a whole unit needs no host
+  block:
+  what is read ahead is this rank's shard, a unit of its own that is never held, and the rest comes
+  from the other devices. Begun, it takes its room on the device; if ranks do not all come it is
+  called off, and the unit is read from its owners into a host block like any other that rests
+  elsewhere. Only in training passes: others are a rank's own business.
+
+Note [Dirty weights]
+  `check_out` hands the host bytes to the optimizer (or to a user who modifies them) and `check_in`
+  starts the write to where they rest. A block that is being written stays valid for readers; it is
+  only freed, or changed again, after the write is done.
+
+Training thread, or an autograd thread while the training thread waits for it; the engine's lock
+orders them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import NoReturn, Protocol
+
+import torch
+
+from infinity.errors import CapacityError, StorageError
+from infinity.observe import Counters
+from infinity.state.store import DeviceLocation, HostLocation, StateStore, Transfer
+from infinity.state.units import StateKind, Unit
+from infinity.storage.engine import Priority
+from infinity.streaming.access_order import AccessOrder
+from infinity.streaming.eviction import choose_victim
+from infinity.tiers.device import FINISHED, Copy, DeviceAdapter, Region
+from infinity.tiers.host import Block
+from infinity.tiers.pool import HostPool
+
+
+class WeightState(Enum):
+    ABSENT = auto()
+    READING = auto()
+    READY = auto()
+    UNSHARDING = auto()
+    ATTACHED = auto()
+
+
+class Unshard(Protocol):
+    """One unit's weights on their way from all ranks to all devices."""
+
+    arrival: Copy  # Once settled.
+    departure: Copy  # Of this rank's shard: its bytes are not read any more.
+
+    def settle(self, *, is_patient: bool) -> bool:
+        """Waits for the other ranks, a while or not at all. False: it was called off."""
+
+
+class Unsharding(Protocol):
+    """Puts units together on the devices of all ranks."""
+
+    is_on: bool  # Else nothing may begin.
+
+    def covers(self, unit: int) -> bool:
+        """Whether the unit is divided over ranks."""
+
+    def shard_of(self, unit: int) -> int:
+        """The unit that is this rank's part of it."""
+
+    def take_outdated(self, unit: int) -> bool:
+        """Whether this rank's part was written past the executor since this was asked last."""
+
+    def begin(
+        self, unit: int, region: Region, mine: torch.Tensor, reading: Transfer | None
+    ) -> Unshard:
+        """Gives the region its memory, and fills it when all ranks have begun. `mine`: this rank's
+        part, which is being read until `reading` is over."""
+
+
+@dataclass(eq=False, slots=True)
+class Weights:
+    """One unit's weights on their way. Written by the executor alone."""
+
+    unit: Unit
+    region: Region
+    rests_on_host: bool
+    rests_on_device: bool
+    state: WeightState = WeightState.ABSENT
+    use_count: int = 0
+    block: Block | None = None
+    reading: Transfer | None = None
+    writing: Transfer | None = None
+    gather: Unshard | None = None  # While UNSHARDING; of a shard, that of its whole.
+    copying: Copy = FINISHED
+    dirty_nbytes: int = 0  # The head of the block that is newer than where it rests.
+    is_checked_out: bool = False
+    awaits_update: bool = False  # These bytes are a step behind: the device must not see them.
+
+
+class WeightCache:
+    """Fetches weights before use, keeps what is used soonest, lets go of the rest."""
+
+    def __init__(
+        self,
+        store: StateStore,
+        *,
+        pool: HostPool,
+        device: DeviceAdapter,
+        counters: Counters,
+        window_nbytes: int,
+        device_window_nbytes: int | None,
+        is_outdated_by_step: bool = False,
+        gathering: Unsharding | None = None,
+    ) -> None:
+        self._gathering = gathering
+        self._is_training = False  # In a training pass: other ranks are as well.
+        self._store = store
+        self._pool = pool
+        self._device = device
+        self._counters = counters
+        self._window_nbytes = window_nbytes  # 0: nothing is fetched ahead.
+        # What comes from other ranks is no use after the step, so none is fetched across it.
+        self._is_outdated_by_step = is_outdated_by_step
+        self._device_window_nbytes = device_window_nbytes
+        self._attached_nbytes = 0
+        shards: dict[int, int] = {}
+        if gathering is not None:
+            wholes = (unit.index for unit in store.units if gathering.covers(unit.index))
+            shards = {gathering.shard_of(whole): whole for whole in wholes}
+        self._whole_of = shards
+        self.orders = {"train": AccessOrder(shards), "eval": AccessOrder(shards)}
+        self._order = self.orders["train"]
+        self.weights = [self._weights_of(unit) for unit in store.units]
+        self._nbytes = [unit.weight_nbytes for unit in store.units]
+
+    def _weights_of(self, unit: Unit) -> Weights:
+        location = self._store.location(unit, StateKind.PARAMETERS)
+        if isinstance(location, DeviceLocation):
+            region = self._device.reserve_resident(location.memory)
+            return Weights(unit, region, False, True, WeightState.ATTACHED)
+        region = self._device.reserve(unit.weight_nbytes)
+        if isinstance(location, HostLocation):
+            return Weights(unit, region, True, False, WeightState.READY, block=location.block)
+        return Weights(unit, region, False, False)
+
+    # -- Uses ------------------------------------------------------------------------------------
+
+    def begin_pass(self, kind: str, *, is_new: bool = True) -> None:
+        """A forward of the model starts; `kind` is "train" or "eval". Where it is not new, the last
+        of its kind goes on."""
+        self._order = self.orders[kind]
+        if is_new:
+            self._order.begin()
+        self._is_training = kind == "train"
+
+    def begin_backward(self) -> None:
+        """Of a training pass, which goes on: a pass of another kind may have come in between."""
+        self._order = self.orders["train"]
+        self._is_training = True
+
+    def end_training(self) -> None:
+        """Other ranks come to nothing any more before the next pass: ends what is under way."""
+        self._is_training = False
+        for weights in self.weights:
+            self._settle(weights)
+
+    def acquire(self, unit: int, priority: Priority, *, is_of_pass: bool = True) -> bool:
+        """Makes the unit's weights usable on the device until `release`.
+
+        A use that is not `is_of_pass` says nothing of those to come: it is not recorded, and
+        nothing is fetched ahead. Returns whether this is the first hold. Raises CapacityError when
+        the held units of this moment do not fit, StorageError when a read failed.
+        """
+        weights = self.weights[unit]
+        assert not weights.is_checked_out, f"{weights.unit.name} is being updated"
+        if weights.use_count == 0:
+            if not is_of_pass or not self._order.visit(unit):
+                self._counters.add("fetches_unplanned", 1)
+            self._bring_in(weights, priority)
+        weights.copying.order()  # Each use may be of another stream.
+        weights.use_count += 1
+        if weights.use_count > 1:
+            return False
+        if is_of_pass:
+            self._prefetch(priority)
+        return True
+
+    def release(self, unit: int) -> bool:
+        """Ends one use. Returns whether it was the last. The bytes stay until room is needed."""
+        weights = self.weights[unit]
+        assert weights.use_count > 0, f"{weights.unit.name} is not held"
+        weights.use_count -= 1
+        self._device.end_use(weights.region)
+        return weights.use_count == 0
+
+    def expected(self) -> Iterator[int]:
+        """Units in the order in which they will probably be used next, each once."""
+        return self._order.upcoming()
+
+    def in_use(self) -> list[str]:
+        """Names of the units in use."""
+        return [weights.unit.name for weights in self.weights if weights.use_count]
+
+    def _bring_in(self, weights: Weights, priority: Priority) -> None:
+        self._counters.add("fetches", 1)
+        if weights.state is WeightState.ABSENT and self._is_gathered(weights):
+            shard = self._renewed_shard(weights)
+            if shard.state is WeightState.ABSENT:
+                self._start_read(shard, self._require(shard), priority)
+            self._start_gather(weights)
+        if weights.state is WeightState.UNSHARDING:
+            self._finish_gather(weights, is_patient=self._is_training)
+        if weights.state is WeightState.ABSENT:
+            self._start_read(weights, self._require(weights), priority)
+        if weights.state is WeightState.READING:
+            self._finish_read(weights)
+        if weights.state is WeightState.READY:
+            self._attach(weights)
+
+    def _require(self, weights: Weights) -> Block:
+        unit = weights.unit
+        return self._pool.require(unit.weight_nbytes, f"parameters of {unit.name}")
+
+    def _start_read(self, weights: Weights, block: Block, priority: Priority) -> None:
+        weights.block = block
+        try:
+            weights.reading = self._store.read(
+                weights.unit, StateKind.PARAMETERS, block, priority=priority
+            )
+        except BaseException:
+            self._drop_block(weights)
+            raise
+        weights.state = WeightState.READING
+
+    def _finish_read(self, weights: Weights) -> None:
+        assert weights.reading is not None
+        try:
+            if not weights.reading.done():
+                self._counters.add("fetches_late", 1)
+                what = f"{weights.unit.name} needs its parameters"
+                with self._counters.timed("read_wait_s", what, (weights.reading,)):
+                    weights.reading.wait()
+            else:
+                weights.reading.wait()  # Over, but it may have failed.
+        except Exception:
+            weights.reading, weights.state = None, WeightState.ABSENT
+            self._drop_block(weights)
+            raise
+        weights.reading, weights.state = None, WeightState.READY
+
+    # -- Unsharding -------------------------------------------------------------------------------
+
+    def _is_gathered(self, weights: Weights) -> bool:
+        gathering = self._gathering
+        return (
+            gathering is not None
+            and self._is_training
+            and gathering.is_on
+            and gathering.covers(weights.unit.index)
+            and weights.block is None
+        )
+
+    def _shard_of(self, weights: Weights) -> Weights:
+        assert self._gathering is not None
+        return self.weights[self._gathering.shard_of(weights.unit.index)]
+
+    def _renewed_shard(self, weights: Weights) -> Weights:
+        """This rank's part of a unit, which is ABSENT where it was read before it was written."""
+        assert self._gathering is not None
+        shard = self._shard_of(weights)
+        if shard.gather is None and self._gathering.take_outdated(weights.unit.index):
+            self.discard(shard.unit.index)
+        return shard
+
+    def _start_gather(self, weights: Weights, *, is_ahead: bool = False) -> bool:
+        """Begins to put a unit together whose shard is there, or on its way. Returns whether there
+        was room, which is only asked for ahead of its use."""
+        assert self._gathering is not None
+        if not self._make_device_room(weights.unit, is_ahead=is_ahead):
+            if is_ahead:
+                return False
+            self._refuse_device(weights.unit)
+        shard = self._shard_of(weights)
+        mine = self._bytes_of(shard)
+        weights.gather = shard.gather = self._gathering.begin(
+            weights.unit.index, weights.region, mine, shard.reading
+        )
+        self._attached_nbytes += weights.unit.weight_nbytes
+        weights.state = WeightState.UNSHARDING
+        return True
+
+    def _bytes_of(self, shard: Weights) -> torch.Tensor:
+        if shard.block is not None:
+            return self._pool.tensor(shard.block)
+        location = self._store.location(shard.unit, StateKind.PARAMETERS)
+        assert isinstance(location, DeviceLocation)
+        return location.memory
+
+    def _finish_gather(self, weights: Weights, *, is_patient: bool) -> None:
+        gather, shard = weights.gather, self._shard_of(weights)
+        assert gather is not None
+        is_there = False
+        try:
+            with self._counters.timed("ranks_wait_s", f"ranks put {weights.unit.name} together"):
+                is_there = gather.settle(is_patient=is_patient)
+        finally:
+            weights.gather = shard.gather = None
+            weights.state = WeightState.ATTACHED
+            if is_there:
+                weights.copying, shard.copying = gather.arrival, gather.departure
+            else:
+                self._detach(weights)
+
+    def _settle(self, weights: Weights) -> None:
+        """Nothing is under way: the others are not waited for."""
+        if weights.state is WeightState.UNSHARDING:
+            self._finish_gather(weights, is_patient=False)
+
+    # -- Device ----------------------------------------------------------------------------------
+
+    def _attach(self, weights: Weights) -> None:
+        assert weights.block is not None and not weights.awaits_update
+        if not self._make_device_room(weights.unit):
+            self._refuse_device(weights.unit)
+        if weights.writing is not None and self._device.shares_host_memory:
+            self._finish_write(weights)  # The pages leave the address the write reads from.
+        weights.copying = self._device.attach(weights.region, weights.block)
+        self._attached_nbytes += weights.unit.weight_nbytes
+        weights.state = WeightState.ATTACHED
+
+    def _detach(self, weights: Weights) -> None:
+        assert (
+            weights.state is WeightState.ATTACHED
+            and not weights.use_count
+            and not weights.rests_on_device
+        )
+        self._device.detach(weights.region)  # A copy that is still under way reads the block.
+        self._attached_nbytes -= weights.unit.weight_nbytes
+        weights.state = WeightState.ABSENT if weights.block is None else WeightState.READY
+
+    def _finish_copy(self, weights: Weights) -> None:
+        """The block may be changed or freed: no copy to the device reads it any more."""
+        if not weights.copying.done():
+            what = f"parameters of {weights.unit.name} are being copied to the device"
+            with self._counters.timed("copy_wait_s", what, (weights.copying,)):
+                weights.copying.wait()
+        weights.copying.wait()  # Over; lets go of what the copy keeps.
+        weights.copying = FINISHED
+
+    def _make_device_room(self, unit: Unit, *, is_ahead: bool = False) -> bool:
+        """Detaches what is used last until the unit fits the device window; ahead of its use, only
+        what is used later than it. Returns whether it fits."""
+        window_nbytes = self._device_window_nbytes
+        nearer_than = unit.index if is_ahead else None
+        if is_ahead and window_nbytes is not None:
+            # All or nothing: what goes for a unit that does not fit has to come back for naught.
+            least_distance = self._order.distance(unit.index)
+            there = self._idle_on_device(WeightState.ATTACHED)
+            later = sum(self._nbytes[i] for i in there if self._order.distance(i) > least_distance)
+            if self._attached_nbytes + unit.weight_nbytes - later > window_nbytes:
+                return False
+        while (
+            window_nbytes is not None and self._attached_nbytes + unit.weight_nbytes > window_nbytes
+        ):
+            idle = list(self._idle_on_device(WeightState.ATTACHED))
+            if not idle and not is_ahead:
+                idle = list(self._idle_on_device(WeightState.UNSHARDING))
+            victim = self._choose(idle, unit.weight_nbytes, nearer_than=nearer_than)
+            if victim is None:
+                return False
+            self._settle(self.weights[victim])
+            if self.weights[victim].state is WeightState.ATTACHED:
+                self._detach(self.weights[victim])
+        return True
+
+    def _refuse_device(self, unit: Unit) -> NoReturn:
+        assert self._device_window_nbytes is not None
+        raise CapacityError(
+            "device",
+            needed_nbytes=unit.weight_nbytes,
+            available_nbytes=max(0, self._device_window_nbytes - self._attached_nbytes),
+            key="tiers.device.capacity",
+            detail=f"parameters of {unit.name!r} (in use: {', '.join(self.in_use())})",
+        )
+
+    def _idle_on_device(self, state: WeightState) -> Iterable[int]:
+        for weights in self.weights:
+            if weights.state is state and not weights.use_count and not weights.rests_on_device:
+                yield weights.unit.index
+
+    # -- Fetching ahead, and letting go ------------------------------------------------------------
+
+    def _prefetch(self, priority: Priority) -> None:
+        """Starts reads for the next units of the prediction, up to the window."""
+        if not self._window_nbytes:
+            return
+        ahead_nbytes = 0
+        has_device_room = not self._device.shares_host_memory
+        for index in self._order.upcoming(this_pass=self._is_outdated_by_step):
+            weights = self.weights[index]
+            is_gathered = self._is_gathered(weights)
+            source = self._renewed_shard(weights) if is_gathered else weights
+            ahead_nbytes += source.unit.weight_nbytes
+            if ahead_nbytes > self._window_nbytes:
+                return
+            is_absent = weights.state is WeightState.ABSENT and source.state is WeightState.ABSENT
+            if is_absent and not self._read_ahead(source, priority):
+                return
+            if is_gathered:
+                if weights.state is WeightState.ABSENT and has_device_room:
+                    has_device_room = self._start_gather(weights, is_ahead=True)
+                continue
+            if weights.state is WeightState.READING and weights.reading and weights.reading.done():
+                self._finish_read(weights)
+            if weights.state is WeightState.READY and has_device_room:
+                has_device_room = self._attach_ahead(weights)
+
+    def _read_ahead(self, weights: Weights, priority: Priority) -> bool:
+        """Starts a read if room can be had without dropping anything needed sooner."""
+        unit = weights.unit
+        label = f"parameters of {unit.name}"
+        while (block := self._pool.try_allocate(unit.weight_nbytes, label)) is None:
+            there = self._evictable()
+            victim = self._choose(there, unit.weight_nbytes, nearer_than=unit.index)
+            if victim is None:
+                return False
+            self._evict(self.weights[victim])
+        self._start_read(weights, block, priority)
+        return True
+
+    def _attach_ahead(self, weights: Weights) -> bool:
+        """Starts the copy to the device, if room can be had without dropping what is needed
+        sooner. Returns whether there may be room for more."""
+        if weights.is_checked_out or weights.awaits_update:
+            return True
+        has_room = self._make_device_room(weights.unit, is_ahead=True)
+        if has_room:
+            self._attach(weights)
+        return has_room
+
+    def _evictable(self) -> Iterable[int]:
+        """Units whose host block may be freed: not resting here, not in use by the device."""
+        for weights in self.weights:
+            if weights.block is None or weights.rests_on_host or weights.is_checked_out:
+                continue
+            if weights.gather is not None:
+                continue
+            if weights.use_count == 0 or not self._device.shares_host_memory:
+                yield weights.unit.index
+
+    def _feeding(self) -> Iterable[int]:
+        """Shards whose host block could be freed if the others were not waited for."""
+        for index in self._whole_of:
+            shard = self.weights[index]
+            if shard.gather is not None and shard.block is not None and not shard.rests_on_host:
+                yield index
+
+    def forget(self) -> None:
+        """Drops every copy of weights that rest on NVMe: what rests there is going to be other.
+
+        Nobody holds a unit, and no write is due.
+        """
+        for weights in self.weights:
+            assert not weights.use_count and not weights.is_checked_out and not weights.dirty_nbytes
+            self._settle(weights)
+            if weights.rests_on_host or weights.rests_on_device:
+                continue
+            self._finish_write(weights)
+            if weights.state is WeightState.READING:
+                self._finish_read(weights)
+            if weights.state is WeightState.ATTACHED:
+                self._detach(weights)
+            if weights.block is not None:
+                self._drop_block(weights)
+            weights.state = WeightState.ABSENT
+
+    def reclaim(self, wanted_nbytes: int) -> bool:
+        """Frees a block that is needed late. Called by the pool when it is out of room."""
+        victim = self._choose(self._evictable(), wanted_nbytes)
+        if victim is None:
+            victim = self._choose(self._feeding(), wanted_nbytes)
+            if victim is None:
+                return False
+            self._settle(self.weights[self._whole_of[victim]])
+        self._evict(self.weights[victim])
+        return True
+
+    def _choose(
+        self, candidates: Iterable[int], wanted_nbytes: int, *, nearer_than: int | None = None
+    ) -> int | None:
+        return choose_victim(
+            self._order,
+            candidates,
+            nearer_than=nearer_than,
+            nbytes=self._nbytes,
+            wanted_nbytes=wanted_nbytes,
+        )
+
+    def _evict(self, weights: Weights) -> None:
+        if weights.state is WeightState.READING:
+            self._finish_read(weights)  # A read in flight owns the block until it is over.
+        if weights.state is WeightState.ATTACHED and self._device.shares_host_memory:
+            self._detach(weights)
+        self._start_write(weights)
+        self._finish_write(weights)
+        self._drop_block(weights)
+        if weights.state is WeightState.READY:
+            weights.state = WeightState.ABSENT
+
+    def _drop_block(self, weights: Weights) -> None:
+        assert weights.block is not None and not weights.rests_on_host
+        self._finish_copy(weights)
+        self._pool.free(weights.block)
+        weights.block = None
+
+    # -- Changing weights --------------------------------------------------------------------------
+
+    def is_in_use(self, unit: int) -> bool:
+        return self.weights[unit].use_count > 0
+
+    def is_last_hold(self, unit: int) -> bool:
+        return self.weights[unit].use_count == 1
+
+    def await_update(self, unit: int, is_awaited: bool) -> None:
+        """Between a step's decision and the update of the unit, its weights are out of date."""
+        self.weights[unit].awaits_update = is_awaited
+
+    def check_out(self, unit: int, *, read: bool) -> torch.Tensor:
+        """The unit's weights as host bytes to change: uint8, shape (weight_nbytes,).
+
+        With `read` false the caller overwrites all of it, so nothing is fetched. Nobody may hold
+        the unit. Ends with `check_in`.
+        """
+        weights = self.weights[unit]
+        assert not weights.use_count and not weights.is_checked_out, weights.unit.name
+        if weights.rests_on_device and self._device.shares_host_memory:
+            weights.is_checked_out = True
+            host_view = self._store.host_view(weights.unit, StateKind.PARAMETERS)
+            assert host_view is not None
+            return host_view
+        self._settle(weights)
+        if weights.state is WeightState.ATTACHED and not weights.rests_on_device:
+            self._detach(weights)
+        self._finish_write(weights)
+        if weights.state is WeightState.READING:
+            self._finish_read(weights)
+        if weights.block is None:
+            block = self._require(weights)
+            if read:
+                self._start_read(weights, block, Priority.STATE)
+                self._finish_read(weights)
+            else:
+                weights.block = block
+            weights.state = WeightState.ATTACHED if weights.rests_on_device else WeightState.READY
+        self._finish_copy(weights)
+        weights.is_checked_out = True
+        assert weights.block is not None
+        return self._pool.tensor(weights.block)
+
+    def fetch_for_update(self, unit: int) -> None:
+        """Starts reading weights that will be checked out soon, if there is room to spare."""
+        weights = self.weights[unit]
+        if (
+            weights.state is WeightState.ABSENT
+            and not weights.rests_on_device
+            and self._window_nbytes
+        ):
+            label = f"parameters of {weights.unit.name}"
+            block = self._pool.try_allocate(weights.unit.weight_nbytes, label)
+            if block is not None:
+                self._start_read(weights, block, Priority.STATE)
+
+    def check_in(
+        self, unit: int, *, dirty_nbytes: int, write_now: bool = True, is_valid: bool = True
+    ) -> None:
+        """Ends `check_out`; the first `dirty_nbytes` were changed and go to where they rest.
+
+        With `write_now` false the write waits for `write_behind`, `finish_writes` or until the
+        block is evicted. Bytes that were to be overwritten and were not are not valid: they are
+        dropped.
+        """
+        weights = self.weights[unit]
+        assert weights.is_checked_out
+        weights.is_checked_out = False
+        if weights.rests_on_host or (weights.rests_on_device and weights.block is None):
+            return
+        if not is_valid:
+            self._drop_block(weights)
+            if weights.state is WeightState.READY:
+                weights.state = WeightState.ABSENT
+            return
+        weights.dirty_nbytes = max(weights.dirty_nbytes, dirty_nbytes)
+        if write_now or weights.rests_on_device:
+            self._start_write(weights)
+        if weights.rests_on_device:
+            self._finish_write(weights)
+            self._drop_block(weights)
+
+    def prefetch_anew(self) -> None:
+        """After a step that made weights outdated: fetches for the pass to come."""
+        self._order.begin()
+        self._is_training = True  # Probably; it is said when the pass begins.
+        self._prefetch(Priority.FORWARD)
+        self._is_training = False
+
+    def take_off_device(self, unit: int) -> None:
+        """Puts an idle unit's host bytes back to their own address, for others to read them."""
+        weights = self.weights[unit]
+        assert not weights.use_count, weights.unit.name
+        self._settle(weights)
+        if weights.state is WeightState.ATTACHED and not weights.rests_on_device:
+            self._detach(weights)
+
+    def discard(self, unit: int) -> None:
+        """Drops bytes that are out of date: who needs the unit next fetches it. Nobody holds it."""
+        weights = self.weights[unit]
+        assert not weights.use_count and not weights.is_checked_out, weights.unit.name
+        if weights.rests_on_host or weights.rests_on_device:
+            return
+        self._settle(weights)
+        if weights.state is WeightState.READING:
+            self._finish_read(weights)
+        if weights.state is WeightState.ATTACHED:
+            self._detach(weights)
+        weights.dirty_nbytes = 0
+        self._finish_write(weights)
+        if weights.block is not None:
+            self._drop_block(weights)
+        weights.state = WeightState.ABSENT
+
+    def absorb(self, unit: int) -> None:
+        """What was changed on the device since the unit was held becomes the unit's weights.
+
+        Nobody may hold it any more. The write waits until the block is evicted or `finish_writes`.
+        """
+        weights = self.weights[unit]
+        assert not weights.use_count and weights.state is WeightState.ATTACHED
+        if weights.rests_on_device:
+            return
+        self._finish_copy(weights)
+        self._finish_write(weights)
+        if weights.block is None:
+            weights.block = self._require(weights)
+        self._device.bring_back(weights.region, weights.block).wait()
+        self._detach(weights)
+        if not weights.rests_on_host:
+            weights.dirty_nbytes = weights.unit.weight_nbytes
+
+    def write_behind(self, unit: int) -> None:
+        """Nobody holds the unit now: if it was changed, it starts on its way to where it rests.
+
+        Not when it is the next to be used: a write would only be in its way. A refusal is left to
+        the next one who asks the volume for something; the unit stays dirty.
+        """
+        weights = self.weights[unit]
+        if not weights.dirty_nbytes or weights.use_count or self._order.distance(unit) == 0:
+            return
+        if weights.state is WeightState.ATTACHED and self._device.shares_host_memory:
+            self._detach(weights)
+        with contextlib.suppress(StorageError):
+            self._start_write(weights)
+
+    def _start_write(self, weights: Weights) -> None:
+        if weights.dirty_nbytes == 0:
+            return
+        assert weights.block is not None
+        self._finish_write(weights)
+        weights.writing = self._store.write(
+            weights.unit, StateKind.PARAMETERS, weights.block, nbytes=weights.dirty_nbytes
+        )
+        weights.dirty_nbytes = 0
+
+    def _finish_write(self, weights: Weights) -> None:
+        if weights.writing is None:
+            return
+        what = f"parameters of {weights.unit.name} must be written"
+        with self._counters.timed("write_wait_s", what, (weights.writing,)):
+            weights.writing.wait()
+        weights.writing = None
+
+    def finish_writes(self) -> None:
+        """Waits until every changed weight is where it rests."""
+        for weights in self.weights:
+            if weights.dirty_nbytes:
+                if weights.state is WeightState.ATTACHED and self._device.shares_host_memory:
+                    self._detach(weights)
+                self._start_write(weights)
+        for weights in self.weights:
+            self._finish_write(weights)
+
+    def close(self) -> None:
+        """Waits for everything in flight and lets go of all regions. Errors of reads are
+        dropped."""
+        for weights in self.weights:
+            with contextlib.suppress(Exception):
+                self._settle(weights)
+            if weights.use_count:
+                weights.use_count = 0
+                self._device.end_use(weights.region)
+            for transfer in (weights.reading, weights.writing, weights.copying):
+                if transfer is not None:
+                    with contextlib.suppress(Exception):
+                        transfer.wait()
+            if weights.state is WeightState.ATTACHED and not weights.rests_on_device:
+                self._device.detach(weights.region)
+            weights.reading = weights.writing = None

@@ -1,0 +1,63 @@
+"""What of the model is running: a forward, a backward, or many small ones by turns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from infinity.observe import Track
+from infinity.observe.tracer import Tracer
+from infinity.streaming.pass_starts import Beginnings
+
+OUTSIDE_BACKWARD = -1
+
+
+def current_backward() -> int:
+    """An id of the backward that is running in this thread, or OUTSIDE_BACKWARD."""
+    return torch._C._current_graph_task_id()
+
+
+class Passes:
+    """The pass that is under way. Written by the engine, read by its parts.
+
+    `is_in_forward`: the model's own code may change weights. `is_layer_major`: `accumulate` takes
+    several micro-batches through one block after the other; it says when a pass begins and ends,
+    and the many small backward passes in it are none.
+    """
+
+    def __init__(self, tracer: Tracer) -> None:
+        self._tracer = tracer
+        self.is_in_forward = False
+        self.is_layer_major = False
+        self.beginnings = Beginnings()
+
+    def begin_forward(self, kind: str) -> None:
+        """`kind` is "train" or "eval"."""
+        self.is_in_forward = True
+        self._tracer.begin("forward", Track.PHASES, f"forward ({kind})")
+
+    def end_forward(self) -> None:
+        self.is_in_forward = False
+        if current_backward() == OUTSIDE_BACKWARD:  # Not one that a backward repeats.
+            self._tracer.end("forward")
+
+    def break_off(self) -> None:
+        """An exception may have ended the forward."""
+        self.is_in_forward = False
+
+    def begin_backward(self) -> None:
+        self._tracer.begin("backward", Track.PHASES, "backward")
+
+    def end_backward(self) -> None:
+        self.beginnings.end_backward()
+        self._tracer.end("backward")
+
+    @contextmanager
+    def layer_major(self) -> Iterator[None]:
+        self.is_layer_major = True
+        try:
+            yield
+        finally:
+            self.is_layer_major = False
