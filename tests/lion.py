@@ -8,7 +8,7 @@ import torch
 
 from infinity.ops.lion import LionSettings
 from infinity.ops.optimizers import reference_update_
-from infinity.ops.span import Span
+from infinity.ops.span import StateSpan
 
 
 class PlainLion(torch.optim.Optimizer):
@@ -31,4 +31,4 @@ class PlainLion(torch.optim.Optimizer):
                     float(group["lr"]), beta1, beta2, group["weight_decay"], state["step"]
                 )
                 arrays = (parameter.view(-1), parameter.grad.view(-1), (state["exp_avg"].view(-1),))
-                reference_update_([Span(*arrays)], settings)
+                reference_update_([StateSpan(*arrays)], settings)

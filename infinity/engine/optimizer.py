@@ -160,8 +160,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 loss = closure()
         if self.engine.is_closed:
             raise InfinityError(
-                f"{type(self).__name__}.step() after the engine was closed: the model's state is "
-                "gone. Make the steps before close()"
+                f"{type(self).__name__}.step(): the engine of this model is closed and its state "
+                "is gone; make the steps before close()"
             )
         self.engine.begin_step()
         factor = self._clip()

@@ -59,4 +59,4 @@ def _apply_to_parameters(
         )
 
     apply.__name__ = cls.__name__  # For messages.
-    return owner.compute_with(apply, tuple(mine.values()), {}, changes=None)
+    return owner.compute_with(apply, tuple(mine.values()), {}, changes=())

@@ -257,7 +257,8 @@ class HandleOps:
     def _read_gradient(self, handle: Handle) -> torch.Tensor:
         param = self._param_table.named(handle.name_in_model)
         stamp = self._grads.stamp(param)
-        gradient = self._grads.read(param) if stamp and stamp[0] == handle.number else None
+        is_same = stamp is None or stamp[0] == handle.number
+        gradient = self._grads.read(param) if is_same else None
         if gradient is None:
             raise InfinityError(
                 f"the gradient of {handle.name_in_model!r} is not there any more: it was "

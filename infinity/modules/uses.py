@@ -93,6 +93,9 @@ class UnitUses:
                 self._gradients.take_in()
                 if priority is Priority.BACKWARD and not self._passes.is_layer_major:
                     self._write_out_left(but=units)
+                # All updates first: the optimizer's ring needs one range of free memory.
+                for unit in units:
+                    self._update(unit)
                 for unit in units:
                     self._acquire(unit, priority, is_of_pass)
                     done.append(unit)
@@ -131,11 +134,13 @@ class UnitUses:
         finally:
             self.leave(units)
 
-    def _acquire(self, unit: int, priority: Priority, is_of_pass: bool) -> None:
+    def _update(self, unit: int) -> None:
         if self.is_closed:
             raise InfinityError("the engine of this model is closed; its parameters are gone")
         if not self._weight_cache.is_in_use(unit):
             self._updater.bring_up_to_date(unit, is_needed=True)
+
+    def _acquire(self, unit: int, priority: Priority, is_of_pass: bool) -> None:
         if self._weight_cache.acquire(unit, priority, is_of_pass=is_of_pass):
             self._param_table.show_parameters(unit)
 

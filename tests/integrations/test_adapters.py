@@ -21,8 +21,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import infinity
 from infinity.checkpoint import load, save
-from infinity.engine import build, discover
+from infinity.engine import build
 from infinity.errors import InfinityError
+from infinity.modules import discover
 
 IDS = torch.randint(0, 96, (2, 12), generator=torch.Generator().manual_seed(1))
 KINDS = ("parameters", "master", "moments", "gradients")

@@ -13,6 +13,7 @@ import pytest
 import infinity
 from infinity import SwapConfig
 from infinity.engine.build import facts_of
+from infinity.engine.dtypes import Dtypes
 from infinity.modules.discover import discover_units
 from infinity.plan.hardware import Device, Hardware, Host, Nvme
 from infinity.plan.model import ModuleWork, PlannedModel
@@ -76,9 +77,10 @@ def _count(rank: int, runs: list[Run]) -> list[dict[str, float]]:
 
 
 def _model(config: SwapConfig, case: Case) -> PlannedModel:
-    anatomy = discover_units(build(case))
+    model = build(case)
+    anatomy, dtypes = discover_units(model), Dtypes(model, config)
     units = tuple(
-        layout_unit(index, name, [facts_of(each, config) for each in members])
+        layout_unit(index, name, [facts_of(each, dtypes) for each in members])
         for index, (name, members) in enumerate(anatomy.units)
     )
     return PlannedModel(

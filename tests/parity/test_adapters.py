@@ -148,7 +148,7 @@ def test_an_adapter_that_came_after_offload_is_not_left_untrained(tmp_path: Path
     model.set_adapter("late")
     with pytest.raises(ConfigError, match=r"late\.weight.* add adapters and heads before"):
         train(model, optimizer)
-    with pytest.raises(ConfigError, match="add adapters and heads before"):
+    with pytest.raises(ConfigError, match="attach adapters and new heads before"):
         infinity.AdamW(model)
     infinity.engine_of(model).close()
 

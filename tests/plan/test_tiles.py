@@ -12,6 +12,7 @@ from torch import nn
 
 from infinity.config import SwapConfig
 from infinity.engine.build import facts_of
+from infinity.engine.dtypes import Dtypes
 from infinity.errors import CapacityError
 from infinity.modules.discover import discover_units
 from infinity.modules.tiling.split import Tiling
@@ -93,9 +94,9 @@ def test_the_same_units_as_the_engine_makes() -> None:
     config = SwapConfig.load({})
 
     def units_of(module: nn.Module) -> PlannedModel:
-        anatomy = discover_units(module)
+        anatomy, dtypes = discover_units(module), Dtypes(module, config)
         units = tuple(
-            layout_unit(index, name, [facts_of(each, config) for each in members])
+            layout_unit(index, name, [facts_of(each, dtypes) for each in members])
             for index, (name, members) in enumerate(anatomy.units)
         )
         hooked_modules = tuple(

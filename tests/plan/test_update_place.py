@@ -15,6 +15,7 @@ from infinity.plan.model import model_of_shape
 from infinity.simulate.step import Rates, StepSpec, Use, predict
 from infinity.simulate.update_device import LEAST_GAIN, choose, settled
 from infinity.sizes import GIB
+from infinity.state.moments import moments_of
 
 from .test_step import ANOMALY, GB, job, unit
 
@@ -121,7 +122,8 @@ def test_the_planner_predicts_what_would_be_chosen(
     )
     table: dict[str, Any] = {"tiers": {"host": {"capacity": "85%"}}}
     table["precision"] = {"compute": "bfloat16"}
-    model = model_of_shape(scaled_gpt(7 * 10**9), torch.bfloat16, "float32")
+    moments = moments_of(SwapConfig.load(table))
+    model = model_of_shape(scaled_gpt(7 * 10**9), torch.bfloat16, moments)
     found, by_hand = (
         forecast(SwapConfig.load(table | more), model, machine, Batch(8192, 2048))
         for more in ({}, {"schedule": {"update_on": place}})

@@ -249,7 +249,10 @@ def test_a_full_drive_is_named_and_the_lock_on_it_says_what_it_said(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     lock = tmp_path / "infinity.lock"
-    for content, left in ((None, []), (json.dumps({"kept": ["infinity-x.swap"]}), [lock])):
+    for content, left in (
+        (None, []),
+        (json.dumps({"schema": 1, "kept": ["infinity-x.swap"]}), [lock]),
+    ):
         if content is not None:
             lock.write_text(content)
         monkeypatch.setattr(os, "pwrite", full)

@@ -34,6 +34,19 @@ sys.stdout = sys.stderr = None
 """
 
 
+@pytest.fixture(autouse=True)
+def no_signal_is_ignored():
+    """A process under nohup, or behind a shell's `&`, inherits ignored signals, and keeps them."""
+    numbers = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT)
+    former = {number: signal.getsignal(number) for number in numbers}
+    for number, handler in former.items():
+        if handler is signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
+    yield
+    for number, handler in former.items():
+        signal.signal(number, handler)
+
+
 @pytest.fixture
 def job(tmp_path: Path) -> Path:
     return write_job(tmp_path, CONFIG + "steps = 1000000\n" + CHECKPOINT)
