@@ -210,7 +210,7 @@ def test_a_checkpoint_of_units_that_were_mixed_is_loaded(
         units: dict[tuple[int, ...], tuple[str, list[discover.FoundParam]]] = {}
         for name, members in anatomy.units:
             units.setdefault(tuple(members[0].sites), (name, []))[1].extend(members)
-        return discover.ModelLayout(model, anatomy.sites, list(units.values()))
+        return discover.ModelLayout(model, anatomy.hooked_modules, list(units.values()))
 
     config = swap(tmp_path) | {
         "checkpoint": {"durability": "step", "directory": str(tmp_path / "c")}
