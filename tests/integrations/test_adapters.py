@@ -209,7 +209,7 @@ def test_a_checkpoint_of_units_that_were_mixed_is_loaded(
         anatomy = discover.discover_units(model, rule)
         units: dict[tuple[int, ...], tuple[str, list[discover.FoundParam]]] = {}
         for name, members in anatomy.units:
-            units.setdefault(tuple(members[0].sites), (name, []))[1].extend(members)
+            units.setdefault(tuple(members[0].hooked_modules), (name, []))[1].extend(members)
         return discover.ModelLayout(model, anatomy.hooked_modules, list(units.values()))
 
     config = swap(tmp_path) | {
