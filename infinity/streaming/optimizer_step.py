@@ -25,7 +25,7 @@ from typing import Protocol
 
 import torch
 
-from infinity.errors import InfinityError, StorageError
+from infinity.errors import CapacityError, InfinityError, StorageError
 from infinity.observe import Counters
 from infinity.ops.dynamic_8bit import State8Bit
 from infinity.ops.optimizers import Settings, step_
@@ -40,6 +40,8 @@ from infinity.streaming.gradients import GradientStore
 from infinity.tiers.device import DeviceAdapter
 from infinity.tiers.host import Block
 from infinity.tiers.pool import HostPool
+
+_RING_LABEL = "chunks of the optimizer"
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,19 +295,35 @@ class Updater:
         """Takes the ring's block if it is not there. With `or_none`, only if there is room."""
         if self._block is not None or not self._travelling:
             return True
-        ring_nbytes = self._num_staging_slots * sum(self._travelling.values())
-        take = self._pool.try_allocate if or_none else self._pool.require
-        self._block = take(ring_nbytes, "chunks of the optimizer")
+        count = self._num_staging_slots
+        if or_none:
+            self._block = self._pool.try_allocate(self._ring_nbytes(count), _RING_LABEL)
+        else:
+            count, self._block = self._require_ring(count)
         if self._block is None:
             return False
         offset_nbytes = 0
-        for _ in range(self._num_staging_slots):
+        for _ in range(count):
             parts = {}
             for kind, nbytes in self._travelling.items():
                 parts[kind] = self._pool.carve(self._block, offset_nbytes, nbytes)
                 offset_nbytes += nbytes
             self._staging_slots.append(_StagingSlot(parts))
         return True
+
+    def _require_ring(self, count: int) -> tuple[int, Block]:
+        """The block of `count` staging slots, or of fewer: weights in use may lie where no range of
+        free memory takes all of them."""
+        while True:
+            try:
+                return count, self._pool.require(self._ring_nbytes(count), _RING_LABEL)
+            except CapacityError:
+                if count == 1:
+                    raise
+                count -= 1
+
+    def _ring_nbytes(self, count: int) -> int:
+        return count * sum(self._travelling.values())
 
     def _due(self, chunk: Chunk) -> _InFlightChunk:
         """The stage of a chunk that is needed now: read ahead already, or started here."""
