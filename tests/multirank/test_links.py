@@ -100,7 +100,7 @@ def test_a_word_does_not_wait_for_gradients_that_have_no_room(
         deliver(*message)
 
     monkeypatch.setattr(shelves[1], "deliver", deliver_late)
-    monkeypatch.setattr(shelves[1], "hear", lambda *unused: heard.set(), raising=False)
+    monkeypatch.setattr(shelves[1], "on_message", lambda *unused: heard.set(), raising=False)
     transport[0].put(1, 0, 0, 0, memoryview(CONTENT), meanwhile=lambda: None)
     transport[0].tell(1, b"a word")
     assert heard.wait(5)

@@ -118,7 +118,7 @@ class _TileEdit:
         for hook in self.hooks:
             hook.remove()
         del self.module._modules["tiles"]
-        del self.module.__dict__["starts"], self.module.__dict__["wholes"]
+        del self.module.__dict__["starts"], self.module.__dict__["tiled_params"]
         self.module.__class__ = self.kind  # type: ignore[assignment]
         self.module._parameters.clear()
         self.module._parameters.update(self.parameters)
