@@ -247,6 +247,7 @@ class Collectives:
 
     # -- Operations --------------------------------------------------------------------------------
 
+    # INV-22: operations begin in the order of the coordinator.
     def _run(self) -> None:
         if self._device.index is not None:
             torch.get_device_module(self._device).set_device(self._device)  # A thread's own matter.

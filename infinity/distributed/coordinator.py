@@ -69,6 +69,7 @@ class Coordinator:
 
     def on_message(self, rank: int, verb: Verb, step: int, key: Key) -> list[Decision]:
         """Takes one word of one rank; words of a rank come in their order."""
+        # INV-22: an operation begins only when every rank has proposed it.
         now = self._steps.setdefault(step, _Step())
         answers: list[Decision] = []
         if verb is not Verb.WITHDRAW:

@@ -208,6 +208,7 @@ class OrderedReduction(Generic[Content]):
         entry.slot = level, index
         return None
 
+    # INV-19: one tree over ranks for each number, whatever the timing.
     def _subtree(
         self, nodes: dict[_Node, Content], node: _Node, all_are_there: bool
     ) -> Content | None:

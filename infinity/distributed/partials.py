@@ -176,6 +176,7 @@ class PartialGradients:
             self._kept_nbytes -= released_nbytes
 
             def has_room() -> bool:
+                # INV-4: partial gradients keep to their budget.
                 return self._kept_nbytes + nbytes <= self.budget_nbytes
 
             is_there = must or has_room()

@@ -95,6 +95,7 @@ class DistributedUpdater(Updater):
         transport = self._ranked_store.transport
         try:
             self._full_units.finish_writes()  # Weights that were set from outside since.
+            # INV-18: shards change between the two points that all ranks pass together.
             super().apply(self._mine_of(record))
             changed = self._changed_by(record)
             flush_owned(self._ranked_store, self._full_units, changed)

@@ -339,6 +339,7 @@ class PeerTransport:
         """All the others have said goodbye; what closes now is nobody's death."""
         return len(self._left) == self.count - 1
 
+    # INV-20: a rank that ends, ends every wait for it.
     def _lost(self, peer: Peer, why: str) -> None:
         """A link broke. If a word about the cause is on its way, it is waited for."""
         with self._changed:

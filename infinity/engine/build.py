@@ -124,6 +124,7 @@ def build(
     storage engine (fault injection in tests). `adopted` swap files are gone on with. `group` and
     `model_parallel_group`: see `infinity.offload`.
     """
+    # INV-10: refusals come before the first change; a failure undoes the rest.
     _refuse(model, has_weights=weights is not None)
     originals = Originals(model)
     ranks = find_group(group)

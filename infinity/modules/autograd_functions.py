@@ -58,5 +58,6 @@ def _apply_to_parameters(
             **{key: real.get(id(each), each) for key, each in kwargs.items()},
         )
 
+    # INV-23: gradients arrive at the compute parameters and nowhere else.
     apply.__name__ = cls.__name__  # For messages.
     return owner.compute_with(apply, tuple(mine.values()), {}, changes=())

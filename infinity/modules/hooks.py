@@ -164,6 +164,7 @@ class BackwardCalls:
     def _ended(self, running: int) -> None:
         with uninterrupted():
             self._armed.discard(running)
+            # INV-6: nothing stays in use after a backward, nor after an exception.
             for call in [call for call in self._calls if call.backward_id == running]:
                 self._release(call)
             self._residency.backward_ended()

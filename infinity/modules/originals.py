@@ -118,6 +118,7 @@ def _follow(original: Any, handle: Handle) -> None:
     if original.requires_grad:
         original.register_hook(refuse)
     original.stands_for, original.name_in_model = weakref.ref(handle), name
+    # INV-23: gradients of the original go to its handle.
     original.__class__ = Follower
 
 

@@ -1,14 +1,22 @@
 """Counters: what moved, what waited, what is in use. No logic depends on them.
 
-Names end in their unit. `*_in_use_nbytes` are gauges, everything else only grows:
+Names end in their unit. `host_in_use_nbytes` is a gauge, everything else only grows:
 
-  nvme_read_nbytes, nvme_write_nbytes        bytes asked of the drives
+  nvme_read_nbytes, nvme_write_nbytes        bytes requested of the drives
   device_in_nbytes, device_out_nbytes        bytes copied host -> device and device -> host
+  activation_in_nbytes, activation_out_nbytes  saved layer inputs: copied to the device, and from it
   read_wait_s, write_wait_s, copy_wait_s     time the training thread stood still for a transfer
+  ranks_wait_s                               the same, for other ranks
   update_s                                   arithmetic of the optimizer, waits not counted
-  fetches, fetches_late, fetches_unplanned   unit fetches; those waited for; those not foreseen
-  faults                                     parameters touched outside their module
-  host_in_use_nbytes                         arena bytes lent out at this moment
+  weights_s                                  bringing weights in and out for updates
+  fetches, fetches_late, fetches_unplanned   unit fetches; those waited for; those not predicted
+  faults                                     operations on handles outside their module
+  host_in_use_nbytes                         arena bytes lent at this moment
+  ranks_gathered_nbytes                      bytes of weights exchanged with other ranks
+  ranks_reduced_nbytes                       bytes of gradients exchanged with other ranks
+  ranks_collectives, ranks_called_off        operations of all ranks at once; those cancelled
+  ranks_inbox_high_water_nbytes              most memory that partial gradients took
+  ranks_inbox_spilled_nbytes                 partial gradients that went to the drives
 
 While `tracer` is on, what is timed becomes a span and a gauge a point as well, by the same readings
 of the clock: a trace and the counters never disagree.

@@ -124,6 +124,7 @@ class StateStore:
         """Where the piece rests; None when the unit has no such piece."""
         return self._locations.get((unit.index, kind))
 
+    # INV-7: the location of bytes is known here alone; arithmetic does not depend on it.
     def host_view(self, unit: Unit, kind: StateKind) -> torch.Tensor | None:
         """The resting bytes themselves, uint8 (nbytes,), where the host can address them."""
         location = self._locations.get((unit.index, kind))

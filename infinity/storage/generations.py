@@ -133,6 +133,7 @@ def choose_targets(
     }
     runs: list[GenerationRun] = []
     for start, stop in pairwise(sorted(cuts | {end})):
+        # INV-16: what a frozen map points to is not written.
         needed = {each.at(start) for each in frozen}
         generation: int | None = current.at(start)
         if generation in needed:

@@ -636,6 +636,7 @@ class Volume:
             )  # fmt: skip
         with self._lock:
             self._look_for_failed_writes()
+            # INV-11: after a failed write every call raises the first error.
             if self._failure is not None:
                 raise self._failure.with_traceback(None)
 

@@ -108,6 +108,7 @@ class _Cursor:
         self._rooms = rooms
         self._used = [0] * len(spaces)
 
+    # INV-1: an extent has one owner; space that was given out is not given again.
     def lay_out(self, nbytes: int, stripe_nbytes: int) -> tuple[Extent, ...]:
         extents: list[Extent] = []
         while nbytes > 0:

@@ -101,6 +101,7 @@ class GradientStore:
                 f"the gradient of {spec.name!r} has layout {gradient.layout}; expected a dense "
                 "one. Build the embedding with sparse=False"
             )
+        # INV-8: gradients are added in the order in which autograd delivers them.
         first = spec not in self._present
         self._note_change(spec)
         if spec.numel == 0:

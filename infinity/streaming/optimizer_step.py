@@ -259,6 +259,7 @@ class Updater:
         del self._pending[unit.index]
         self._weight_cache.await_update(unit.index, False)
         if record.clip_factor is not None:
+            # INV-9: a parameter without a gradient is in no record.
             used = [spec for spec in unit.trainable() if spec in record.settings]
             self._gradients.note_clipped(used, record.clip_factor)
 

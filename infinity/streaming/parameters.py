@@ -525,6 +525,7 @@ class WeightCache:
     def _drop_block(self, weights: Weights) -> None:
         assert weights.block is not None and not weights.rests_on_host
         self._finish_copy(weights)
+        # INV-2: transfers are done before the block is freed.
         self._pool.free(weights.block)
         weights.block = None
 

@@ -56,6 +56,7 @@ class HostTier:
     def allocate(self, nbytes: int, label: str) -> Block | None:
         """A block of at least `nbytes`, or None when no hole is large enough. Not zeroed."""
         with self._lock:
+            # INV-4: no range beyond the capacity is lent.
             taken = self._ranges.allocate(nbytes)
             if taken is None:
                 return None
@@ -74,6 +75,7 @@ class HostTier:
     def free(self, block: Block) -> None:
         with self._lock:
             assert block in self._lent, f"block of {block.label} was freed twice"
+            # INV-2: bytes that are in use elsewhere are not freed.
             assert not block.is_mapped_away, f"block of {block.label} is still mapped"
             self._lent.remove(block)
             self._ranges.free(block.range)

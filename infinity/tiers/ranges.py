@@ -54,6 +54,7 @@ class RangeAllocator:
         """Gives back a range that `allocate` lent. A range that is already free asserts."""
         start, end = taken.offset_nbytes, taken.end_nbytes
         index = bisect_left(self._starts, start)
+        # INV-1: a range has one owner.
         assert index == 0 or self._ends[index - 1] <= start, f"{taken} is already free"
         assert index == len(self._starts) or end <= self._starts[index], f"{taken} is already free"
         self._starts.insert(index, start)

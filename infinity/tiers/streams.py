@@ -241,6 +241,7 @@ class StreamDevice:
     def detach(self, region: Region) -> None:
         assert isinstance(region, StreamRegion) and region.is_attached
         for event in region.uses.values():
+            # INV-2: copies in wait for the last uses of this memory.
             self._in.wait_event(event)
         region.uses.clear()
         region.memory.drop_memory()

@@ -67,6 +67,7 @@ void Lane::enqueue(Part* part) noexcept {
   INF_ASSERT(part->owner != nullptr && !part->is_cut() && part->num_in_flight == 0);
   INF_ASSERT(part->blockers.empty() && part->dependents.empty());
   for (Part* earlier : parts_) {
+    // INV-13: requests that overlap keep their order, whatever their priorities.
     if (!conflict(*earlier, *part)) continue;
     earlier->dependents.push_back(part);
     part->blockers.push_back(earlier);

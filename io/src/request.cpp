@@ -135,6 +135,7 @@ void Request::note_block(std::int32_t file, std::chrono::steady_clock::time_poin
 }
 
 void Request::finish_part() noexcept {
+  // INV-3: the last part completes the request, once.
   if (num_parts_left_.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
   std::lock_guard lock(mutex_);
   done_.store(true, std::memory_order_release);

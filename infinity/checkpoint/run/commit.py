@@ -249,6 +249,7 @@ def label_of(path: Path) -> str:
     return os.path.realpath(path)
 
 
+# INV-16: a commit loses its name for good before its ranges may be written.
 def thaw_removed(volume: Volume) -> None:
     """Lets go of what belongs to checkpoints that have no name any more, once that is durable.
 

@@ -182,6 +182,7 @@ def writing(directory: Path, step: int) -> Iterator[Path]:
         try:
             yield partial
             sync_names(partial)
+            # INV-14, INV-17: all files are durable; the rename commits.
             with reporting("rename", target):
                 os.rename(partial, target)
             sync_names(directory)

@@ -116,6 +116,7 @@ def load(
     before anything was changed; but for bytes that turn out wrong while they are streamed, which is
     a CorruptionError that says so.
     """
+    # INV-15: what follows is bit-identical to the uninterrupted run.
     engine = engine_of(model)
     with engine.collective_section("infinity.checkpoint.load: what is there") as asked:
         found = OpenCheckpoint(find_checkpoint(Path(path)))

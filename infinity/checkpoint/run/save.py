@@ -365,6 +365,7 @@ def _write_on_all(
     with engine.collective_section(f"{target.name}: its name"):
         if engine.rank == 0:
             content = map(files_of_bytes, written.of_all)
+            # INV-21: the parts of all ranks are durable here.
             _write_manifest(partial, program.step, ranks, list(content))
             naming.close()
 
