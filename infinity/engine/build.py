@@ -69,9 +69,9 @@ from infinity.storage.arena import Arena, available_host_nbytes
 from infinity.storage.engine import StorageEngine, open_configured
 from infinity.storage.volume import Adopted, Volume, VolumePath
 from infinity.streaming.activations import ActivationStore
-from infinity.streaming.gradients import GradientStore
-from infinity.streaming.masters import Masters
-from infinity.streaming.optimizer_step import Updater, UpdateSettings
+from infinity.streaming.gradients import GradientSink, GradientStore
+from infinity.streaming.masters import Masters, MasterWeights
+from infinity.streaming.optimizer_step import StepRunner, Updater, UpdateSettings
 from infinity.streaming.parameters import WeightCache
 from infinity.streaming.passes import Passes
 from infinity.tiers.cpu import CpuDevice
@@ -202,9 +202,9 @@ class _Assembly:
     pool: HostPool
     device: DeviceAdapter
     weight_cache: WeightCache
-    gradients: GradientStore
-    updater: Updater
-    masters: Masters
+    gradients: GradientSink
+    updater: StepRunner
+    masters: MasterWeights
     activations: ActivationStore
     passes: Passes
     counters: Counters
@@ -437,8 +437,9 @@ def _assemble(
         reads_ahead=config.schedule.prefetch and not budgets.is_tight,
         on_device=device if update_device.is_on_device else None,
     )
-    gradients: GradientStore
-    updater: Updater
+    gradients: GradientSink
+    updater: StepRunner
+    masters: MasterWeights
     ranks: Ranks
     if sharding is None:
         gradients = GradientStore(store, pool=pool, device=device, counters=counters)

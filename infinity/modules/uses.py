@@ -23,8 +23,8 @@ from infinity.modules.process import OwnProcess
 from infinity.observe import Tracer, Track
 from infinity.state.units import Unit
 from infinity.storage.engine import Priority
-from infinity.streaming.gradients import GradientStore
-from infinity.streaming.optimizer_step import Updater
+from infinity.streaming.gradients import GradientSink
+from infinity.streaming.optimizer_step import StepRunner
 from infinity.streaming.parameters import WeightCache
 from infinity.streaming.passes import OUTSIDE_BACKWARD, Passes, current_backward
 
@@ -46,8 +46,8 @@ class UnitUses:
         self,
         units: Sequence[Unit],
         weight_cache: WeightCache,
-        gradients: GradientStore,
-        updater: Updater,
+        gradients: GradientSink,
+        updater: StepRunner,
         passes: Passes,
         tracer: Tracer,
         param_table: ParamTable,

@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -59,8 +60,67 @@ class _Leaving:
         return self.place.numel() * self.dtype.itemsize
 
 
+class GradientSink(Protocol):
+    """Takes the gradients of the model's units, and keeps them until the step and after it.
+
+    Local: `GradientStore`. Over ranks: `distributed.reduce.DistributedGradients`. Called under the
+    engine's lock.
+    """
+
+    def add(self, unit: Unit, spec: TensorSpec, gradient: torch.Tensor) -> None:
+        """Adds one gradient to the sum: any floating dtype, the parameter's shape, any device."""
+
+    def put(
+        self, unit: Unit, spec: TensorSpec, value: torch.Tensor, *, is_other: bool = False
+    ) -> None:
+        """Makes `value` the sum; see `GradientStore.put`."""
+
+    def forget(self, spec: TensorSpec) -> None: ...
+    def zero(self, unit: Unit, spec: TensorSpec) -> None: ...
+    def stamp(self, spec: TensorSpec) -> tuple[int, int] | None: ...
+
+    # The course of a step.
+    def begin_accumulating(self) -> None: ...
+    def end_accumulating(self) -> None: ...
+    def sum_on_device(self, units: Iterable[Unit]) -> None: ...
+    def take_in(self) -> None: ...
+    def write_out(self, unit: Unit) -> None: ...
+    def write_out_all(self) -> None: ...
+    def apply_scales(self, unit: Unit) -> None: ...
+
+    # Memory.
+    def reclaim(self) -> bool: ...
+    def settle(self) -> None: ...
+
+    # Looking.
+    def has(self, spec: TensorSpec) -> bool: ...
+    def norm(self, unit: Unit, spec: TensorSpec) -> torch.Tensor: ...
+    def read(self, unit: Unit, spec: TensorSpec) -> torch.Tensor: ...
+
+
+class SumBlocks(Protocol):
+    """Host blocks that gradients of a unit are summed in: fp32 (state_numel,)."""
+
+    def take(self, unit: Unit) -> Block: ...
+    def give_back(self, block: Block) -> None: ...
+
+
+class PooledSumBlocks:
+    """Takes each block from the pool when it is needed."""
+
+    def __init__(self, pool: HostPool) -> None:
+        self._pool = pool
+
+    def take(self, unit: Unit) -> Block:
+        nbytes = unit.state_numel * STATE_ITEM_NBYTES  # Also of a unit with no home for them.
+        return self._pool.require(nbytes, f"gradients of {unit.name}")
+
+    def give_back(self, block: Block) -> None:
+        self._pool.free(block)
+
+
 class GradientStore:
-    """The gradients of every unit. Called under the engine's lock."""
+    """The gradients of units whose state is this process's own. Called under the engine's lock."""
 
     def __init__(
         self,
@@ -69,9 +129,11 @@ class GradientStore:
         pool: HostPool,
         device: DeviceAdapter,
         counters: Counters,
+        blocks: SumBlocks | None = None,
     ) -> None:
         self._store = store
         self._pool = pool
+        self._blocks = blocks or PooledSumBlocks(pool)
         self._device = device
         self._counters = counters
         self._present: dict[TensorSpec, None] = {}  # Insertion-ordered set.
@@ -176,6 +238,19 @@ class GradientStore:
         else:
             sums[spec] = before.float().add_(flat)
 
+    def summed_on_device(self) -> list[Unit]:
+        """Units of which sums are on the device now."""
+        return list(self._sums)
+
+    def take_device_sums(self, unit: Unit) -> dict[TensorSpec, torch.Tensor]:
+        """Hands the unit's sums on the device over: flat. They are the caller's from now on."""
+        return self._sums.pop(unit, {})
+
+    def end_device_sums(self, units: Sequence[Unit] | None = None) -> None:
+        """Ends sums on the device, of all units without `units`, and waits until they have left."""
+        self._end_sums(list(self._summing) if units is None else units)
+        self.finish_copies()
+
     def _end_sums(self, units: Sequence[Unit]) -> None:
         """No more gradients come to these units: what was summed on the device leaves it."""
         self._summing = self._summing.difference(units)
@@ -240,7 +315,7 @@ class GradientStore:
             return host_view.view(torch.float32)
         buffer = self._buffers.get(unit)
         if buffer is None:
-            block = self._take_block(unit)
+            block = self._blocks.take(unit)
             buffer = _Buffer(block, self._pool.tensor(block).view(torch.float32))
             if any(spec in self._present for spec in unit.trainable()):
                 try:
@@ -249,17 +324,13 @@ class GradientStore:
                         self._store.read(unit, StateKind.GRADIENTS, block, priority=Priority.STATE),
                     )
                 except BaseException:
-                    self._pool.free(block)
+                    self._blocks.give_back(block)
                     raise
                 self._rescale_resting(unit, buffer.array.view(torch.uint8))
             self._buffers[unit] = buffer
         elif buffer.writing is not None:
             self._wait_write(unit, buffer)
         return buffer.array
-
-    def _take_block(self, unit: Unit) -> Block:
-        nbytes = unit.state_numel * STATE_ITEM_NBYTES  # Also of a unit with no home for them.
-        return self._pool.require(nbytes, f"gradients of {unit.name}")
 
     def _rescale_resting(self, unit: Unit, memory: torch.Tensor) -> None:
         """Applies the clip factor that the last step left for later."""
@@ -288,7 +359,7 @@ class GradientStore:
         """Every gradient of them is where it rests, or a failure ended it."""
 
     def take_in(self) -> None:
-        """Where ranks share gradients, adds up what others have given. Called now and then."""
+        """Nobody else gives gradients to this store."""
 
     # -- Out ---------------------------------------------------------------------------------------
 
@@ -333,6 +404,15 @@ class GradientStore:
         for unit in list(self._buffers):
             self._start_write(unit)
 
+    def in_blocks(self) -> list[Unit]:
+        """Units whose sums are in a host block now."""
+        return list(self._buffers)
+
+    def drop_block(self, unit: Unit) -> None:
+        """Gives the unit's host block back, without a write; its gradients were forgotten."""
+        assert not any(spec in self._present for spec in unit.trainable())
+        self._blocks.give_back(self._buffers.pop(unit).block)
+
     def reclaim(self) -> bool:
         """Frees the oldest buffer, waiting for its write. False when there is none."""
         for unit, buffer in self._buffers.items():
@@ -341,7 +421,7 @@ class GradientStore:
                 self._start_write(unit)
                 del self._buffers[unit]
                 self._wait_write(unit, buffer)
-                self._pool.free(buffer.block)
+                self._blocks.give_back(buffer.block)
                 return True
         return False
 
@@ -396,6 +476,14 @@ class GradientStore:
             if isinstance(location, NvmeLocation):
                 self.write_out(unit)
         return _shaped(flat, spec)
+
+    def resting_on_device(self, unit: Unit) -> torch.Tensor | None:
+        """The unit's gradients where they rest: fp32 (state_numel,); None when not on a device."""
+        location = self._store.location(unit, StateKind.GRADIENTS)
+        if not isinstance(location, DeviceLocation):
+            return None
+        self._rescale_resting(unit, location.memory)
+        return location.memory.view(torch.float32)
 
     def view(self, unit: Unit, spec: TensorSpec) -> torch.Tensor:
         """One gradient, fp32, flat, on the host: not a copy where that can be, and valid until
