@@ -74,6 +74,7 @@ from infinity.streaming.masters import Masters, MasterWeights
 from infinity.streaming.optimizer_step import StepRunner, Updater, UpdateSettings
 from infinity.streaming.parameters import WeightCache
 from infinity.streaming.passes import Passes
+from infinity.streaming.weight_source import TierWeights, WeightSource
 from infinity.tiers.cpu import CpuDevice
 from infinity.tiers.device import DeviceAdapter
 from infinity.tiers.host import HostTier
@@ -403,6 +404,7 @@ def _assemble(
         _log.info("updates %s", update_device)
     placement = budgets.placement
     collectives = buckets = unshard = None
+    source: WeightSource = TierWeights()
     store: StateStore
     if sharding is None:
         store = StateStore(
@@ -419,6 +421,7 @@ def _assemble(
             counters=counters,
         )
         collectives, buckets, unshard = sharding.exchange(sharded, device, counters, resources)
+        source = sharding.weight_source(unshard)
     pool = HostPool(host, is_tight=budgets.is_tight)
     weight_cache = WeightCache(
         store,
@@ -427,8 +430,7 @@ def _assemble(
         counters=counters,
         window_nbytes=budgets.window_nbytes,
         device_window_nbytes=budgets.device_window_nbytes,
-        is_outdated_by_step=sharding is not None and sharding.partition.stage == 3,
-        gathering=unshard,
+        source=source,
     )
     passes = Passes(counters.tracer)
     updates = UpdateSettings(
