@@ -109,7 +109,7 @@ class DistributedGradients:
     # -- In ----------------------------------------------------------------------------------------
 
     def add(self, unit: Unit, spec: TensorSpec, gradient: torch.Tensor) -> None:
-        if self._partition.stage == 1 or self._passes.is_layer_major:
+        if not self._partition.shards_gradients or self._passes.is_layer_major:
             if spec.numel:
                 self._sent_as[spec] = None if spec in self._sent_as else gradient.dtype
                 self.local.add(unit, spec, gradient)
@@ -247,7 +247,7 @@ class DistributedGradients:
         waits for another backward of it."""
         assert self._buckets is not None
         self._transport.note_backward(self._num_steps, _ALL)
-        if self._partition.stage == 1 and self._buckets.is_on:
+        if not self._partition.shards_gradients and self._buckets.is_on:
             for unit in self._partition.full_units:
                 self._bucket_resting(unit, self._buckets)
         self._buckets.close_all()
@@ -272,7 +272,7 @@ class DistributedGradients:
         `decision` is for all ranks; returns that of rank 0.
         """
         self._take_buckets(all_of_them=True)
-        if self._partition.stage == 1:
+        if not self._partition.shards_gradients:
             for unit in self._partition.full_units:
                 self._give_sums(unit)
         given = numpy.array([spec in self._given for spec in self._specs], dtype=numpy.bool_)
@@ -431,7 +431,7 @@ class DistributedGradients:
         self.local.sum_on_device(units)
 
     def write_out(self, unit: Unit) -> None:
-        if self._partition.stage == 1:
+        if not self._partition.shards_gradients:
             self.local.write_out(unit)
         elif not self._passes.is_layer_major:
             if self._buckets is not None:
@@ -443,7 +443,7 @@ class DistributedGradients:
         self.owned.write_out(self._partition.mine[unit.index].unit)
 
     def write_out_all(self) -> None:
-        if self._partition.stage == 1:
+        if not self._partition.shards_gradients:
             self.local.write_out_all()
         else:
             for unit in self.local.summed_on_device():
@@ -461,13 +461,14 @@ class DistributedGradients:
 
     def reclaim(self) -> bool:
         # Sums that are to be given away wait for all their parts, whatever room there is.
-        return (self._partition.stage == 1 and self.local.reclaim()) or self.owned.reclaim()
+        has_idle_sums = not self._partition.shards_gradients
+        return (has_idle_sums and self.local.reclaim()) or self.owned.reclaim()
 
     def settle(self) -> None:
-        if self._partition.stage == 1:
-            self.local.settle()
-        else:
+        if self._partition.shards_gradients:
             self.local.finish_copies()
+        else:
+            self.local.settle()
         self.owned.settle()
 
     def apply_scales(self, unit: Unit) -> None:

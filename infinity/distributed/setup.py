@@ -51,7 +51,7 @@ class ShardingPlan:
     @property
     def gathered_nbytes(self) -> int:
         """The largest unit's weights, where they are put together when they are needed."""
-        if self.partition.stage < 3:
+        if not self.partition.shards_parameters:
             return 0
         return max(rounded_nbytes(unit.weight_nbytes) for unit in self.partition.full_units)
 
@@ -109,7 +109,7 @@ class ShardingPlan:
     def weight_source(self, unshard: DeviceUnshard | None) -> WeightSource:
         """Where this rank's full units come from. Those put together from shards are outdated by
         every step."""
-        is_outdated_by_step = self.partition.stage == 3
+        is_outdated_by_step = self.partition.shards_parameters
         if unshard is None:
             return TierWeights(is_outdated_by_step=is_outdated_by_step)
         num_units = len(self.partition.full_units)

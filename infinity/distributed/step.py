@@ -44,7 +44,7 @@ class ShardWeights:
 
     def check_out(self, unit: int, *, read: bool) -> torch.Tensor:
         index = unit - self._num_wholes
-        if self._partition.stage == 3:
+        if self._partition.shards_parameters:
             if self._store.take_rewritten(index):
                 self._weight_cache.discard(unit)
             return self._weight_cache.check_out(unit, read=read)
@@ -55,7 +55,7 @@ class ShardWeights:
     def check_in(
         self, unit: int, *, dirty_nbytes: int, write_now: bool = True, is_valid: bool = True
     ) -> None:
-        if self._partition.stage == 3:
+        if self._partition.shards_parameters:
             self._weight_cache.check_in(
                 unit, dirty_nbytes=dirty_nbytes, write_now=write_now, is_valid=is_valid
             )
@@ -87,7 +87,7 @@ class DistributedUpdater:
         self.chunk_nbytes = self.local.chunk_nbytes
         self._store = store
         self._full_units = weight_cache
-        self._gathering = gathering if store.partition.stage < 3 else None
+        self._gathering = None if store.partition.shards_parameters else gathering
         self._parts = {share.whole: share.part for s in store.partition.mine for share in s.shares}
 
     def apply(self, record: StepRecord) -> None:
@@ -104,7 +104,7 @@ class DistributedUpdater:
             transport.all_gather("shards are updated", b"")
             pull_updated(self._store, self._full_units, changed, self._gathering)
             transport.all_gather("optimizer.step() is over", b"")
-            if self._store.partition.stage == 3:
+            if self._store.partition.shards_parameters:
                 self._full_units.prefetch_anew()
         except RankError:
             raise

@@ -66,7 +66,7 @@ class DeviceUnshard:
         return self._collectives.is_on
 
     def covers(self, unit: int) -> bool:
-        return self._partition.stage == 3 and unit < len(self._partition.full_units)
+        return self._partition.shards_parameters and unit < len(self._partition.full_units)
 
     def shard_of(self, unit: int) -> int:
         return len(self._partition.full_units) + unit
