@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
+from collections.abc import Iterable
 from typing import Any
 
 import numpy
@@ -20,12 +21,10 @@ from infinity.distributed.transport import PeerTransport
 from infinity.errors import RankError, UnsupportedError
 from infinity.observe import Counters
 from infinity.state.partition import Partition, ShardSlice
-from infinity.state.store import DeviceLocation
-from infinity.state.units import STATE_GRANULE, StateKind, TensorSpec, Unit
+from infinity.state.units import STATE_GRANULE, TensorSpec, Unit
 from infinity.streaming.gradients import GradientStore, flat_of, in_memory_order
 from infinity.streaming.passes import Passes
 from infinity.tiers.device import DeviceAdapter
-from infinity.tiers.host import Block
 from infinity.tiers.pool import HostPool
 
 _SUMMED_NUMEL = 256 * STATE_GRANULE  # At a time: fp64 copies are made of them.
@@ -45,15 +44,18 @@ def from_wire_code(code: int) -> tuple[torch.dtype, int]:
     return _WIRE_DTYPES[index], number
 
 
-class DistributedGradients(GradientStore):
+class DistributedGradients:
     """The gradients of whole units, on their way to the ranks that own a part of them.
 
     In stage 1 they are summed here over the backward passes of a step, as on one rank, and given to
     their owners when the step begins. In stages 2 and 3 each is given away when it is complete, or
     where micro-batches go through block by block, when those of all of them are. The owner's sum
     over ranks is that of `OrderedReduction`; each contribution is divided by the number of ranks
-    first, as
-    DistributedDataParallel does, so two ranks give its bits. `owned` has the sums, for shard units.
+    first,
+    as DistributedDataParallel does, so two ranks give its bits.
+
+    A `GradientSink` that has two stores: `local` has this rank's sums, by the model's units;
+    `owned` has the sums over ranks, by this rank's shard units.
 
     With `buckets` ranks exchange what they give between their devices, where all of them give the
     same; the order of the sums is the same either way.
@@ -73,13 +75,13 @@ class DistributedGradients(GradientStore):
         buckets: GradientBuckets | None,
         sums: SumsMemory,
     ) -> None:
-        super().__init__(store, pool=pool, device=device, counters=counters)
+        self.local = GradientStore(store, pool=pool, device=device, counters=counters, blocks=sums)
+        self.owned = GradientStore(store, pool=pool, device=device, counters=counters)
         self._reduce_dtype = reduce_dtype  # None: as they come.
         self._passes = passes
         self._buckets = buckets
         self._sums_memory = sums
-        self.owned = GradientStore(store, pool=pool, device=device, counters=counters)
-        self._ranked_device = device
+        self._device = device
         self._partition: Partition = store.partition
         self._transport: PeerTransport = store.transport
         self._shares = store.partition.shares()
@@ -107,10 +109,10 @@ class DistributedGradients(GradientStore):
     # -- In ----------------------------------------------------------------------------------------
 
     def add(self, unit: Unit, spec: TensorSpec, gradient: torch.Tensor) -> None:
-        if self._partition.stage == 1 or self._passes.is_layer_major:
+        if not self._partition.shards_gradients or self._passes.is_layer_major:
             if spec.numel:
                 self._sent_as[spec] = None if spec in self._sent_as else gradient.dtype
-                super().add(unit, spec, gradient)
+                self.local.add(unit, spec, gradient)
         else:
             _refuse_sparse(spec, gradient)
             contribution = self._contribution(spec, in_memory_order(gradient.detach(), spec))
@@ -159,7 +161,7 @@ class DistributedGradients(GradientStore):
 
     def _on_host(self, flat: torch.Tensor) -> torch.Tensor:
         on_host = torch.empty(flat.shape, dtype=flat.dtype)
-        self._ranked_device.copy(flat, on_host).wait()
+        self._device.copy(flat, on_host).wait()
         return on_host
 
     def _give(self, contribution: Contribution, *, is_on_host: bool = False) -> None:
@@ -167,7 +169,7 @@ class DistributedGradients(GradientStore):
         self._await_turn()
         spec, index, flat = contribution.spec, contribution.index, contribution.flat
         generation, number = contribution.generation, contribution.number
-        if not is_on_host and not self._ranked_device.shares_host_memory:
+        if not is_on_host and not self._device.shares_host_memory:
             flat = self._on_host(flat)
         for share in self._shares[spec]:
             part = flat[share.start : share.stop]
@@ -238,9 +240,6 @@ class DistributedGradients(GradientStore):
     def end_accumulating(self) -> None:
         self._sums_memory.close()
 
-    def _take_block(self, unit: Unit) -> Block:
-        return self._sums_memory.take(unit)
-
     # -- The step ----------------------------------------------------------------------------------
 
     def propose_rest(self) -> None:
@@ -248,22 +247,21 @@ class DistributedGradients(GradientStore):
         waits for another backward of it."""
         assert self._buckets is not None
         self._transport.note_backward(self._num_steps, _ALL)
-        if self._partition.stage == 1 and self._buckets.is_on:
+        if not self._partition.shards_gradients and self._buckets.is_on:
             for unit in self._partition.full_units:
                 self._bucket_resting(unit, self._buckets)
         self._buckets.close_all()
 
     def _bucket_resting(self, unit: Unit, buckets: GradientBuckets) -> None:
         """Of a rank that sums its backward passes: what rests on the device."""
-        location = self._store.location(unit, StateKind.GRADIENTS)
-        if not isinstance(location, DeviceLocation):
+        resting = self.local.resting_on_device(unit)
+        if resting is None:
             return
-        self._rescale_resting(unit, location.memory)
         for spec in unit.trainable():
-            if super().has(spec):
+            if self.local.has(spec):
                 dtype = self._sent_as.pop(spec) or torch.float32
-                flat = flat_of(location.memory.view(torch.float32), spec).to(dtype, copy=True)
-                super().forget(spec)
+                flat = flat_of(resting, spec).to(dtype, copy=True)
+                self.local.forget(spec)
                 buckets.add(unit, self._contribution(spec, flat))
         buckets.close(unit)
         self._take_buckets()
@@ -274,7 +272,7 @@ class DistributedGradients(GradientStore):
         `decision` is for all ranks; returns that of rank 0.
         """
         self._take_buckets(all_of_them=True)
-        if self._partition.stage == 1:
+        if not self._partition.shards_gradients:
             for unit in self._partition.full_units:
                 self._give_sums(unit)
         given = numpy.array([spec in self._given for spec in self._specs], dtype=numpy.bool_)
@@ -309,17 +307,17 @@ class DistributedGradients(GradientStore):
     def _give_sums(self, unit: Unit) -> None:
         """Gives away what was summed here."""
         for spec in unit.trainable():
-            if super().has(spec):
+            if self.local.has(spec):
                 dtype = self._sent_as.pop(spec) or torch.float32
-                flat = super().view(unit, spec).to(dtype, copy=True)  # For its way.
+                flat = self.local.view(unit, spec).to(dtype, copy=True)  # For its way.
                 self._give(self._contribution(spec, flat), is_on_host=True)
-                super().forget(spec)
+                self.local.forget(spec)
 
     def _bucket_sums(self, unit: Unit) -> None:
         """Offers to the other devices what was summed on this one, where that is possible."""
         if self._buckets is None or not self._buckets.is_on:
             return
-        for spec, flat in self._sums.pop(unit, {}).items():
+        for spec, flat in self.local.take_device_sums(unit).items():
             del self._sent_as[spec]
             self._buckets.add(unit, self._contribution(spec, flat))
         self._buckets.close(unit)
@@ -327,9 +325,9 @@ class DistributedGradients(GradientStore):
 
     def _give_away(self, unit: Unit) -> None:
         """In stages 2 and 3 sums rest nowhere: they are in the unit's buffer until given."""
-        if unit in self._buffers:
+        if unit in self.local.in_blocks():
             self._give_sums(unit)
-            self._sums_memory.give_back(self._buffers.pop(unit).block)
+            self.local.drop_block(unit)
 
     def _refuse_other_generation(
         self, rank: int, mine: numpy.ndarray[Any, Any], theirs: numpy.ndarray[Any, Any]
@@ -344,6 +342,9 @@ class DistributedGradients(GradientStore):
             )
 
     # -- Looking -----------------------------------------------------------------------------------
+
+    def stamp(self, spec: TensorSpec) -> tuple[int, int] | None:
+        return self.local.stamp(spec)
 
     def has(self, spec: TensorSpec) -> bool:
         return spec in self._known or spec in self._given
@@ -405,7 +406,7 @@ class DistributedGradients(GradientStore):
         index = self._index.get(spec)
         if index is None:
             return
-        super().forget(spec)
+        self.local.forget(spec)
         self._sent_as.pop(spec, None)
         self._reduce_buffer.forget(index)
         self._numbers.pop(index, None)
@@ -426,32 +427,29 @@ class DistributedGradients(GradientStore):
 
     # -- What is done with the sums ----------------------------------------------------------------
 
-    def finish_copies(self) -> None:
-        super().finish_copies()
-        self.owned.finish_copies()
+    def sum_on_device(self, units: Iterable[Unit]) -> None:
+        self.local.sum_on_device(units)
 
     def write_out(self, unit: Unit) -> None:
-        if self._partition.stage == 1:
-            super().write_out(unit)
+        if not self._partition.shards_gradients:
+            self.local.write_out(unit)
         elif not self._passes.is_layer_major:
             if self._buckets is not None:
                 self._buckets.close(unit)
         else:
             self._bucket_sums(unit)
-            self._end_sums([unit])
-            self.finish_copies()
+            self.local.end_device_sums([unit])
             self._give_away(unit)
         self.owned.write_out(self._partition.mine[unit.index].unit)
 
     def write_out_all(self) -> None:
-        if self._partition.stage == 1:
-            super().write_out_all()
+        if not self._partition.shards_gradients:
+            self.local.write_out_all()
         else:
-            for unit in list(self._sums):
+            for unit in self.local.summed_on_device():
                 self._bucket_sums(unit)
-            self._end_sums(list(self._summing))
-            self.finish_copies()
-            for unit in list(self._buffers):
+            self.local.end_device_sums()
+            for unit in self.local.in_blocks():
                 self._give_away(unit)
             if self._buckets is not None:
                 self._buckets.close_all()
@@ -463,10 +461,14 @@ class DistributedGradients(GradientStore):
 
     def reclaim(self) -> bool:
         # Sums that are to be given away wait for all their parts, whatever room there is.
-        return (self._partition.stage == 1 and super().reclaim()) or self.owned.reclaim()
+        has_idle_sums = not self._partition.shards_gradients
+        return (has_idle_sums and self.local.reclaim()) or self.owned.reclaim()
 
     def settle(self) -> None:
-        super().settle()
+        if self._partition.shards_gradients:
+            self.local.finish_copies()
+        else:
+            self.local.settle()
         self.owned.settle()
 
     def apply_scales(self, unit: Unit) -> None:

@@ -20,12 +20,13 @@ from infinity.distributed.exchange import Buffers, DeviceExchange
 from infinity.distributed.grad_memory import SumsPlan, plan_sums
 from infinity.distributed.group import RankTopology, connect, path_of_rank
 from infinity.distributed.store import DistributedStore, serving_nbytes
-from infinity.distributed.unshard import DeviceUnshard
+from infinity.distributed.unshard import DeviceUnshard, UnshardedWeights
 from infinity.errors import ConfigError, StorageError
 from infinity.observe import Counters
 from infinity.state.budgets import Budgets
 from infinity.state.partition import Partition, partition
 from infinity.state.units import Unit
+from infinity.streaming.weight_source import TierWeights, WeightSource
 from infinity.tiers.device import DeviceAdapter
 from infinity.tiers.ranges import rounded_nbytes
 from infinity.tiers.streams import StreamDevice
@@ -50,7 +51,7 @@ class ShardingPlan:
     @property
     def gathered_nbytes(self) -> int:
         """The largest unit's weights, where they are put together when they are needed."""
-        if self.partition.stage < 3:
+        if not self.partition.shards_parameters:
             return 0
         return max(rounded_nbytes(unit.weight_nbytes) for unit in self.partition.full_units)
 
@@ -104,6 +105,15 @@ class ShardingPlan:
             store, collectives=collectives, exchange=exchange, counters=counters
         )
         return collectives, buckets, gathering
+
+    def weight_source(self, unshard: DeviceUnshard | None) -> WeightSource:
+        """Where this rank's full units come from. Those put together from shards are outdated by
+        every step."""
+        is_outdated_by_step = self.partition.shards_parameters
+        if unshard is None:
+            return TierWeights(is_outdated_by_step=is_outdated_by_step)
+        num_units = len(self.partition.full_units)
+        return UnshardedWeights(unshard, num_units, is_outdated_by_step=is_outdated_by_step)
 
     def store(self, resources: ExitStack, **locations: Any) -> DistributedStore:
         """The store of this rank, its links connected and closed with `resources`.

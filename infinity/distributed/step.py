@@ -1,10 +1,8 @@
 """The step where state is divided over ranks: each updates its shards, all begin and end together.
 
-  DistributedUpdater   the step updates this rank's shards, between two points all ranks pass
-  together ShardWeights    the weights of a shard, as the updater asks for them
-  DistributedMasters   masters of which this rank has a part
-
-The rest is in rank_group.py and ranked_gradients.py.
+ShardWeights         the weights of a shard, as the updater asks for them
+DistributedUpdater   updates this rank's shards, between two points that all ranks pass together
+DistributedMasters   masters of which this rank has a part
 """
 
 from __future__ import annotations
@@ -46,7 +44,7 @@ class ShardWeights:
 
     def check_out(self, unit: int, *, read: bool) -> torch.Tensor:
         index = unit - self._num_wholes
-        if self._partition.stage == 3:
+        if self._partition.shards_parameters:
             if self._store.take_rewritten(index):
                 self._weight_cache.discard(unit)
             return self._weight_cache.check_out(unit, read=read)
@@ -57,7 +55,7 @@ class ShardWeights:
     def check_in(
         self, unit: int, *, dirty_nbytes: int, write_now: bool = True, is_valid: bool = True
     ) -> None:
-        if self._partition.stage == 3:
+        if self._partition.shards_parameters:
             self._weight_cache.check_in(
                 unit, dirty_nbytes=dirty_nbytes, write_now=write_now, is_valid=is_valid
             )
@@ -67,8 +65,12 @@ class ShardWeights:
         self._weight_cache.check_in(whole.index, dirty_nbytes=dirty_nbytes)
 
 
-class DistributedUpdater(Updater):
-    """The optimizer's step over this rank's shards. All ranks enter it and leave it together."""
+class DistributedUpdater:
+    """The optimizer's step over this rank's shards. All ranks enter it and leave it together.
+
+    A `StepRunner` that has an `Updater` of the shards, `local`. Every step is over when `apply`
+    returns, so no unit of the model is ever pending.
+    """
 
     def __init__(
         self,
@@ -81,10 +83,11 @@ class DistributedUpdater(Updater):
         gathering: DeviceUnshard | None,
     ) -> None:
         shards = ShardWeights(weight_cache, store)
-        super().__init__(store, pool, shards, gradients.owned, counters, settings)
-        self._ranked_store = store
+        self.local = Updater(store, pool, shards, gradients.owned, counters, settings)
+        self.chunk_nbytes = self.local.chunk_nbytes
+        self._store = store
         self._full_units = weight_cache
-        self._gathering = gathering if store.partition.stage < 3 else None
+        self._gathering = None if store.partition.shards_parameters else gathering
         self._parts = {share.whole: share.part for s in store.partition.mine for share in s.shares}
 
     def apply(self, record: StepRecord) -> None:
@@ -92,17 +95,17 @@ class DistributedUpdater(Updater):
 
         A failure ends all ranks: others have made a step that this one has not.
         """
-        transport = self._ranked_store.transport
+        transport = self._store.transport
         try:
             self._full_units.finish_writes()  # Weights that were set from outside since.
             # INV-18: shards change between the two points that all ranks pass together.
-            super().apply(self._mine_of(record))
+            self.local.apply(self._mine_of(record))
             changed = self._changed_by(record)
-            flush_owned(self._ranked_store, self._full_units, changed)
+            flush_owned(self._store, self._full_units, changed)
             transport.all_gather("shards are updated", b"")
-            pull_updated(self._ranked_store, self._full_units, changed, self._gathering)
+            pull_updated(self._store, self._full_units, changed, self._gathering)
             transport.all_gather("optimizer.step() is over", b"")
-            if self._ranked_store.partition.stage == 3:
+            if self._store.partition.shards_parameters:
                 self._full_units.prefetch_anew()
         except RankError:
             raise
@@ -110,8 +113,35 @@ class DistributedUpdater(Updater):
             transport.abort(f"in optimizer.step(): {type(error).__name__}: {error}")
             raise
 
+    def defer(self, record: StepRecord) -> None:
+        self.local.defer(self._mine_of(record))
+
+    def is_pending(self, unit: int) -> bool:
+        return False
+
+    def bring_up_to_date(self, unit: int, *, is_needed: bool = False) -> None:
+        """No update is pending."""
+
+    def read_ahead(self) -> None:
+        self.local.read_ahead()
+
+    def settle(self) -> None:
+        self.local.settle()
+
+    def finish_writes(self) -> None:
+        self.local.finish_writes()
+
+    def abandon(self) -> None:
+        self.local.abandon()
+
+    def reclaim_idle(self) -> bool:
+        return self.local.reclaim_idle()
+
+    def reclaim(self) -> bool:
+        return self.local.reclaim()
+
     def _changed_by(self, record: StepRecord) -> list[Unit]:
-        full_units = self._ranked_store.partition.full_units
+        full_units = self._store.partition.full_units
         return [unit for unit in full_units if any(s in record.settings for s in unit.trainable())]
 
     def _mine_of(self, record: StepRecord) -> StepRecord:
@@ -123,21 +153,27 @@ class DistributedUpdater(Updater):
         return StepRecord(settings, record.clip_factor)
 
 
-class DistributedMasters(Masters):
-    """Masters of whole tensors: this rank keeps its part, and reads the others' from them."""
+class DistributedMasters:
+    """Masters of whole tensors: this rank keeps its part, and reads the others' from them.
+
+    `MasterWeights` that have the `Masters` of this rank's shards, `local`.
+    """
 
     def __init__(self, store: DistributedStore, pool: HostPool) -> None:
-        super().__init__(store, pool)
-        self._ranked_store = store
+        self.local = Masters(store, pool)
+        self._store = store
         self._shares = store.partition.shares()
 
+    def has(self, unit: Unit, spec: TensorSpec) -> bool:
+        return self.local.has(unit, spec)
+
     def _split(self, unit: Unit, spec: TensorSpec) -> Iterator[tuple[ShardSlice, Shard | None]]:
-        mine = self._ranked_store.partition.mine[unit.index]
+        mine = self._store.partition.mine[unit.index]
         for share in self._shares[spec]:
             yield share, mine if share.rank == mine.rank else None
 
     def read(self, unit: Unit, spec: TensorSpec, narrow: torch.Tensor) -> torch.Tensor:
-        whole = self._ranked_store.gather_state(unit.index, StateKind.MASTER)
+        whole = self._store.gather_state(unit.index, StateKind.MASTER)
         flat = whole[spec.state_offset : spec.state_offset + spec.numel]
         return join(narrow, flat) if unit.has_residual else flat.clone()
 
@@ -147,7 +183,7 @@ class DistributedMasters(Masters):
         for share, shard in self._split(unit, spec):
             place = slice(share.start, share.stop)
             if shard is not None:
-                super().write(shard.unit, share.part, narrow[place], value[place])
+                self.local.write(shard.unit, share.part, narrow[place], value[place])
             else:
                 wide = value[place].to(torch.float32)
                 narrow[place] = split(wide)[0] if unit.has_residual else wide
@@ -159,4 +195,4 @@ class DistributedMasters(Masters):
             if shard is not None:
                 place = slice(share.start, share.stop)
                 old = None if before is None else before[place]
-                super().follow(shard.unit, share.part, narrow[place], old)
+                self.local.follow(shard.unit, share.part, narrow[place], old)

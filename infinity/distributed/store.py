@@ -77,7 +77,6 @@ class DistributedStore(StateStore):
         **parts: Any,
     ) -> None:
         self.partition = partition
-        self._ranked_host = host
         super().__init__(partition.units, host=host, volume=volume, counters=counters, **parts)
         # By rank: each belongs to one thread.
         ranks = range(partition.count)
@@ -95,7 +94,7 @@ class DistributedStore(StateStore):
         self.rewritten: set[int] = set()
 
     def _allocate(self, nbytes: int, what: str) -> Block:
-        block = self._ranked_host.allocate(nbytes, what)
+        block = self._host.allocate(nbytes, what)
         assert block is not None, "the budget has room for serving"
         return block
 
@@ -110,7 +109,7 @@ class DistributedStore(StateStore):
         return (
             state_kind is StateKind.PARAMETERS
             and unit.index < len(self.partition.full_units)
-            and self.partition.stage == 3
+            and self.partition.shards_parameters
         )
 
     def read(
@@ -133,7 +132,7 @@ class DistributedStore(StateStore):
                 nbytes=nbytes,
             )
         assert offset_nbytes == 0 and nbytes is None
-        whole = self._ranked_host.tensor(block, nbytes=unit.weight_nbytes)
+        whole = self._host.tensor(block, nbytes=unit.weight_nbytes)
         return self.gather_weights(unit.index, whole, is_mine_there=False)
 
     def write(
@@ -151,7 +150,7 @@ class DistributedStore(StateStore):
             )
         assert offset_nbytes == 0
         self.rewritten.add(unit.index)
-        whole = self._ranked_host.tensor(block, nbytes=unit.weight_nbytes)
+        whole = self._host.tensor(block, nbytes=unit.weight_nbytes)
         return self._in_own_thread(self._keep_mine, unit.index, whole)
 
     def gather_weights(self, index: int, whole: torch.Tensor, *, is_mine_there: bool) -> Transfer:
@@ -229,7 +228,7 @@ class DistributedStore(StateStore):
     ) -> Iterator[memoryview]:
         """The bytes of `segments` in parts; a part is valid until the next is asked for."""
         unit, is_whole = shard.unit, False
-        if state_kind is StateKind.PARAMETERS and self.partition.stage < 3:
+        if state_kind is StateKind.PARAMETERS and not self.partition.shards_parameters:
             unit, is_whole = (
                 self.partition.full_units[unit.index - len(self.partition.full_units)],
                 True,
@@ -254,7 +253,7 @@ class DistributedStore(StateStore):
                     nbytes=high - low,
                 ).wait()
                 until = min(stop, high)
-                part = self._ranked_host.tensor(block)[start - low : until - low]
+                part = self._host.tensor(block)[start - low : until - low]
                 yield memoryview(part.numpy())
                 start = until
 
@@ -292,7 +291,7 @@ class DistributedStore(StateStore):
                 continue
             for done in range(0, segment.nbytes, SERVING_NBYTES):
                 part = source[done : done + SERVING_NBYTES]
-                self._ranked_host.tensor(block)[: part.numel()].copy_(part)
+                self._host.tensor(block)[: part.numel()].copy_(part)
                 super().write(
                     shard.unit,
                     StateKind.PARAMETERS,

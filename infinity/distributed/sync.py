@@ -131,7 +131,7 @@ class RankSync:
 
     def forget_gathered(self) -> None:
         """Drops weights that were put together from shards: the shards are others now."""
-        if self._partition.stage == 3:
+        if self._partition.shards_parameters:
             for unit in self._partition.full_units:
                 self._weight_cache.discard(unit.index)
 
@@ -212,7 +212,7 @@ def flush_owned(
     store: DistributedStore, weight_cache: WeightCache, full_units: Iterable[Unit]
 ) -> None:
     """What this rank owns of the units rests where others are served from. Nobody holds them."""
-    if store.partition.stage < 3:
+    if not store.partition.shards_parameters:
         for unit in full_units:
             weight_cache.take_off_device(unit.index)
     weight_cache.finish_writes()
@@ -233,7 +233,7 @@ def pull_updated(
     for unit, gather in begun.items():
         if gather and gather.settle():
             gather.arrival.wait()
-        elif store.partition.stage == 3:
+        elif store.partition.shards_parameters:
             weight_cache.discard(unit.index)
         elif unit.state_numel:
             weights = weight_cache.check_out(unit.index, read=True)

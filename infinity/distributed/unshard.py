@@ -7,7 +7,7 @@ bring each other up to date.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -18,6 +18,7 @@ from infinity.distributed.store import DistributedStore
 from infinity.observe import Counters
 from infinity.state.store import DeviceLocation, Transfer
 from infinity.state.units import StateKind
+from infinity.streaming.weight_source import Arrival
 from infinity.tiers.device import FINISHED, Copy, Region
 
 # Kinds of these offers; see matching.Key.
@@ -25,7 +26,7 @@ _GATHERING, _REFRESHING = 0, 2
 
 
 class AllGather:
-    """One unit's weights on their way; see `schedule.weight_cache.AllGather`."""
+    """One unit's weights on their way from all ranks; a `streaming.weight_source.Arrival`."""
 
     arrival: Copy = FINISHED
     departure: Copy = FINISHED
@@ -44,7 +45,7 @@ class AllGather:
 
 
 class DeviceUnshard:
-    """See `schedule.weight_cache.DeviceUnshard`. Offers come from the training thread."""
+    """All-gathers of weights between the devices of all ranks. Training thread."""
 
     def __init__(
         self,
@@ -65,7 +66,7 @@ class DeviceUnshard:
         return self._collectives.is_on
 
     def covers(self, unit: int) -> bool:
-        return self._partition.stage == 3 and unit < len(self._partition.full_units)
+        return self._partition.shards_parameters and unit < len(self._partition.full_units)
 
     def shard_of(self, unit: int) -> int:
         return len(self._partition.full_units) + unit
@@ -118,3 +119,63 @@ class DeviceUnshard:
     def _count(self, stretches: list[PlacedRange]) -> None:
         of_others = (each.nbytes for each in stretches if each.rank != self._partition.rank)
         self._counters.add("ranks_gathered_nbytes", sum(of_others))
+
+
+class UnshardedWeights:
+    """A `WeightSource` over ranks: a unit's feeder is this rank's shard of it, and the rest comes
+    from the devices of the others.
+
+    Only in training passes, in which all ranks are: other passes are a rank's own business.
+    """
+
+    def __init__(
+        self, unshard: DeviceUnshard, num_units: int, *, is_outdated_by_step: bool
+    ) -> None:
+        """`num_units`: those of the model, which come before shards."""
+        self._unshard = unshard
+        self._num_units = num_units
+        self.is_outdated_by_step = is_outdated_by_step
+        self._is_training = False
+
+    def feeders(self) -> Mapping[int, int]:
+        covered = (unit for unit in range(self._num_units) if self._unshard.covers(unit))
+        return {self._unshard.shard_of(unit): unit for unit in covered}
+
+    def note_pass(self, *, is_training: bool) -> None:
+        self._is_training = is_training
+
+    def feeder_of(self, unit: int) -> int | None:
+        if not (self._is_training and self._unshard.is_on and self._unshard.covers(unit)):
+            return None
+        return self._unshard.shard_of(unit)
+
+    def take_outdated(self, unit: int) -> bool:
+        return self._unshard.take_outdated(unit)
+
+    def begin(
+        self, unit: int, region: Region, mine: torch.Tensor, reading: Transfer | None
+    ) -> Arrival:
+        return _InTraining(self._unshard.begin(unit, region, mine, reading), self)
+
+    @property
+    def is_training(self) -> bool:
+        return self._is_training
+
+
+class _InTraining:
+    """An all-gather that other ranks are waited for only in a training pass."""
+
+    def __init__(self, gather: Arrival, source: UnshardedWeights) -> None:
+        self._gather = gather
+        self._source = source
+
+    @property
+    def arrival(self) -> Copy:
+        return self._gather.arrival
+
+    @property
+    def departure(self) -> Copy:
+        return self._gather.departure
+
+    def settle(self, *, is_patient: bool) -> bool:
+        return self._gather.settle(is_patient=is_patient and self._source.is_training)

@@ -69,11 +69,12 @@ from infinity.storage.arena import Arena, available_host_nbytes
 from infinity.storage.engine import StorageEngine, open_configured
 from infinity.storage.volume import Adopted, Volume, VolumePath
 from infinity.streaming.activations import ActivationStore
-from infinity.streaming.gradients import GradientStore
-from infinity.streaming.masters import Masters
-from infinity.streaming.optimizer_step import Updater, UpdateSettings
+from infinity.streaming.gradients import GradientSink, GradientStore
+from infinity.streaming.masters import Masters, MasterWeights
+from infinity.streaming.optimizer_step import StepRunner, Updater, UpdateSettings
 from infinity.streaming.parameters import WeightCache
 from infinity.streaming.passes import Passes
+from infinity.streaming.weight_source import TierWeights, WeightSource
 from infinity.tiers.cpu import CpuDevice
 from infinity.tiers.device import DeviceAdapter
 from infinity.tiers.host import HostTier
@@ -203,9 +204,9 @@ class _Assembly:
     pool: HostPool
     device: DeviceAdapter
     weight_cache: WeightCache
-    gradients: GradientStore
-    updater: Updater
-    masters: Masters
+    gradients: GradientSink
+    updater: StepRunner
+    masters: MasterWeights
     activations: ActivationStore
     passes: Passes
     counters: Counters
@@ -404,6 +405,7 @@ def _assemble(
         _log.info("updates %s", update_device)
     placement = budgets.placement
     collectives = buckets = unshard = None
+    source: WeightSource = TierWeights()
     store: StateStore
     if sharding is None:
         store = StateStore(
@@ -420,6 +422,7 @@ def _assemble(
             counters=counters,
         )
         collectives, buckets, unshard = sharding.exchange(sharded, device, counters, resources)
+        source = sharding.weight_source(unshard)
     pool = HostPool(host, is_tight=budgets.is_tight)
     weight_cache = WeightCache(
         store,
@@ -428,8 +431,7 @@ def _assemble(
         counters=counters,
         window_nbytes=budgets.window_nbytes,
         device_window_nbytes=budgets.device_window_nbytes,
-        is_outdated_by_step=sharding is not None and sharding.partition.stage == 3,
-        gathering=unshard,
+        source=source,
     )
     passes = Passes(counters.tracer)
     updates = UpdateSettings(
@@ -438,8 +440,9 @@ def _assemble(
         reads_ahead=config.schedule.prefetch and not budgets.is_tight,
         on_device=device if update_device.is_on_device else None,
     )
-    gradients: GradientStore
-    updater: Updater
+    gradients: GradientSink
+    updater: StepRunner
+    masters: MasterWeights
     ranks: Ranks
     if sharding is None:
         gradients = GradientStore(store, pool=pool, device=device, counters=counters)

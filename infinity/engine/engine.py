@@ -59,9 +59,9 @@ from infinity.simulate.update_device import UpdateDevice
 from infinity.state.store import StateStore
 from infinity.state.units import StateKind, TensorSpec, Unit
 from infinity.streaming.activations import ActivationStore, InputStore
-from infinity.streaming.gradients import GradientStore, in_memory_order
-from infinity.streaming.masters import Masters
-from infinity.streaming.optimizer_step import StepRecord, Updater
+from infinity.streaming.gradients import GradientSink, in_memory_order
+from infinity.streaming.masters import MasterWeights
+from infinity.streaming.optimizer_step import StepRecord, StepRunner
 from infinity.streaming.parameters import WeightCache
 from infinity.streaming.passes import OUTSIDE_BACKWARD, Passes, current_backward
 from infinity.tiers.device import DeviceAdapter
@@ -90,9 +90,9 @@ class Engine:
     pool: HostPool
     device: DeviceAdapter
     weight_cache: WeightCache
-    gradients: GradientStore
-    updater: Updater
-    masters: Masters
+    gradients: GradientSink
+    updater: StepRunner
+    masters: MasterWeights
     activations: ActivationStore
     passes: Passes
     counters: Counters

@@ -24,7 +24,7 @@ from infinity.state.units import (
     weight_of,
 )
 from infinity.storage.engine import Priority
-from infinity.streaming.gradients import GradientStore
+from infinity.streaming.gradients import GradientSink
 from infinity.streaming.parameters import WeightCache
 from infinity.tiers.pool import HostPool
 
@@ -51,7 +51,7 @@ class StateAccess:
     store: StateStore
     pool: HostPool
     weight_cache: WeightCache
-    gradients: GradientStore
+    gradients: GradientSink
     chunk_nbytes: int
     partition: Partition | None = None  # Where state is divided over ranks.
 

@@ -17,8 +17,8 @@ from infinity.state.store import StateStore
 from infinity.state.units import TensorSpec, Unit, weight_of
 from infinity.storage.checksums import digest as digest_of_pages
 from infinity.streaming.gradients import in_memory_order
-from infinity.streaming.masters import Masters
-from infinity.streaming.optimizer_step import Updater
+from infinity.streaming.masters import MasterWeights
+from infinity.streaming.optimizer_step import StepRunner
 from infinity.streaming.parameters import WeightCache
 
 _DIGESTED_NBYTES = 16 << 20  # At a time, where memory is not the host's.
@@ -32,8 +32,8 @@ class WeightEdits:
         self,
         store: StateStore,
         weight_cache: WeightCache,
-        updater: Updater,
-        masters: Masters,
+        updater: StepRunner,
+        masters: MasterWeights,
         param_table: ParamTable,
         *,
         is_sharded: bool,

@@ -16,8 +16,8 @@ from infinity.modules.param import OffloadedParam
 from infinity.modules.param_table import ParamTable
 from infinity.modules.process import OwnProcess
 from infinity.observe import Tracer, Track
-from infinity.streaming.gradients import GradientStore
-from infinity.streaming.optimizer_step import Updater
+from infinity.streaming.gradients import GradientSink
+from infinity.streaming.optimizer_step import StepRunner
 from infinity.streaming.parameters import WeightCache
 
 
@@ -27,8 +27,8 @@ class ParamGrads:
 
     def __init__(
         self,
-        gradients: GradientStore,
-        updater: Updater,
+        gradients: GradientSink,
+        updater: StepRunner,
         weight_cache: WeightCache,
         tracer: Tracer,
         param_table: ParamTable,

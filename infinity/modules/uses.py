@@ -23,8 +23,8 @@ from infinity.modules.process import OwnProcess
 from infinity.observe import Tracer, Track
 from infinity.state.units import Unit
 from infinity.storage.engine import Priority
-from infinity.streaming.gradients import GradientStore
-from infinity.streaming.optimizer_step import Updater
+from infinity.streaming.gradients import GradientSink
+from infinity.streaming.optimizer_step import StepRunner
 from infinity.streaming.parameters import WeightCache
 from infinity.streaming.passes import OUTSIDE_BACKWARD, Passes, current_backward
 
@@ -46,8 +46,8 @@ class UnitUses:
         self,
         units: Sequence[Unit],
         weight_cache: WeightCache,
-        gradients: GradientStore,
-        updater: Updater,
+        gradients: GradientSink,
+        updater: StepRunner,
         passes: Passes,
         tracer: Tracer,
         param_table: ParamTable,
@@ -90,16 +90,14 @@ class UnitUses:
         priority = Priority.FORWARD if current_backward() == OUTSIDE_BACKWARD else Priority.BACKWARD
         try:
             with uninterrupted(), self._lock, self._tracer.during(Track.ENGINE, "enter"):
-                self._gradients.take_in()
-                if priority is Priority.BACKWARD and not self._passes.is_layer_major:
-                    self._write_out_left(but=units)
-                # All updates first: the optimizer's ring needs one range of free memory.
-                for unit in units:
-                    self._update(unit)
-                for unit in units:
-                    self._acquire(unit, priority, is_of_pass)
-                    done.append(unit)
-                self._updater.read_ahead()
+                is_backward = priority is Priority.BACKWARD
+                with self._pump(entered=units, is_backward=is_backward):
+                    # All updates first: the optimizer's ring needs one range of free memory.
+                    for unit in units:
+                        self._update(unit)
+                    for unit in units:
+                        self._acquire(unit, priority, is_of_pass)
+                        done.append(unit)
         except BaseException:
             self.leave(done)
             raise
@@ -111,14 +109,18 @@ class UnitUses:
         """Ends one use of each unit."""
         self._tracer.end(tuple(units))
         refusal = None
-        with uninterrupted(), self._lock, self._tracer.during(Track.ENGINE, "leave"):
+        with (
+            uninterrupted(),
+            self._lock,
+            self._tracer.during(Track.ENGINE, "leave"),
+            self._pump(entered=None),
+        ):
             for unit in units:
                 if self._weight_cache.is_last_hold(unit):
                     refusal = self._changes.put_back(unit) or refusal
                 if self._weight_cache.release(unit):
                     self._release_unit(unit)
                     self._weight_cache.write_behind(unit)
-            self._updater.read_ahead()
         if refusal is not None:
             raise refusal
 
@@ -170,6 +172,23 @@ class UnitUses:
         replaced = [s for u in units for s in self._param_table.of_unit(u) if s.stands_elsewhere]
         if replaced:
             self._changes.refuse_saved(replaced, nodes)
+
+    # -- Work that rides along -------------------------------------------------------------------
+
+    @contextmanager
+    def _pump(self, *, entered: list[int] | None, is_backward: bool = False) -> Iterator[None]:
+        """Moves work along that belongs to other units, around a change of who uses which.
+
+        Before units are entered: gradients that other ranks gave are summed; a backward starts to
+        write the gradients of the units that it has left. After any change, unless it failed:
+        reads of optimizer state that comes next start. `entered` is None when units are left.
+        """
+        if entered is not None:
+            self._gradients.take_in()
+            if is_backward and not self._passes.is_layer_major:
+                self._write_out_left(but=entered)
+        yield
+        self._updater.read_ahead()
 
     # -- Backward --------------------------------------------------------------------------------
 

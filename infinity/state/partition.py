@@ -91,6 +91,17 @@ class Partition:
     shards: tuple[tuple[Shard, ...], ...]  # By unit and rank.
 
     @property
+    def shards_parameters(self) -> bool:
+        """Whether a rank keeps its shards of weights alone, and fetches whole ones; stage 3."""
+        return self.stage == 3
+
+    @property
+    def shards_gradients(self) -> bool:
+        """Whether a rank gives each gradient away when it is complete; stages 2 and 3. Otherwise
+        the rank sums its backward passes, and gives the sums away when the step begins."""
+        return self.stage > 1
+
+    @property
     def mine(self) -> tuple[Shard, ...]:
         return tuple(of_unit[self.rank] for of_unit in self.shards)
 
@@ -102,7 +113,7 @@ class Partition:
     def served(self, shard: Shard) -> Sequence[ShardSegment]:
         """The weights that others get of a shard: where every rank keeps the whole, what a step
         changes of it, the trainable ones."""
-        if self.stage == 3:
+        if self.shards_parameters:
             return shard.segments
         whole = self.full_units[shard.unit.index - len(self.full_units)]
         return [s for s in shard.segments if s.whole_offset_nbytes < whole.trainable_nbytes]

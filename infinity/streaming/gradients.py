@@ -19,9 +19,10 @@ Note [Out of the device]
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -31,18 +32,15 @@ from infinity.state.budgets import STAGED_NBYTES
 from infinity.state.store import DeviceLocation, NvmeLocation, StateStore, Transfer
 from infinity.state.units import STATE_ITEM_NBYTES, StateKind, TensorSpec, Unit
 from infinity.storage.engine import Priority
+from infinity.streaming.gradient_sums import (
+    PooledSumBlocks,
+    SumBlocks,
+    SumState,
+    TensorGradient,
+    UnitGradients,
+)
 from infinity.tiers.device import Copy, DeviceAdapter
-from infinity.tiers.host import Block
 from infinity.tiers.pool import HostPool
-
-
-@dataclass(eq=False, slots=True)
-class _Buffer:
-    """One unit's gradients in a host block; `writing` once they are on their way out."""
-
-    block: Block
-    array: torch.Tensor  # fp32 (state_numel,)
-    writing: Transfer | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +57,46 @@ class _Leaving:
         return self.place.numel() * self.dtype.itemsize
 
 
+class GradientSink(Protocol):
+    """Takes the gradients of the model's units, and keeps them until the step and after it.
+
+    Local: `GradientStore`. Over ranks: `distributed.reduce.DistributedGradients`. Called under the
+    engine's lock.
+    """
+
+    def add(self, unit: Unit, spec: TensorSpec, gradient: torch.Tensor) -> None:
+        """Adds one gradient to the sum: any floating dtype, the parameter's shape, any device."""
+
+    def put(
+        self, unit: Unit, spec: TensorSpec, value: torch.Tensor, *, is_other: bool = False
+    ) -> None:
+        """Makes `value` the sum; see `GradientStore.put`."""
+
+    def forget(self, spec: TensorSpec) -> None: ...
+    def zero(self, unit: Unit, spec: TensorSpec) -> None: ...
+    def stamp(self, spec: TensorSpec) -> tuple[int, int] | None: ...
+
+    # The course of a step.
+    def begin_accumulating(self) -> None: ...
+    def end_accumulating(self) -> None: ...
+    def sum_on_device(self, units: Iterable[Unit]) -> None: ...
+    def take_in(self) -> None: ...
+    def write_out(self, unit: Unit) -> None: ...
+    def write_out_all(self) -> None: ...
+    def apply_scales(self, unit: Unit) -> None: ...
+
+    # Memory.
+    def reclaim(self) -> bool: ...
+    def settle(self) -> None: ...
+
+    # Looking.
+    def has(self, spec: TensorSpec) -> bool: ...
+    def norm(self, unit: Unit, spec: TensorSpec) -> torch.Tensor: ...
+    def read(self, unit: Unit, spec: TensorSpec) -> torch.Tensor: ...
+
+
 class GradientStore:
-    """The gradients of every unit. Called under the engine's lock."""
+    """The gradients of units whose state is this process's own. Called under the engine's lock."""
 
     def __init__(
         self,
@@ -69,25 +105,23 @@ class GradientStore:
         pool: HostPool,
         device: DeviceAdapter,
         counters: Counters,
+        blocks: SumBlocks | None = None,
     ) -> None:
         self._store = store
         self._pool = pool
+        self._blocks = blocks or PooledSumBlocks(pool)
         self._device = device
         self._counters = counters
-        self._present: dict[TensorSpec, None] = {}  # Insertion-ordered set.
-        self._norms: dict[TensorSpec, torch.Tensor] = {}
-        self._buffers: dict[Unit, _Buffer] = {}
-        self._in_use: Unit | None = None  # Its buffer must not be reclaimed now.
+        self._sums = {unit.index: UnitGradients(unit) for unit in store.units}
+        self._tensors: defaultdict[TensorSpec, TensorGradient] = defaultdict(TensorGradient)
+        # Orders of work, each a subset of the units; their states are in `_sums`.
+        self._lent: dict[Unit, UnitGradients] = {}  # With a host block, the oldest first.
+        self._due: dict[Unit, UnitGradients] = {}  # DUE, in the order of their writes.
+        self._summed: dict[Unit, UnitGradients] = {}  # With sums on the device.
+        self._in_use: Unit | None = None  # Its block must not be reclaimed now.
         self._leaving: deque[_Leaving] = deque()  # Not on the host yet, or not known to be.
         self._keeping: deque[_Leaving] = deque()  # Those whose device memory is still kept.
         self._most_kept_nbytes = max(unit.weight_nbytes for unit in store.units)
-        self._due: dict[Unit, None] = {}  # To be written out when their copies are over.
-        self._summing: frozenset[Unit] = frozenset()  # Units whose sums are made on the device now.
-        self._sums: dict[Unit, dict[TensorSpec, torch.Tensor]] = {}  # On the device: flat.
-        # Clip factors of a step whose gradients are still kept, not applied to them yet.
-        self._scales: dict[TensorSpec, torch.Tensor] = {}
-        # (Which gradient of the parameter, counted from the first; how often it was changed.)
-        self._stamps: dict[TensorSpec, tuple[int, int]] = {}
 
     # -- In ----------------------------------------------------------------------------------------
 
@@ -102,13 +136,14 @@ class GradientStore:
                 "one. Build the embedding with sparse=False"
             )
         # INV-8: gradients are added in the order in which autograd delivers them.
-        first = spec not in self._present
-        self._note_change(spec)
+        known, sums = self._tensors[spec], self._sums[unit.index]
+        first = not known.is_present
+        known.note_change()
         if spec.numel == 0:
-            self._present[spec] = None
+            known.is_present = True
             return
         flat = in_memory_order(gradient.detach(), spec)
-        self._norms.pop(spec, None)
+        known.norm = None
         location = self._store.location(unit, StateKind.GRADIENTS)
         with torch.no_grad():
             if isinstance(location, DeviceLocation):
@@ -116,14 +151,14 @@ class GradientStore:
                 flat = flat.to(self._device.torch_device)
                 _put(flat_of(location.memory.view(torch.float32), spec), flat, first=first)
             elif is_on_host or self._device.shares_host_memory:
-                self._due.pop(unit, None)
+                self._await_more(sums)
                 if not first:
                     self.finish_copies()  # The last one may be on its way to this place.
                 _put(flat_of(self._array(unit), spec), flat, first=first)
             else:
-                self._take_off_device(unit, spec, flat, first=first)
-        if spec not in self._sums.get(unit, ()):
-            self._present[spec] = None
+                self._take_off_device(sums, spec, flat, first=first)
+        if spec not in sums.device_sums:
+            known.is_present = True
 
     def put(
         self, unit: Unit, spec: TensorSpec, value: torch.Tensor, *, is_other: bool = False
@@ -131,30 +166,33 @@ class GradientStore:
         """Changes the sum so far, or makes it: any float dtype, the parameter's shape. `is_other`:
         to those who look at it this is another gradient from now on."""
         self.finish_copies()
-        before = self._stamps.get(spec)
+        before = self._tensors[spec].stamp
         self.forget(spec)
         if before is not None and not is_other:
-            self._stamps[spec] = before
+            self._tensors[spec].stamp = before
         self.add(unit, spec, value.cpu(), is_on_host=True)
         self.write_out(unit)
 
     def stamp(self, spec: TensorSpec) -> tuple[int, int] | None:
         """Says which gradient of a parameter this is, and changes when it does; None without
         one."""
-        return self._stamps.get(spec, (0, 0)) if spec in self._present else None
+        known = self._tensors[spec]
+        return (known.stamp or (0, 0)) if known.is_present else None
 
-    def _note_change(self, spec: TensorSpec) -> None:
-        number, changes = self._stamps.get(spec, (0, 0))
-        self._stamps[spec] = number, changes + 1
+    def _await_more(self, sums: UnitGradients) -> None:
+        """Another gradient comes to a sum that may be due to be written."""
+        self._due.pop(sums.unit, None)
+        sums.await_more()
 
     def _take_off_device(
-        self, unit: Unit, spec: TensorSpec, flat: torch.Tensor, *, first: bool
+        self, sums: UnitGradients, spec: TensorSpec, flat: torch.Tensor, *, first: bool
     ) -> None:
-        self._due.pop(unit, None)
+        unit = sums.unit
+        self._await_more(sums)
         if flat.dtype.itemsize > STATE_ITEM_NBYTES:
             flat = flat.float()
-        if unit in self._summing and first:
-            self._add_on_device(unit, spec, flat)
+        if sums.is_summed_on_device and first:
+            self._add_on_device(sums, spec, flat)
         elif first:
             self._send(unit, flat, flat_of(self._array(unit), spec))
         else:
@@ -164,29 +202,48 @@ class GradientStore:
     def sum_on_device(self, units: Iterable[Unit]) -> None:
         """Several gradients will come to each parameter of these units, until `write_out`."""
         if not self._device.shares_host_memory:
-            fresh = (u for u in units if all(spec not in self._present for spec in u.trainable()))
-            self._summing = self._summing.union(fresh)
+            for unit in units:
+                if not any(self.has(spec) for spec in unit.trainable()):
+                    self._sums[unit.index].is_summed_on_device = True
 
-    def _add_on_device(self, unit: Unit, spec: TensorSpec, flat: torch.Tensor) -> None:
-        sums = self._sums.setdefault(unit, {})
-        before = sums.get(spec)
+    def _add_on_device(self, sums: UnitGradients, spec: TensorSpec, flat: torch.Tensor) -> None:
+        self._summed.setdefault(sums.unit, sums)
+        on_device = sums.device_sums
+        before = on_device.get(spec)
         if before is None:
-            sums[spec] = flat  # One alone leaves in its own dtype, from where autograd put it.
+            on_device[spec] = flat  # One alone leaves in its own dtype, from where autograd put it.
         elif before.dtype is torch.float32:
-            sums[spec] = before + flat
+            on_device[spec] = before + flat
         else:
-            sums[spec] = before.float().add_(flat)
+            on_device[spec] = before.float().add_(flat)
+
+    def summed_on_device(self) -> list[Unit]:
+        """Units of which sums are on the device now."""
+        return list(self._summed)
+
+    def take_device_sums(self, unit: Unit) -> dict[TensorSpec, torch.Tensor]:
+        """Hands the unit's sums on the device over: flat. They are the caller's from now on."""
+        self._summed.pop(unit, None)
+        sums = self._sums[unit.index]
+        taken, sums.device_sums = sums.device_sums, {}
+        return taken
+
+    def end_device_sums(self, units: Sequence[Unit] | None = None) -> None:
+        """Ends sums on the device, of all units without `units`, and waits until they have left."""
+        self._end_sums(self._store.units if units is None else units)
+        self.finish_copies()
 
     def _end_sums(self, units: Sequence[Unit]) -> None:
         """No more gradients come to these units: what was summed on the device leaves it."""
-        self._summing = self._summing.difference(units)
+        for unit in units:
+            self._sums[unit.index].is_summed_on_device = False
         for unit in units:
             self._send_sums(unit)
 
     def _send_sums(self, unit: Unit) -> None:
-        for spec, flat in self._sums.pop(unit, {}).items():
+        for spec, flat in self.take_device_sums(unit).items():
             self._send(unit, flat, flat_of(self._array(unit), spec))
-            self._present[spec] = None
+            self._tensors[spec].is_present = True
 
     def _send(self, unit: Unit, flat: torch.Tensor, place: torch.Tensor) -> None:
         """Starts copying a gradient from the device to its place on the host."""
@@ -239,33 +296,39 @@ class GradientStore:
         if host_view is not None:
             self._rescale_resting(unit, host_view)
             return host_view.view(torch.float32)
-        buffer = self._buffers.get(unit)
-        if buffer is None:
-            block = self._take_block(unit)
-            buffer = _Buffer(block, self._pool.tensor(block).view(torch.float32))
-            if any(spec in self._present for spec in unit.trainable()):
-                try:
-                    self._wait_read(
-                        unit,
-                        self._store.read(unit, StateKind.GRADIENTS, block, priority=Priority.STATE),
-                    )
-                except BaseException:
-                    self._pool.free(block)
-                    raise
-                self._rescale_resting(unit, buffer.array.view(torch.uint8))
-            self._buffers[unit] = buffer
-        elif buffer.writing is not None:
-            self._wait_write(unit, buffer)
-        return buffer.array
+        sums = self._sums[unit.index]
+        match sums.state:
+            case SumState.AT_REST:
+                self._lend_block(sums)
+            case SumState.WRITING:
+                self._wait_write(sums.unit, sums.writing)
+                sums.end_write()
+        assert sums.array is not None
+        return sums.array
 
-    def _take_block(self, unit: Unit) -> Block:
-        nbytes = unit.state_numel * STATE_ITEM_NBYTES  # Also of a unit with no home for them.
-        return self._pool.require(nbytes, f"gradients of {unit.name}")
+    def _lend_block(self, sums: UnitGradients) -> None:
+        """Takes a block for a unit's sum, and reads into it what rests elsewhere."""
+        unit = sums.unit
+        block = self._blocks.take(unit)
+        array = self._pool.tensor(block).view(torch.float32)
+        if any(self.has(spec) for spec in unit.trainable()):
+            try:
+                self._wait_read(
+                    unit,
+                    self._store.read(unit, StateKind.GRADIENTS, block, priority=Priority.STATE),
+                )
+            except BaseException:
+                self._blocks.give_back(block)
+                raise
+            self._rescale_resting(unit, array.view(torch.uint8))
+        sums.lend(block, array)
+        self._lent[unit] = sums
 
     def _rescale_resting(self, unit: Unit, memory: torch.Tensor) -> None:
         """Applies the clip factor that the last step left for later."""
         for spec in unit.trainable():
-            scale = self._scales.pop(spec, None)
+            known = self._tensors[spec]
+            scale, known.scale = known.scale, None
             if scale is not None:
                 flat_of(memory.view(torch.float32), spec).mul_(scale.to(memory.device))
 
@@ -274,12 +337,11 @@ class GradientStore:
         with self._counters.timed("read_wait_s", what, (transfer,)):
             transfer.wait()
 
-    def _wait_write(self, unit: Unit, buffer: _Buffer) -> None:
-        if buffer.writing is not None:
+    def _wait_write(self, unit: Unit, writing: Transfer | None) -> None:
+        if writing is not None:
             what = f"gradients of {unit.name} must be written"
-            with self._counters.timed("write_wait_s", what, (buffer.writing,)):
-                buffer.writing.wait()
-            buffer.writing = None
+            with self._counters.timed("write_wait_s", what, (writing,)):
+                writing.wait()
 
     def begin_accumulating(self) -> None:
         """Several micro-batches are about to be summed. Raises CapacityError, before anything was
@@ -289,13 +351,13 @@ class GradientStore:
         """Every gradient of them is where it rests, or a failure ended it."""
 
     def take_in(self) -> None:
-        """Where ranks share gradients, adds up what others have given. Called now and then."""
+        """Nobody else gives gradients to this store."""
 
     # -- Out ---------------------------------------------------------------------------------------
 
     def finish_copies(self) -> None:
         """Waits for gradients that are on their way from the device."""
-        for unit in list(self._sums):
+        for unit in self.summed_on_device():
             self._send_sums(unit)
         self._end_copies()
 
@@ -312,37 +374,49 @@ class GradientStore:
     def write_out(self, unit: Unit) -> None:
         """A unit's gradients go to where they rest; its backward is over. Does not wait."""
         self._end_sums([unit])
-        buffer = self._buffers.get(unit)
-        if buffer is not None and buffer.writing is None:
-            self._due[unit] = None
+        sums = self._sums[unit.index]
+        if sums.state in (SumState.ON_HOST, SumState.DUE):
+            sums.make_due()
+            self._due[unit] = sums
             self._take_in_copies()
 
     def _start_write(self, unit: Unit) -> None:
         """All its copies are over."""
-        self._due.pop(unit, None)
-        buffer = self._buffers[unit]
-        if buffer.writing is None:
+        sums = self._sums[unit.index]
+        self._await_more(sums)
+        if sums.state is SumState.ON_HOST:
+            assert sums.array is not None and sums.block is not None
             for spec in unit.trainable():
-                if spec in self._present:
-                    self._norms[spec] = self._norm(spec, buffer.array)
-            buffer.writing = self._store.write(unit, StateKind.GRADIENTS, buffer.block)
+                if self.has(spec):
+                    self._tensors[spec].norm = self._norm(spec, sums.array)
+            sums.begin_write(self._store.write(unit, StateKind.GRADIENTS, sums.block))
 
     def write_out_all(self) -> None:
         """End of a backward: every unit's gradients go to where they rest."""
-        self._end_sums(list(self._summing))
+        self._end_sums(self._store.units)
         self.finish_copies()
-        for unit in list(self._buffers):
+        for unit in self.in_blocks():
             self._start_write(unit)
 
+    def in_blocks(self) -> list[Unit]:
+        """Units whose sums are in a host block now."""
+        return list(self._lent)
+
+    def drop_block(self, unit: Unit) -> None:
+        """Gives the unit's host block back, without a write; its gradients were forgotten."""
+        assert not any(self.has(spec) for spec in unit.trainable())
+        self._blocks.give_back(self._lent.pop(unit).give_up_block())
+
     def reclaim(self) -> bool:
-        """Frees the oldest buffer, waiting for its write. False when there is none."""
-        for unit, buffer in self._buffers.items():
+        """Frees the oldest block, waiting for its write. False when there is none."""
+        for unit, sums in self._lent.items():
             if unit is not self._in_use:
                 self._end_copies()
                 self._start_write(unit)
-                del self._buffers[unit]
-                self._wait_write(unit, buffer)
-                self._pool.free(buffer.block)
+                del self._lent[unit]
+                writing, block = sums.writing, sums.give_up_block()
+                self._wait_write(unit, writing)
+                self._blocks.give_back(block)
                 return True
         return False
 
@@ -355,36 +429,37 @@ class GradientStore:
     # -- Looking -----------------------------------------------------------------------------------
 
     def has(self, spec: TensorSpec) -> bool:
-        return spec in self._present
+        return self._tensors[spec].is_present
 
     def norm(self, unit: Unit, spec: TensorSpec) -> torch.Tensor:
         """2-norm of one gradient: fp32 scalar on the host, same bits wherever the gradient
         rests."""
-        assert spec in self._present
+        known = self._tensors[spec]
+        assert known.is_present
         if spec.numel == 0:
             return torch.zeros(())
-        if spec in self._scales and not isinstance(
+        if known.scale is not None and not isinstance(
             self._store.location(unit, StateKind.GRADIENTS), DeviceLocation
         ):
             self._array(unit)  # Applies what the last step left for later.
-        if spec not in self._norms:
+        if known.norm is None:
             self.finish_copies()
             location = self._store.location(unit, StateKind.GRADIENTS)
             if (
                 isinstance(location, NvmeLocation)
                 or self._store.host_view(unit, StateKind.GRADIENTS) is not None
             ):
-                self._norms[spec] = self._norm(spec, self._array(unit))
+                known.norm = self._norm(spec, self._array(unit))
             else:
-                self._norms[spec] = torch.linalg.vector_norm(self.read(unit, spec))
-        return self._norms[spec]
+                known.norm = torch.linalg.vector_norm(self.read(unit, spec))
+        return known.norm
 
     def _norm(self, spec: TensorSpec, array: torch.Tensor) -> torch.Tensor:
         return torch.linalg.vector_norm(_shaped(flat_of(array, spec), spec))
 
     def read(self, unit: Unit, spec: TensorSpec) -> torch.Tensor:
         """A copy of one gradient: fp32, the parameter's shape, on the host."""
-        assert spec in self._present
+        assert self.has(spec)
         if spec.numel == 0:
             return torch.zeros(spec.facts.shape)
         self.finish_copies()
@@ -398,10 +473,18 @@ class GradientStore:
                 self.write_out(unit)
         return _shaped(flat, spec)
 
+    def resting_on_device(self, unit: Unit) -> torch.Tensor | None:
+        """The unit's gradients where they rest: fp32 (state_numel,); None when not on a device."""
+        location = self._store.location(unit, StateKind.GRADIENTS)
+        if not isinstance(location, DeviceLocation):
+            return None
+        self._rescale_resting(unit, location.memory)
+        return location.memory.view(torch.float32)
+
     def view(self, unit: Unit, spec: TensorSpec) -> torch.Tensor:
         """One gradient, fp32, flat, on the host: not a copy where that can be, and valid until
         anything else is asked of these gradients."""
-        assert spec in self._present
+        assert self.has(spec)
         self.finish_copies()
         location = self._store.location(unit, StateKind.GRADIENTS)
         if isinstance(location, DeviceLocation):
@@ -414,14 +497,15 @@ class GradientStore:
     def note_clipped(self, specs: Iterable[TensorSpec], scale: torch.Tensor) -> None:
         """The update used these gradients times `scale`; who looks at them shall see that."""
         for spec in specs:
-            self._norms.pop(spec, None)
-            self._note_change(spec)
-            if spec in self._present:
-                self._scales[spec] = scale
+            known = self._tensors[spec]
+            known.norm = None
+            known.note_change()
+            if known.is_present:
+                known.scale = scale
 
     def apply_scales(self, unit: Unit) -> None:
         """What was noted is done, before somebody reads the unit's gradients where they rest."""
-        if any(spec in self._scales for spec in unit.trainable()):
+        if any(self._tensors[spec].scale is not None for spec in unit.trainable()):
             location = self._store.location(unit, StateKind.GRADIENTS)
             if isinstance(location, DeviceLocation):
                 self._rescale_resting(unit, location.memory)
@@ -430,19 +514,16 @@ class GradientStore:
 
     def forget(self, spec: TensorSpec) -> None:
         """The parameter has no gradient any more."""
-        for table in (self._present, self._norms, self._scales):
-            table.pop(spec, None)  # type: ignore[attr-defined]
-        number, changes = self._stamps.get(spec, (0, 0))
-        self._stamps[spec] = number + 1, changes
+        self._tensors[spec].forget()
 
     def zero(self, unit: Unit, spec: TensorSpec) -> None:
         """The gradient, if there is one, becomes zeros: `zero_grad(set_to_none=False)`."""
-        if spec not in self._present or spec.numel == 0:
+        known = self._tensors[spec]
+        if not known.is_present or spec.numel == 0:
             return
         self.finish_copies()
-        self._norms.pop(spec, None)
-        self._scales.pop(spec, None)
-        self._note_change(spec)
+        known.norm = known.scale = None
+        known.note_change()
         location = self._store.location(unit, StateKind.GRADIENTS)
         on_device = isinstance(location, DeviceLocation)
         array = location.memory.view(torch.float32) if on_device else self._array(unit)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Protocol
 
 import torch
 
@@ -21,8 +22,25 @@ from infinity.tiers.pool import HostPool
 _SPLIT_NUMEL = 1 << 22
 
 
+class MasterWeights(Protocol):
+    """Reads and writes masters of the model's tensors.
+
+    Local: `Masters`, which says what the arguments are. Over ranks:
+    `distributed.step.DistributedMasters`. Called under the engine's lock.
+    """
+
+    def has(self, unit: Unit, spec: TensorSpec) -> bool: ...
+    def read(self, unit: Unit, spec: TensorSpec, narrow: torch.Tensor) -> torch.Tensor: ...
+    def write(
+        self, unit: Unit, spec: TensorSpec, narrow: torch.Tensor, value: torch.Tensor
+    ) -> None: ...
+    def follow(
+        self, unit: Unit, spec: TensorSpec, narrow: torch.Tensor, before: torch.Tensor | None
+    ) -> None: ...
+
+
 class Masters:
-    """Masters of trainable tensors. Called under the engine's lock.
+    """Masters of tensors whose state is this process's own. Called under the engine's lock.
 
     `narrow` is always the tensor's weight on the host, flat, in memory order and in its own dtype.
     """

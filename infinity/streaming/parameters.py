@@ -6,7 +6,7 @@ A unit's weights are, at any moment, in one of these states:
   ABSENT     none                  empty           READING
   READING    being filled          empty           READY (read done), ABSENT (failed)
   READY      valid                 empty           ATTACHED, ABSENT (evicted)
-  UNSHARDING  none                  being filled    ATTACHED, ABSENT (called off)
+  ARRIVING   none                  being filled    ATTACHED, ABSENT (called off)
   ATTACHED   valid, or freed once  valid           READY (detached), ABSENT (detached, evicted)
              copied to a device
              with own memory
@@ -14,13 +14,12 @@ A unit's weights are, at any moment, in one of these states:
 `use_count` counts the uses in progress; a held unit is ATTACHED and never evicted. A unit that
 rests on the host always has its block; one that rests on the device is always ATTACHED.
 
-Note [Unsharding]
-  Where ranks put weights together on their devices (`Unsharding`), a whole unit needs no host
-  block:
-  what is read ahead is this rank's shard, a unit of its own that is never held, and the rest comes
-  from the other devices. Begun, it takes its room on the device; if ranks do not all come it is
-  called off, and the unit is read from its owners into a host block like any other that rests
-  elsewhere. Only in training passes: others are a rank's own business.
+Note [Feeders]
+  A `WeightSource` may fill a unit's device region from another unit, its feeder, and from elsewhere
+  (the shards that other ranks have). Such a unit needs no host block: what is read ahead is the
+  feeder, a unit that is never held. The unit is ARRIVING until the source says that it comes; it
+  takes its room on the device before. If it does not come, it is read into a host block like any
+  other.
 
 Note [Dirty weights]
   `check_out` hands the host bytes to the optimizer (or to a user who modifies them) and `check_in`
@@ -37,7 +36,7 @@ import contextlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 import torch
 
@@ -48,6 +47,7 @@ from infinity.state.units import StateKind, Unit
 from infinity.storage.engine import Priority
 from infinity.streaming.access_order import AccessOrder
 from infinity.streaming.eviction import choose_victim
+from infinity.streaming.weight_source import Arrival, TierWeights, WeightSource
 from infinity.tiers.device import FINISHED, Copy, DeviceAdapter, Region
 from infinity.tiers.host import Block
 from infinity.tiers.pool import HostPool
@@ -57,39 +57,8 @@ class WeightState(Enum):
     ABSENT = auto()
     READING = auto()
     READY = auto()
-    UNSHARDING = auto()
+    ARRIVING = auto()
     ATTACHED = auto()
-
-
-class Unshard(Protocol):
-    """One unit's weights on their way from all ranks to all devices."""
-
-    arrival: Copy  # Once settled.
-    departure: Copy  # Of this rank's shard: its bytes are not read any more.
-
-    def settle(self, *, is_patient: bool) -> bool:
-        """Waits for the other ranks, a while or not at all. False: it was called off."""
-
-
-class Unsharding(Protocol):
-    """Puts units together on the devices of all ranks."""
-
-    is_on: bool  # Else nothing may begin.
-
-    def covers(self, unit: int) -> bool:
-        """Whether the unit is divided over ranks."""
-
-    def shard_of(self, unit: int) -> int:
-        """The unit that is this rank's part of it."""
-
-    def take_outdated(self, unit: int) -> bool:
-        """Whether this rank's part was written past the executor since this was asked last."""
-
-    def begin(
-        self, unit: int, region: Region, mine: torch.Tensor, reading: Transfer | None
-    ) -> Unshard:
-        """Gives the region its memory, and fills it when all ranks have begun. `mine`: this rank's
-        part, which is being read until `reading` is over."""
 
 
 @dataclass(eq=False, slots=True)
@@ -105,7 +74,9 @@ class Weights:
     block: Block | None = None
     reading: Transfer | None = None
     writing: Transfer | None = None
-    gather: Unshard | None = None  # While UNSHARDING; of a shard, that of its whole.
+    arrival: Arrival | None = None  # While ARRIVING.
+    feeder: Weights | None = None  # While ARRIVING: the unit it is filled from.
+    fills: Weights | None = None  # Of a feeder: the unit that arrives.
     copying: Copy = FINISHED
     dirty_nbytes: int = 0  # The head of the block that is newer than where it rests.
     is_checked_out: bool = False
@@ -124,26 +95,18 @@ class WeightCache:
         counters: Counters,
         window_nbytes: int,
         device_window_nbytes: int | None,
-        is_outdated_by_step: bool = False,
-        gathering: Unsharding | None = None,
+        source: WeightSource | None = None,
     ) -> None:
-        self._gathering = gathering
-        self._is_training = False  # In a training pass: other ranks are as well.
+        self._source = source or TierWeights()
         self._store = store
         self._pool = pool
         self._device = device
         self._counters = counters
         self._window_nbytes = window_nbytes  # 0: nothing is fetched ahead.
-        # What comes from other ranks is no use after the step, so none is fetched across it.
-        self._is_outdated_by_step = is_outdated_by_step
         self._device_window_nbytes = device_window_nbytes
         self._attached_nbytes = 0
-        shards: dict[int, int] = {}
-        if gathering is not None:
-            wholes = (unit.index for unit in store.units if gathering.covers(unit.index))
-            shards = {gathering.shard_of(whole): whole for whole in wholes}
-        self._whole_of = shards
-        self.orders = {"train": AccessOrder(shards), "eval": AccessOrder(shards)}
+        feeders = self._source.feeders()
+        self.orders = {"train": AccessOrder(feeders), "eval": AccessOrder(feeders)}
         self._order = self.orders["train"]
         self.weights = [self._weights_of(unit) for unit in store.units]
         self._nbytes = [unit.weight_nbytes for unit in store.units]
@@ -166,16 +129,16 @@ class WeightCache:
         self._order = self.orders[kind]
         if is_new:
             self._order.begin()
-        self._is_training = kind == "train"
+        self._source.note_pass(is_training=kind == "train")
 
     def begin_backward(self) -> None:
         """Of a training pass, which goes on: a pass of another kind may have come in between."""
         self._order = self.orders["train"]
-        self._is_training = True
+        self._source.note_pass(is_training=True)
 
     def end_training(self) -> None:
-        """Other ranks come to nothing any more before the next pass: ends what is under way."""
-        self._is_training = False
+        """Nothing begins any more before the next pass: ends what is under way."""
+        self._source.note_pass(is_training=False)
         for weights in self.weights:
             self._settle(weights)
 
@@ -218,13 +181,14 @@ class WeightCache:
 
     def _bring_in(self, weights: Weights, priority: Priority) -> None:
         self._counters.add("fetches", 1)
-        if weights.state is WeightState.ABSENT and self._is_gathered(weights):
-            shard = self._renewed_shard(weights)
-            if shard.state is WeightState.ABSENT:
-                self._start_read(shard, self._require(shard), priority)
-            self._start_gather(weights)
-        if weights.state is WeightState.UNSHARDING:
-            self._finish_gather(weights, is_patient=self._is_training)
+        if weights.state is WeightState.ABSENT:
+            feeder = self._feeder_of(weights)
+            if feeder is not None:
+                if feeder.state is WeightState.ABSENT:
+                    self._start_read(feeder, self._require(feeder), priority)
+                self._start_arrival(weights, feeder)
+        if weights.state is WeightState.ARRIVING:
+            self._finish_arrival(weights, is_patient=True)
         if weights.state is WeightState.ABSENT:
             self._start_read(weights, self._require(weights), priority)
         if weights.state is WeightState.READING:
@@ -263,73 +227,62 @@ class WeightCache:
             raise
         weights.reading, weights.state = None, WeightState.READY
 
-    # -- Unsharding -------------------------------------------------------------------------------
+    # -- Feeders ---------------------------------------------------------------------------------
 
-    def _is_gathered(self, weights: Weights) -> bool:
-        gathering = self._gathering
-        return (
-            gathering is not None
-            and self._is_training
-            and gathering.is_on
-            and gathering.covers(weights.unit.index)
-            and weights.block is None
-        )
+    def _feeder_of(self, weights: Weights) -> Weights | None:
+        """The unit that feeds this one, which is ABSENT where it was read before it was written;
+        None: the weights come through their own host block."""
+        if weights.block is not None:
+            return None
+        index = self._source.feeder_of(weights.unit.index)
+        if index is None:
+            return None
+        feeder = self.weights[index]
+        if feeder.fills is None and self._source.take_outdated(weights.unit.index):
+            self.discard(index)
+        return feeder
 
-    def _shard_of(self, weights: Weights) -> Weights:
-        assert self._gathering is not None
-        return self.weights[self._gathering.shard_of(weights.unit.index)]
-
-    def _renewed_shard(self, weights: Weights) -> Weights:
-        """This rank's part of a unit, which is ABSENT where it was read before it was written."""
-        assert self._gathering is not None
-        shard = self._shard_of(weights)
-        if shard.gather is None and self._gathering.take_outdated(weights.unit.index):
-            self.discard(shard.unit.index)
-        return shard
-
-    def _start_gather(self, weights: Weights, *, is_ahead: bool = False) -> bool:
-        """Begins to put a unit together whose shard is there, or on its way. Returns whether there
+    def _start_arrival(self, weights: Weights, feeder: Weights, *, is_ahead: bool = False) -> bool:
+        """Begins to fill a unit's region; its feeder is there, or on its way. Returns whether there
         was room, which is only asked for ahead of its use."""
-        assert self._gathering is not None
         if not self._make_device_room(weights.unit, is_ahead=is_ahead):
             if is_ahead:
                 return False
             self._refuse_device(weights.unit)
-        shard = self._shard_of(weights)
-        mine = self._bytes_of(shard)
-        weights.gather = shard.gather = self._gathering.begin(
-            weights.unit.index, weights.region, mine, shard.reading
+        weights.arrival = self._source.begin(
+            weights.unit.index, weights.region, self._bytes_of(feeder), feeder.reading
         )
+        weights.feeder, feeder.fills = feeder, weights
         self._attached_nbytes += weights.unit.weight_nbytes
-        weights.state = WeightState.UNSHARDING
+        weights.state = WeightState.ARRIVING
         return True
 
-    def _bytes_of(self, shard: Weights) -> torch.Tensor:
-        if shard.block is not None:
-            return self._pool.tensor(shard.block)
-        location = self._store.location(shard.unit, StateKind.PARAMETERS)
+    def _bytes_of(self, feeder: Weights) -> torch.Tensor:
+        if feeder.block is not None:
+            return self._pool.tensor(feeder.block)
+        location = self._store.location(feeder.unit, StateKind.PARAMETERS)
         assert isinstance(location, DeviceLocation)
         return location.memory
 
-    def _finish_gather(self, weights: Weights, *, is_patient: bool) -> None:
-        gather, shard = weights.gather, self._shard_of(weights)
-        assert gather is not None
+    def _finish_arrival(self, weights: Weights, *, is_patient: bool) -> None:
+        arrival, feeder = weights.arrival, weights.feeder
+        assert arrival is not None and feeder is not None
         is_there = False
         try:
             with self._counters.timed("ranks_wait_s", f"ranks put {weights.unit.name} together"):
-                is_there = gather.settle(is_patient=is_patient)
+                is_there = arrival.settle(is_patient=is_patient)
         finally:
-            weights.gather = shard.gather = None
+            weights.arrival = weights.feeder = feeder.fills = None
             weights.state = WeightState.ATTACHED
             if is_there:
-                weights.copying, shard.copying = gather.arrival, gather.departure
+                weights.copying, feeder.copying = arrival.arrival, arrival.departure
             else:
                 self._detach(weights)
 
     def _settle(self, weights: Weights) -> None:
-        """Nothing is under way: the others are not waited for."""
-        if weights.state is WeightState.UNSHARDING:
-            self._finish_gather(weights, is_patient=False)
+        """Nothing is under way into the device region: what has not begun to come is called off."""
+        if weights.state is WeightState.ARRIVING:
+            self._finish_arrival(weights, is_patient=False)
 
     # -- Device ----------------------------------------------------------------------------------
 
@@ -379,7 +332,7 @@ class WeightCache:
         ):
             idle = list(self._idle_on_device(WeightState.ATTACHED))
             if not idle and not is_ahead:
-                idle = list(self._idle_on_device(WeightState.UNSHARDING))
+                idle = list(self._idle_on_device(WeightState.ARRIVING))
             victim = self._choose(idle, unit.weight_nbytes, nearer_than=nearer_than)
             if victim is None:
                 return False
@@ -411,19 +364,19 @@ class WeightCache:
             return
         ahead_nbytes = 0
         has_device_room = not self._device.shares_host_memory
-        for index in self._order.upcoming(this_pass=self._is_outdated_by_step):
+        for index in self._order.upcoming(this_pass=self._source.is_outdated_by_step):
             weights = self.weights[index]
-            is_gathered = self._is_gathered(weights)
-            source = self._renewed_shard(weights) if is_gathered else weights
-            ahead_nbytes += source.unit.weight_nbytes
+            feeder = self._feeder_of(weights)
+            read = weights if feeder is None else feeder
+            ahead_nbytes += read.unit.weight_nbytes
             if ahead_nbytes > self._window_nbytes:
                 return
-            is_absent = weights.state is WeightState.ABSENT and source.state is WeightState.ABSENT
-            if is_absent and not self._read_ahead(source, priority):
+            is_absent = weights.state is WeightState.ABSENT and read.state is WeightState.ABSENT
+            if is_absent and not self._read_ahead(read, priority):
                 return
-            if is_gathered:
+            if feeder is not None:
                 if weights.state is WeightState.ABSENT and has_device_room:
-                    has_device_room = self._start_gather(weights, is_ahead=True)
+                    has_device_room = self._start_arrival(weights, feeder, is_ahead=True)
                 continue
             if weights.state is WeightState.READING and weights.reading and weights.reading.done():
                 self._finish_read(weights)
@@ -458,17 +411,17 @@ class WeightCache:
         for weights in self.weights:
             if weights.block is None or weights.rests_on_host or weights.is_checked_out:
                 continue
-            if weights.gather is not None:
+            if weights.fills is not None:
                 continue
             if weights.use_count == 0 or not self._device.shares_host_memory:
                 yield weights.unit.index
 
     def _feeding(self) -> Iterable[int]:
-        """Shards whose host block could be freed if the others were not waited for."""
-        for index in self._whole_of:
-            shard = self.weights[index]
-            if shard.gather is not None and shard.block is not None and not shard.rests_on_host:
-                yield index
+        """Feeders whose host block could be freed if what they fill were called off."""
+        for weights in self.weights:
+            is_feeding = weights.fills is not None and weights.block is not None
+            if is_feeding and not weights.rests_on_host:
+                yield weights.unit.index
 
     def forget(self) -> None:
         """Drops every copy of weights that rest on NVMe: what rests there is going to be other.
@@ -496,7 +449,9 @@ class WeightCache:
             victim = self._choose(self._feeding(), wanted_nbytes)
             if victim is None:
                 return False
-            self._settle(self.weights[self._whole_of[victim]])
+            arriving = self.weights[victim].fills
+            assert arriving is not None
+            self._settle(arriving)
         self._evict(self.weights[victim])
         return True
 
@@ -615,9 +570,9 @@ class WeightCache:
     def prefetch_anew(self) -> None:
         """After a step that made weights outdated: fetches for the pass to come."""
         self._order.begin()
-        self._is_training = True  # Probably; it is said when the pass begins.
+        self._source.note_pass(is_training=True)  # Probably; it is said when the pass begins.
         self._prefetch(Priority.FORWARD)
-        self._is_training = False
+        self._source.note_pass(is_training=False)
 
     def take_off_device(self, unit: int) -> None:
         """Puts an idle unit's host bytes back to their own address, for others to read them."""

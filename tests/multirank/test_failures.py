@@ -60,7 +60,7 @@ def _die_in(
             elif phase == "backward":
                 model.blocks[1].register_full_backward_hook(die)
             elif phase == "step":
-                engine.updater._compute = die  # type: ignore[method-assign]
+                engine.updater.local._compute = die  # type: ignore[attr-defined]
             else:
                 die()
         for x, skip in micro_batches(case, rank, step):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+from infinity.distributed.unshard import UnshardedWeights
 from infinity.observe import Counters
 from infinity.state.store import NvmeLocation
 from infinity.storage.engine import Priority
@@ -69,7 +70,7 @@ def test_a_shard_that_waits_for_other_ranks_gives_up_its_room() -> None:
         counters=Counters(),
         window_nbytes=1 << 20,
         device_window_nbytes=None,
-        gathering=stub,
+        source=UnshardedWeights(stub, 2, is_outdated_by_step=False),
     )
     for _ in range(2):
         weight_cache.begin_pass("train")
@@ -81,7 +82,7 @@ def test_a_shard_that_waits_for_other_ranks_gives_up_its_room() -> None:
     assert stub.num_lent == 0
     weight_cache.begin_pass("train")
     weight_cache.acquire(0, Priority.FORWARD)
-    assert weight_cache.weights[1].state is WeightState.UNSHARDING and stub.num_lent == 2
+    assert weight_cache.weights[1].state is WeightState.ARRIVING and stub.num_lent == 2
     assert weight_cache.reclaim(4) and weight_cache.reclaim(4)
     assert stub.num_lent == 0 and not stub.patience[-1]
     assert not weight_cache.reclaim(4)

@@ -1,0 +1,126 @@
+"""One unit's sum of gradients: where it is, and what may happen to it next.
+
+A unit's sum is, at any moment, in one of these states:
+
+  state      host block                      next
+  AT_REST    none                            ON_HOST (added to, or looked at)
+  ON_HOST    lent; gradients are added here  DUE (the backward has left the unit), WRITING
+  DUE        lent; the last gradients are    WRITING (they have come), ON_HOST (one more comes)
+             still coming from the device
+  WRITING    lent; being written, or written ON_HOST (needed again: the write is waited for),
+             since                           AT_REST (the block is reclaimed)
+
+Only a sum that rests on NVMe, or that rests nowhere, leaves AT_REST: a sum that rests on the host
+or on a device is made in its place. Before any of this, gradients of several micro-batches may be
+summed on the device (`device_sums`, while `is_summed_on_device`): they leave it for the place on
+the host in one copy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Protocol
+
+import torch
+
+from infinity.state.store import Transfer
+from infinity.state.units import STATE_ITEM_NBYTES, TensorSpec, Unit
+from infinity.tiers.host import Block
+from infinity.tiers.pool import HostPool
+
+
+class SumState(Enum):
+    AT_REST = auto()
+    ON_HOST = auto()
+    DUE = auto()
+    WRITING = auto()
+
+
+@dataclass(eq=False, slots=True)
+class TensorGradient:
+    """What is known of one parameter's gradient."""
+
+    is_present: bool = False
+    norm: torch.Tensor | None = None  # Of the sum as it is now; None: not known.
+    # Clip factor of a step whose gradients are still kept, not applied to the sum yet.
+    scale: torch.Tensor | None = None
+    # (Which gradient of the parameter, counted from the first; how often it was changed.)
+    stamp: tuple[int, int] | None = None
+
+    def note_change(self) -> None:
+        number, changes = self.stamp or (0, 0)
+        self.stamp = number, changes + 1
+
+    def forget(self) -> None:
+        """The parameter has no gradient; the next one is another."""
+        self.is_present, self.norm, self.scale = False, None, None
+        number, changes = self.stamp or (0, 0)
+        self.stamp = number + 1, changes
+
+
+@dataclass(eq=False, slots=True)
+class UnitGradients:
+    """One unit's sum on its way. Written by `GradientStore` alone."""
+
+    unit: Unit
+    state: SumState = SumState.AT_REST
+    block: Block | None = None
+    array: torch.Tensor | None = None  # The block: fp32 (state_numel,).
+    writing: Transfer | None = None  # While WRITING.
+    is_summed_on_device: bool = False  # Gradients that come first to a tensor stay there.
+    device_sums: dict[TensorSpec, torch.Tensor] = field(default_factory=dict)  # Flat.
+
+    def lend(self, block: Block, array: torch.Tensor) -> None:
+        """AT_REST -> ON_HOST; the array has the sum."""
+        assert self.state is SumState.AT_REST
+        self.block, self.array, self.state = block, array, SumState.ON_HOST
+
+    def await_more(self) -> None:
+        """DUE -> ON_HOST; another state stays."""
+        if self.state is SumState.DUE:
+            self.state = SumState.ON_HOST
+
+    def make_due(self) -> None:
+        """ON_HOST -> DUE."""
+        assert self.state in (SumState.ON_HOST, SumState.DUE)
+        self.state = SumState.DUE
+
+    def begin_write(self, writing: Transfer) -> None:
+        """ON_HOST -> WRITING."""
+        assert self.state is SumState.ON_HOST
+        self.writing, self.state = writing, SumState.WRITING
+
+    def end_write(self) -> None:
+        """WRITING -> ON_HOST; the write is over."""
+        assert self.state is SumState.WRITING
+        self.writing, self.state = None, SumState.ON_HOST
+
+    def give_up_block(self) -> Block:
+        """Any state with a block -> AT_REST. The block is the caller's from now on."""
+        block = self.block
+        assert block is not None
+        self.block = self.array = self.writing = None
+        self.state = SumState.AT_REST
+        return block
+
+
+class SumBlocks(Protocol):
+    """Host blocks that gradients of a unit are summed in: fp32 (state_numel,)."""
+
+    def take(self, unit: Unit) -> Block: ...
+    def give_back(self, block: Block) -> None: ...
+
+
+class PooledSumBlocks:
+    """Takes each block from the pool when it is needed."""
+
+    def __init__(self, pool: HostPool) -> None:
+        self._pool = pool
+
+    def take(self, unit: Unit) -> Block:
+        nbytes = unit.state_numel * STATE_ITEM_NBYTES  # Also of a unit with no home for them.
+        return self._pool.require(nbytes, f"gradients of {unit.name}")
+
+    def give_back(self, block: Block) -> None:
+        self._pool.free(block)
