@@ -6,30 +6,22 @@ row-major order that follow each other.
 
 from __future__ import annotations
 
-import hashlib
 import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, cast, get_args
 
 import torch
 from torch import nn
 
-from infinity.checkpoint.huggingface.safetensors_file import (
-    SafetensorsReader,
-    TensorInfo,
-    dtype_of,
-    tensor_bytes,
-)
-from infinity.checkpoint.run.directory import damaged, find_checkpoint
-from infinity.checkpoint.run.files import BUFFERS_NAME, buffers_of
+from infinity.checkpoint.run.directory import find_checkpoint
+from infinity.checkpoint.run.files import buffers_of
 from infinity.checkpoint.run.layout import is_row_major, row_major_stride
-from infinity.checkpoint.run.linked import StoredTensor, stored_tensors
-from infinity.checkpoint.run.load import OpenCheckpoint
-from infinity.checkpoint.run.manifest import StoredRange
+from infinity.checkpoint.run.open_checkpoint import OpenCheckpoint
+from infinity.checkpoint.run.stored import StoredReader
 from infinity.engine.optimizer import OffloadedOptimizer
 from infinity.engine.registry import engine_of
 from infinity.engine.state_access import Part, StateAccess
@@ -37,10 +29,9 @@ from infinity.errors import UnsupportedError
 from infinity.ops.split_master import join
 from infinity.sizes import MIB
 from infinity.state.units import MOMENT_PIECES, StateKind, TensorSpec, Unit, weight_of
-from infinity.storage.page_reader import PageReader
 
 if TYPE_CHECKING:
-    from _hashlib import HASH
+    pass
 
 Kind = Literal["weight", "master", "exp_avg", "exp_avg_sq", "momentum_buffer"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -211,97 +202,6 @@ def _row_major(infos: dict[TensorSpec, StateInfo], parts: Iterator[Part]) -> Ite
         yield StatePart(info, 0, torch.empty(0, dtype=info.dtype))
 
 
-class _Stored(Protocol):
-    """One tensor of a checkpoint. Tensors of a unit have the same `group`."""
-
-    info: TensorInfo
-    group: str
-
-    @property
-    def stride(self) -> tuple[int, ...]:
-        """In which order `read` gives the elements."""
-
-    def read(self, start: int, stop: int) -> torch.Tensor:
-        """Elements [start, stop), flat and fresh, checked as far as they can be."""
-
-
-class _Copied:
-    """A tensor in a safetensors file. Read from its beginning to its end, its SHA-256 is compared
-    with the manifest's."""
-
-    def __init__(
-        self, files: _StoredFiles, group: str, info: TensorInfo, extent: StoredRange
-    ) -> None:
-        self.info = info
-        self.group = group
-        self._files = files
-        self._extent = extent
-        self._next = 0
-        self._digest: HASH = hashlib.sha256()
-
-    @property
-    def stride(self) -> tuple[int, ...]:
-        return row_major_stride(self.info.shape)
-
-    def read(self, start: int, stop: int) -> torch.Tensor:
-        values = torch.empty(stop - start, dtype=self.info.dtype)
-        reader = self._files.open(self.group)
-        reader.read_into(self.info.name, start, values)
-        if start == 0:
-            self._next, self._digest = 0, hashlib.sha256()
-        if start == self._next:
-            self._next = stop
-            self._digest.update(tensor_bytes(values))
-            if stop == math.prod(self.info.shape) and (
-                self._digest.hexdigest() != self._extent.sha256
-            ):
-                path = Path(reader.path)
-                raise damaged(path, self._extent, "its SHA-256 is not the manifest's")
-        return values
-
-
-class _Shared:
-    """A tensor whose every page has a checksum: in files that are shared with the swap files, or in
-    those of several ranks."""
-
-    def __init__(self, pages: PageReader, stored: StoredTensor) -> None:
-        facts = stored.facts
-        self.info = TensorInfo(name=facts.name, dtype=dtype_of(facts.dtype), shape=facts.shape)
-        self.group = stored.group
-        self.stride = facts.stride
-        self._pages = pages
-        self._stored = stored
-
-    def read(self, start: int, stop: int) -> torch.Tensor:
-        values = torch.empty(stop - start, dtype=self.info.dtype)
-        view = tensor_bytes(values)
-        size = self.info.dtype.itemsize
-        for part in self._stored.read(self._pages, start, stop, item_nbytes=size):
-            view[: len(part)] = part
-            view = view[len(part) :]
-        return values
-
-
-class _StoredFiles:
-    """The one file of a checkpoint that was read last, open."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._name = ""
-        self._reader: SafetensorsReader | None = None
-
-    def open(self, name: str) -> SafetensorsReader:
-        if self._reader is None or self._name != name:
-            self.close()
-            self._reader, self._name = SafetensorsReader(self._path / name), name
-        return self._reader
-
-    def close(self) -> None:
-        if self._reader is not None:
-            self._reader.close()
-            self._reader = None
-
-
 class CheckpointSource:
     """The state in a checkpoint of a run, or in the newest of a directory of them.
 
@@ -313,23 +213,11 @@ class CheckpointSource:
         self.path = checkpoint.path
         self.optimizer: dict[str, Any] | None = checkpoint.program()["optimizer"]
         self._optimized = _optimized(self.optimizer)
-        self._files = _StoredFiles(self.path)
-        self._pages = PageReader()
-        self._stored: dict[tuple[str, str], _Stored] = {}
-        self._buffers: list[_Stored] = []
-        for file in checkpoint.manifest.files:
-            if file.name.endswith(".safetensors"):
-                headers = self._files.open(file.name).tensors
-                is_buffers = PurePath(file.name).name == BUFFERS_NAME
-                for extent in file.extents[1:]:  # The first is the header.
-                    stored = _Copied(self._files, file.name, headers[extent.name], extent)
-                    if not is_buffers:
-                        self._stored[_key(extent.name, extent.kind)] = stored
-                    elif file is checkpoint.buffers(0):  # Every rank has its own.
-                        self._buffers.append(stored)
-        linked = stored_tensors(checkpoint.linked_states.values(), self.path)
-        for name, tensor in linked.items():
-            self._stored[_key(name, tensor.kind)] = _Shared(self._pages, tensor)
+        self._reader = StoredReader()
+        self._stored = {
+            _key(name, tensor.kind): tensor for name, tensor in checkpoint.tensors.items()
+        }
+        self._buffers = checkpoint.buffers(0)  # Every rank saves its own; the first one's count.
         self.infos = list(self._list())
 
     def __enter__(self) -> CheckpointSource:
@@ -339,11 +227,15 @@ class CheckpointSource:
         self.close()
 
     def close(self) -> None:
-        self._files.close()
-        self._pages.close()
+        self._reader.close()
 
     def buffers(self) -> dict[str, torch.Tensor]:
-        return {stored.info.name: _whole(stored) for stored in self._buffers}
+        return {name: self._reader.read_whole(tensor) for name, tensor in self._buffers.items()}
+
+    def raw_tensors(self) -> Iterator[tuple[tuple[str, str], torch.Tensor]]:
+        """Yields every stored tensor as it is stored: ((parameter, ending of its name), values)."""
+        for key, tensor in self._stored.items():
+            yield key, self._reader.read_whole(tensor)
 
     def tensor(self, info: StateInfo) -> torch.Tensor:
         """One tensor of `infos`, whole: a fresh one on the host."""
@@ -370,9 +262,10 @@ class CheckpointSource:
     def _values(self, info: StateInfo, start: int, stop: int) -> torch.Tensor:
         """Elements in the order in which they are stored."""
         if info.kind == "master" and (info.name, "residual") in self._stored:
-            narrow = self._stored[info.name, "weight"].read(start, stop)
-            return join(narrow, self._stored[info.name, "residual"].read(start, stop))
-        values = self._stored[info.name, info.kind].read(start, stop)
+            narrow = self._reader.read(self._stored[info.name, "weight"], start, stop)
+            residual = self._reader.read(self._stored[info.name, "residual"], start, stop)
+            return join(narrow, residual)
+        values = self._reader.read(self._stored[info.name, info.kind], start, stop)
         if values.dtype is not info.dtype:
             raise UnsupportedError(
                 f"{info.kind} of {info.name!r} is {values.dtype} in {self.path}; expected "
@@ -408,8 +301,3 @@ def _key(name: str, kind: str) -> tuple[str, str]:
         return name, "weight"
     parameter, _, ending = name.rpartition(".")
     return parameter, ending
-
-
-def _whole(stored: _Stored) -> torch.Tensor:
-    shape = stored.info.shape
-    return stored.read(0, math.prod(shape)).as_strided(shape, stored.stride)

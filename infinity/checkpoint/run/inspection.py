@@ -128,7 +128,7 @@ def _inspect(path: Path, *, verify: bool) -> Inspection:
 
 def _fault_of_contents(path: Path, manifest: Manifest) -> list[str]:
     """What digests cannot show: headers and small state that contradict the manifest."""
-    from infinity.checkpoint.run.load import OpenCheckpoint
+    from infinity.checkpoint.run.open_checkpoint import OpenCheckpoint
 
     try:
         checkpoint = OpenCheckpoint(path)
