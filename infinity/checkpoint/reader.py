@@ -1,7 +1,6 @@
-"""Training state as a stream of tensors, whoever has it: a living engine, or a checkpoint of a run.
+"""Streams training state to exporters, from a running engine or from a checkpoint.
 
-What exporters read. Nothing is held but one part; every tensor comes once, whole, as flat parts in
-row-major order that follow each other.
+Every tensor comes once, as consecutive flat parts in row-major order. Memory holds one part.
 """
 
 from __future__ import annotations
@@ -40,9 +39,10 @@ _PART_NBYTES = 16 * MIB
 
 @dataclass(frozen=True, slots=True)
 class StateInfo:
-    """One tensor of state: of the parameter `name`, in the parameter's shape.
+    """One tensor of state that belongs to the parameter `name` and has its shape.
 
-    A weight is in the compute dtype; a master (only beside a narrower weight) and moments are fp32.
+    A weight has the compute dtype. A master exists beside a narrower weight only; masters and
+    moments are fp32.
     """
 
     name: str
@@ -57,7 +57,7 @@ class StateInfo:
 
 @dataclass(frozen=True, slots=True)
 class StatePart:
-    """Elements of one tensor from `start` on: flat, on the host, valid until the next part."""
+    """Consecutive elements of one tensor: flat, on the host, valid until the next part."""
 
     info: StateInfo
     start: int
@@ -65,7 +65,7 @@ class StatePart:
 
 
 class StateSource(Protocol):
-    """What there is to export. `optimizer` is None, or as `named_state` of one gives it."""
+    """State to export. `optimizer` is None or the result of `OffloadedOptimizer.named_state`."""
 
     @property
     def infos(self) -> list[StateInfo]: ...
@@ -74,18 +74,19 @@ class StateSource(Protocol):
     def optimizer(self) -> dict[str, Any] | None: ...
 
     def buffers(self) -> dict[str, torch.Tensor]:
-        """Every buffer, on the host."""
+        """Returns every buffer, on the host."""
 
     def parts(self) -> Iterator[StatePart]:
-        """All tensors of `infos`, in that order."""
+        """Yields the parts of all tensors of `infos`, in that order."""
 
 
 @contextmanager
 def whole_state(model: nn.Module, what: str) -> Iterator[StateAccess | None]:
-    """The state of an offloaded model, at rest while the block runs; `what` names the caller.
+    """Gives the state of an offloaded model, which is at rest during the block.
 
-    Several ranks all come here: the first one gets the state of all of them, the others None, and
-    serve it until its block is over. Errors are those of `Engine.collective_section`.
+    `what` names the caller in errors. All ranks call it: the first rank gets the state of all
+    ranks; the others get None, and serve the first one until its block ends. Raises as
+    `Engine.collective_section`, and InfinityError while parameters are in use.
     """
     engine = engine_of(model)
     with engine.collective_section(f"{what}: all are at rest"), engine.at_rest(what):
@@ -98,13 +99,15 @@ def whole_state(model: nn.Module, what: str) -> Iterator[StateAccess | None]:
 def engine_source(
     model: nn.Module, optimizer: OffloadedOptimizer | None, *, what: str
 ) -> Iterator[StateSource | None]:
-    """The state of an offloaded model, as `whole_state` gives it."""
+    """Gives the state of an offloaded model to export. Ranks and errors as in `whole_state`."""
     with whole_state(model, what) as state:
         named = None if optimizer is None else optimizer.named_state()
         yield None if state is None else _EngineSource(model, state, named)
 
 
 class _EngineSource:
+    """The state in the tiers of an engine, for the first rank that of all ranks."""
+
     def __init__(
         self, model: nn.Module, state: StateAccess, optimizer: dict[str, Any] | None
     ) -> None:
@@ -121,12 +124,12 @@ class _EngineSource:
         for unit in self._state.full_units:
             infos = {(spec, info.kind): info for spec, info in self._of(unit)}
             for kind in KINDS:
-                wanted = {spec: info for (spec, one), info in infos.items() if one == kind}
+                wanted = {spec: info for (spec, k), info in infos.items() if k == kind}
                 if wanted:
                     yield from _row_major(wanted, self._raw(unit, kind))
 
     def _of(self, unit: Unit) -> Iterator[tuple[TensorSpec, StateInfo]]:
-        """Tensors of a unit, kind by kind."""
+        """Yields the tensors of a unit, kind by kind."""
         for spec in unit.tensors:
             yield spec, StateInfo(spec.name, "weight", spec.facts.shape, spec.facts.dtype)
         for spec in unit.trainable():
@@ -139,15 +142,14 @@ class _EngineSource:
             if unit.dtype(state_kind) is not torch.float32:
                 raise UnsupportedError(
                     f"moments of {unit.name!r} are {unit.dtype(state_kind)}; expected float32 "
-                    f"ones, "
-                    "which other programs can use"
+                    "ones, which other programs can use"
                 )
             for spec in specs:
                 kind = cast(Kind, state_kind.value)
                 yield spec, StateInfo(spec.name, kind, spec.facts.shape, torch.float32)
 
     def _raw(self, unit: Unit, kind: Kind) -> Iterator[Part]:
-        """Parts in memory order; masters are put together from their halves."""
+        """Yields parts in memory order; joins a master from weight and residual."""
         if kind == "master":
             yield from self._masters(unit)
         elif kind == "weight":
@@ -172,12 +174,12 @@ class _EngineSource:
 
 
 def _optimized(named: dict[str, Any] | None) -> set[str]:
-    """Parameters that an optimizer has; moments of others are nobody's."""
+    """Returns the parameters of the optimizer; moments of other parameters are not exported."""
     return set() if named is None else {n for group in named["groups"] for n in group["params"]}
 
 
 def _row_major(infos: dict[TensorSpec, StateInfo], parts: Iterator[Part]) -> Iterator[StatePart]:
-    """The same elements in the order of a file. A tensor of other strides is held whole."""
+    """Yields the elements in row-major order; holds a full tensor if its strides differ."""
     left = dict(infos)
     whole: torch.Tensor | None = None
     for part in parts:
@@ -197,15 +199,16 @@ def _row_major(infos: dict[TensorSpec, StateInfo], parts: Iterator[Part]) -> Ite
             shaped = whole.as_strided(spec.facts.shape, spec.facts.stride)
             yield StatePart(infos[spec], 0, shaped.contiguous().view(-1))
             whole = None
-    for spec, info in left.items():  # Tensors without an element have no part of their own.
+    for spec, info in left.items():  # A tensor without an element has no part.
         assert not spec.numel, f"no part of {info.name} {info.kind}"
         yield StatePart(info, 0, torch.empty(0, dtype=info.dtype))
 
 
 class CheckpointSource:
-    """The state in a checkpoint of a run, or in the newest of a directory of them.
+    """The state in a checkpoint, or in the newest checkpoint of a directory.
 
-    What is read is checked; CorruptionError names what is damaged. Close it.
+    Every byte is compared when it is read: a damaged one raises CorruptionError. Raises ConfigError
+    if there is no checkpoint. Not thread-safe; close it.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -227,18 +230,19 @@ class CheckpointSource:
         self.close()
 
     def close(self) -> None:
+        """Closes all files. Idempotent."""
         self._reader.close()
 
     def buffers(self) -> dict[str, torch.Tensor]:
         return {name: self._reader.read_whole(tensor) for name, tensor in self._buffers.items()}
 
     def raw_tensors(self) -> Iterator[tuple[tuple[str, str], torch.Tensor]]:
-        """Yields every stored tensor as it is stored: ((parameter, ending of its name), values)."""
+        """Yields ((parameter, "weight" or ending of the name), values) of every stored tensor."""
         for key, tensor in self._stored.items():
             yield key, self._reader.read_whole(tensor)
 
     def tensor(self, info: StateInfo) -> torch.Tensor:
-        """One tensor of `infos`, whole: a fresh one on the host."""
+        """Returns a fresh tensor on the host. Raises CorruptionError, StorageError."""
         values = torch.empty(math.prod(info.shape), dtype=info.dtype)
         for part in self._parts_of(info):
             values[part.start : part.start + part.values.numel()] = part.values
@@ -260,7 +264,7 @@ class CheckpointSource:
             yield StatePart(info, start, values)
 
     def _values(self, info: StateInfo, start: int, stop: int) -> torch.Tensor:
-        """Elements in the order in which they are stored."""
+        """Returns elements in the stored order."""
         if info.kind == "master" and (info.name, "residual") in self._stored:
             narrow = self._reader.read(self._stored[info.name, "weight"], start, stop)
             residual = self._reader.read(self._stored[info.name, "residual"], start, stop)
@@ -274,14 +278,13 @@ class CheckpointSource:
         return values
 
     def _list(self) -> Iterator[StateInfo]:
-        """Unit by unit, kind by kind."""
+        """Yields the tensors unit by unit, kind by kind."""
         by_group: dict[str, list[str]] = {}
         for (name, kind), stored in self._stored.items():
             if kind == "weight":
                 by_group.setdefault(stored.group, []).append(name)
-        kinds = KINDS
         for names in by_group.values():
-            for kind in kinds:
+            for kind in KINDS:
                 for name in names:
                     weight = self._stored[name, "weight"].info
                     if self._has(name, kind, weight.dtype):
@@ -296,7 +299,7 @@ class CheckpointSource:
 
 
 def _key(name: str, kind: str) -> tuple[str, str]:
-    """(parameter, "weight" or the ending of the name) of a tensor of a unit."""
+    """Returns (parameter, "weight" or the ending of the name) of a stored tensor."""
     if kind == "parameters":
         return name, "weight"
     parameter, _, ending = name.rpartition(".")

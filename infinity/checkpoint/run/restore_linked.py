@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from infinity.checkpoint.run.commit import is_linkable, label_of, linked_runs, linked_tensors
 from infinity.checkpoint.run.files import KeptTensors
 from infinity.checkpoint.run.layout import STREAMED
-from infinity.checkpoint.run.linked import COPIES_NAME, LinkedPiece, LinkedState
+from infinity.checkpoint.run.linked import COPIES_NAME, LinkedKind, LinkedState
 from infinity.checkpoint.run.open_checkpoint import OpenCheckpoint
 from infinity.engine.state_access import StateAccess
 from infinity.state.store import NvmeLocation
@@ -29,7 +29,7 @@ class _Match:
     unit: Unit
     state_kind: StateKind
     location: NvmeLocation
-    piece: LinkedPiece
+    entry: LinkedKind
     swap_paths: frozenset[str]
 
 
@@ -56,12 +56,12 @@ def restore_linked(
             return set()
     with PageReader() as pages:
         for match in matches:
-            for _ in linked.read(pages, match.piece, 0, match.piece.nbytes):
+            for _ in linked.read(pages, match.entry, 0, match.entry.nbytes):
                 pass  # Reading compares; a wrong page raises.
     state.weight_cache.forget()
     volume.restore(frozen)
     for match in matches:
-        volume.put_checksums(match.location.extents, linked.checksums_of(match.piece))
+        volume.put_checksums(match.location.extents, linked.checksums_of(match.entry))
     return {(match.unit, match.state_kind) for match in matches}
 
 
@@ -69,10 +69,10 @@ def _find_matches(
     linked: LinkedState, state: StateAccess, kept: KeptTensors, volume: Volume, frozen: Frozen
 ) -> list[_Match] | None:
     """Pairs linked state with the frozen ranges of the volume; None if any of it has no pair."""
-    pieces = {
-        (piece.unit, piece.state_kind): piece
-        for piece in linked.kinds
-        if any(run.file != COPIES_NAME for run in piece.runs)
+    entries = {
+        (entry.unit, entry.state_kind): entry
+        for entry in linked.kinds
+        if any(run.file != COPIES_NAME for run in entry.runs)
     }
     matches = []
     for unit, kept_tensors in kept:
@@ -80,17 +80,17 @@ def _find_matches(
             tensors = [tensor for tensor in kept_tensors if tensor.state_kind is state_kind]
             if not tensors or not is_linkable(state, unit, state_kind):
                 continue
-            piece = pieces.pop((unit.name, state_kind.value), None)
+            entry = entries.pop((unit.name, state_kind.value), None)
             if state.partition is not None and tensors[0].share is None:
                 continue
             rows = tuple(row for tensor in tensors for row in linked_tensors(unit, tensor))
-            if piece is None or piece.tensors != rows:
+            if entry is None or entry.tensors != rows:
                 return None
             location = state.store.location(unit, state_kind)
             assert isinstance(location, NvmeLocation)
             ranges = volume.locate(location.extents, frozen)
-            if piece.runs != linked_runs(ranges):
+            if entry.runs != linked_runs(ranges):
                 return None
             paths = frozenset(swap_range.path for swap_range in ranges)
-            matches.append(_Match(unit, state_kind, location, piece, paths))
-    return None if pieces else matches
+            matches.append(_Match(unit, state_kind, location, entry, paths))
+    return None if entries else matches
