@@ -1,10 +1,10 @@
 """Copies a checkpoint to another file system while training continues.
 
 The source is a commit in the swap directory. Its ranges are frozen and its other files never
-change, so its bytes are constant during the copy. The copy uses the storage engine of training, with the
-lowest priority. Every block is compared with its digest before it is written. The result is a
-checkpoint whose state kinds lie back to back in one file. docs/formats/swap.md has the order of
-effects.
+change, so its bytes are constant during the copy. The copy uses the storage engine of training,
+with the lowest priority. Every block is compared with its digest before it is written. The result
+is a checkpoint whose state kinds lie back to back in one file. docs/formats/swap.md has the order
+of effects.
 """
 
 from __future__ import annotations
