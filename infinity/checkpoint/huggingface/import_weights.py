@@ -61,7 +61,7 @@ from infinity.checkpoint.huggingface.safetensors_file import (
 )
 from infinity.engine.adapters import follows
 from infinity.engine.dtypes import names_kept_wide
-from infinity.errors import ConfigError, CorruptionError, StorageError
+from infinity.errors import ConfigError, CorruptionError, StorageError, corrupt
 
 _SINGLE_NAME = "model.safetensors"
 _INDEX_NAME = "model.safetensors.index.json"
@@ -495,9 +495,5 @@ def _read_weight_map(index: Path) -> dict[str, str]:
     except OSError as error:
         raise StorageError(error.errno or 0, operation="read", path=str(index)) from None
     except MalformedError as error:
-        raise _bad_index(index, f"no weight_map can be read: {error}") from None
+        raise corrupt(str(index), f"no weight_map can be read: {error}") from None
     return weight_map
-
-
-def _bad_index(index: Path, detail: str) -> CorruptionError:
-    return CorruptionError(errno.EILSEQ, operation="read", path=str(index), detail=detail)

@@ -421,7 +421,7 @@ def _remove(engine: Engine, directory: Path, *, keep: int) -> None:
         raise
     gone = {label_of(directory / name) for name in removed.of_all[0].decode().split()}
     if volume is not None:
-        thaw(volume, [each for each in volume.frozen if each.label in gone])
+        thaw(volume, [frozen for frozen in volume.frozen if frozen.label in gone])
 
 
 def _remove_commits(engine: Engine, commits: Path, own: Collection[str]) -> None:
