@@ -1,11 +1,11 @@
-"""State in and out of files: checkpoints of a run, and weights as Hugging Face safetensors.
+"""Saves and loads training state: checkpoints, Hugging Face safetensors, torch DCP directories.
 
-`save(directory, model, optimizer)` and `load(path, model, optimizer)` carry everything an exact
-continuation needs; `async_save` does not wait for a copy to another file system, and
+`save(directory, model, optimizer)` and `load(path, model, optimizer)` keep everything that an exact
+continuation needs. `async_save` returns before a copy to another file system ends, and
 `commit(model, optimizer)` makes a single step durable. `weight_source(path)` streams weights into
-tiers, `export_safetensors(model, directory)` writes them; `export_dcp` and `import_dcp` do so with
-torch.distributed.checkpoint, with the optimizer's state. None of these ever holds the model.
-Importing this package does not import torch.
+tiers, and `export_safetensors(model, directory)` writes them. `export_dcp` and `import_dcp` do the
+same with torch.distributed.checkpoint, with the state of the optimizer. No function holds the full
+model in memory. Importing this package does not import torch.
 """
 
 from __future__ import annotations
@@ -42,26 +42,30 @@ __all__ = [
     "weight_source",
 ]
 
-_HOMES = {
-    "Saving": "run.copy",
-    "WeightSource": "huggingface.import_weights",
-    "async_save": "run.save",
-    "commit": "run.save",
-    "export_checkpoint_dcp": "dcp.export_state",
-    "export_checkpoint_safetensors": "huggingface.from_checkpoint",
-    "export_dcp": "dcp.export_state",
-    "export_safetensors": "huggingface.export_weights",
-    "import_dcp": "dcp.import_state",
-    "inspect": "run.inspection",
-    "load": "run.load",
-    "optimizer_state_dict": "run.optimizer_export",
-    "save": "run.save",
-    "weight_source": "huggingface.import_weights",
+_MODULE_OF = {
+    name: f"{__name__}.{module}"
+    for module, names in {
+        "dcp.export_state": ("export_checkpoint_dcp", "export_dcp"),
+        "dcp.import_state": ("import_dcp",),
+        "huggingface.export_weights": ("export_safetensors",),
+        "huggingface.from_checkpoint": ("export_checkpoint_safetensors",),
+        "huggingface.import_weights": ("WeightSource", "weight_source"),
+        "run.copy": ("Saving",),
+        "run.inspection": ("inspect",),
+        "run.load": ("load",),
+        "run.optimizer_export": ("optimizer_state_dict",),
+        "run.save": ("async_save", "commit", "save"),
+    }.items()
+    for name in names
 }
 
 
 def __getattr__(name: str) -> Any:
-    home = _HOMES.get(name)
-    if home is None:
+    module = _MODULE_OF.get(name)
+    if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"infinity.checkpoint.{home}"), name)
+    return getattr(importlib.import_module(module), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

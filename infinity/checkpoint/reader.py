@@ -1,35 +1,26 @@
-"""Training state as a stream of tensors, whoever has it: a living engine, or a checkpoint of a run.
+"""Streams training state to exporters, from a running engine or from a checkpoint.
 
-What exporters read. Nothing is held but one part; every tensor comes once, whole, as flat parts in
-row-major order that follow each other.
+Every tensor comes once, as consecutive flat parts in row-major order. Memory holds one part.
 """
 
 from __future__ import annotations
 
-import hashlib
 import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, cast, get_args
 
 import torch
 from torch import nn
 
-from infinity.checkpoint.huggingface.safetensors_file import (
-    SafetensorsReader,
-    TensorInfo,
-    dtype_of,
-    tensor_bytes,
-)
-from infinity.checkpoint.run.directory import damaged, find_checkpoint
-from infinity.checkpoint.run.files import BUFFERS_NAME, buffers_of
+from infinity.checkpoint.run.directory import find_checkpoint
+from infinity.checkpoint.run.files import buffers_of
 from infinity.checkpoint.run.layout import is_row_major, row_major_stride
-from infinity.checkpoint.run.linked import StoredTensor, stored_tensors
-from infinity.checkpoint.run.load import OpenCheckpoint
-from infinity.checkpoint.run.manifest import StoredRange
+from infinity.checkpoint.run.open_checkpoint import OpenCheckpoint
+from infinity.checkpoint.run.stored import StoredReader
 from infinity.engine.optimizer import OffloadedOptimizer
 from infinity.engine.registry import engine_of
 from infinity.engine.state_access import Part, StateAccess
@@ -37,10 +28,9 @@ from infinity.errors import UnsupportedError
 from infinity.ops.split_master import join
 from infinity.sizes import MIB
 from infinity.state.units import MOMENT_PIECES, StateKind, TensorSpec, Unit, weight_of
-from infinity.storage.page_reader import PageReader
 
 if TYPE_CHECKING:
-    from _hashlib import HASH
+    pass
 
 Kind = Literal["weight", "master", "exp_avg", "exp_avg_sq", "momentum_buffer"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -49,9 +39,10 @@ _PART_NBYTES = 16 * MIB
 
 @dataclass(frozen=True, slots=True)
 class StateInfo:
-    """One tensor of state: of the parameter `name`, in the parameter's shape.
+    """One tensor of state that belongs to the parameter `name` and has its shape.
 
-    A weight is in the compute dtype; a master (only beside a narrower weight) and moments are fp32.
+    A weight has the compute dtype. A master exists beside a narrower weight only; masters and
+    moments are fp32.
     """
 
     name: str
@@ -66,7 +57,7 @@ class StateInfo:
 
 @dataclass(frozen=True, slots=True)
 class StatePart:
-    """Elements of one tensor from `start` on: flat, on the host, valid until the next part."""
+    """Consecutive elements of one tensor: flat, on the host, valid until the next part."""
 
     info: StateInfo
     start: int
@@ -74,7 +65,7 @@ class StatePart:
 
 
 class StateSource(Protocol):
-    """What there is to export. `optimizer` is None, or as `named_state` of one gives it."""
+    """State to export. `optimizer` is None or the result of `OffloadedOptimizer.named_state`."""
 
     @property
     def infos(self) -> list[StateInfo]: ...
@@ -83,18 +74,19 @@ class StateSource(Protocol):
     def optimizer(self) -> dict[str, Any] | None: ...
 
     def buffers(self) -> dict[str, torch.Tensor]:
-        """Every buffer, on the host."""
+        """Returns every buffer, on the host."""
 
     def parts(self) -> Iterator[StatePart]:
-        """All tensors of `infos`, in that order."""
+        """Yields the parts of all tensors of `infos`, in that order."""
 
 
 @contextmanager
 def whole_state(model: nn.Module, what: str) -> Iterator[StateAccess | None]:
-    """The state of an offloaded model, at rest while the block runs; `what` names the caller.
+    """Gives the state of an offloaded model, which is at rest during the block.
 
-    Several ranks all come here: the first one gets the state of all of them, the others None, and
-    serve it until its block is over. Errors are those of `Engine.collective_section`.
+    `what` names the caller in errors. All ranks call it: the first rank gets the state of all
+    ranks; the others get None, and serve the first one until its block ends. Raises as
+    `Engine.collective_section`, and InfinityError while parameters are in use.
     """
     engine = engine_of(model)
     with engine.collective_section(f"{what}: all are at rest"), engine.at_rest(what):
@@ -107,13 +99,15 @@ def whole_state(model: nn.Module, what: str) -> Iterator[StateAccess | None]:
 def engine_source(
     model: nn.Module, optimizer: OffloadedOptimizer | None, *, what: str
 ) -> Iterator[StateSource | None]:
-    """The state of an offloaded model, as `whole_state` gives it."""
+    """Gives the state of an offloaded model to export. Ranks and errors as in `whole_state`."""
     with whole_state(model, what) as state:
         named = None if optimizer is None else optimizer.named_state()
         yield None if state is None else _EngineSource(model, state, named)
 
 
 class _EngineSource:
+    """The state in the tiers of an engine, for the first rank that of all ranks."""
+
     def __init__(
         self, model: nn.Module, state: StateAccess, optimizer: dict[str, Any] | None
     ) -> None:
@@ -130,12 +124,12 @@ class _EngineSource:
         for unit in self._state.full_units:
             infos = {(spec, info.kind): info for spec, info in self._of(unit)}
             for kind in KINDS:
-                wanted = {spec: info for (spec, one), info in infos.items() if one == kind}
+                wanted = {spec: info for (spec, k), info in infos.items() if k == kind}
                 if wanted:
                     yield from _row_major(wanted, self._raw(unit, kind))
 
     def _of(self, unit: Unit) -> Iterator[tuple[TensorSpec, StateInfo]]:
-        """Tensors of a unit, kind by kind."""
+        """Yields the tensors of a unit, kind by kind."""
         for spec in unit.tensors:
             yield spec, StateInfo(spec.name, "weight", spec.facts.shape, spec.facts.dtype)
         for spec in unit.trainable():
@@ -148,15 +142,14 @@ class _EngineSource:
             if unit.dtype(state_kind) is not torch.float32:
                 raise UnsupportedError(
                     f"moments of {unit.name!r} are {unit.dtype(state_kind)}; expected float32 "
-                    f"ones, "
-                    "which other programs can use"
+                    "ones, which other programs can use"
                 )
             for spec in specs:
                 kind = cast(Kind, state_kind.value)
                 yield spec, StateInfo(spec.name, kind, spec.facts.shape, torch.float32)
 
     def _raw(self, unit: Unit, kind: Kind) -> Iterator[Part]:
-        """Parts in memory order; masters are put together from their halves."""
+        """Yields parts in memory order; joins a master from weight and residual."""
         if kind == "master":
             yield from self._masters(unit)
         elif kind == "weight":
@@ -181,12 +174,12 @@ class _EngineSource:
 
 
 def _optimized(named: dict[str, Any] | None) -> set[str]:
-    """Parameters that an optimizer has; moments of others are nobody's."""
+    """Returns the parameters of the optimizer; moments of other parameters are not exported."""
     return set() if named is None else {n for group in named["groups"] for n in group["params"]}
 
 
 def _row_major(infos: dict[TensorSpec, StateInfo], parts: Iterator[Part]) -> Iterator[StatePart]:
-    """The same elements in the order of a file. A tensor of other strides is held whole."""
+    """Yields the elements in row-major order; holds a full tensor if its strides differ."""
     left = dict(infos)
     whole: torch.Tensor | None = None
     for part in parts:
@@ -206,106 +199,16 @@ def _row_major(infos: dict[TensorSpec, StateInfo], parts: Iterator[Part]) -> Ite
             shaped = whole.as_strided(spec.facts.shape, spec.facts.stride)
             yield StatePart(infos[spec], 0, shaped.contiguous().view(-1))
             whole = None
-    for spec, info in left.items():  # Tensors without an element have no part of their own.
+    for spec, info in left.items():  # A tensor without an element has no part.
         assert not spec.numel, f"no part of {info.name} {info.kind}"
         yield StatePart(info, 0, torch.empty(0, dtype=info.dtype))
 
 
-class _Stored(Protocol):
-    """One tensor of a checkpoint. Tensors of a unit have the same `group`."""
-
-    info: TensorInfo
-    group: str
-
-    @property
-    def stride(self) -> tuple[int, ...]:
-        """In which order `read` gives the elements."""
-
-    def read(self, start: int, stop: int) -> torch.Tensor:
-        """Elements [start, stop), flat and fresh, checked as far as they can be."""
-
-
-class _Copied:
-    """A tensor in a safetensors file. Read from its beginning to its end, its SHA-256 is compared
-    with the manifest's."""
-
-    def __init__(
-        self, files: _StoredFiles, group: str, info: TensorInfo, extent: StoredRange
-    ) -> None:
-        self.info = info
-        self.group = group
-        self._files = files
-        self._extent = extent
-        self._next = 0
-        self._digest: HASH = hashlib.sha256()
-
-    @property
-    def stride(self) -> tuple[int, ...]:
-        return row_major_stride(self.info.shape)
-
-    def read(self, start: int, stop: int) -> torch.Tensor:
-        values = torch.empty(stop - start, dtype=self.info.dtype)
-        reader = self._files.open(self.group)
-        reader.read_into(self.info.name, start, values)
-        if start == 0:
-            self._next, self._digest = 0, hashlib.sha256()
-        if start == self._next:
-            self._next = stop
-            self._digest.update(tensor_bytes(values))
-            if stop == math.prod(self.info.shape) and (
-                self._digest.hexdigest() != self._extent.sha256
-            ):
-                path = Path(reader.path)
-                raise damaged(path, self._extent, "its SHA-256 is not the manifest's")
-        return values
-
-
-class _Shared:
-    """A tensor whose every page has a checksum: in files that are shared with the swap files, or in
-    those of several ranks."""
-
-    def __init__(self, pages: PageReader, stored: StoredTensor) -> None:
-        facts = stored.facts
-        self.info = TensorInfo(name=facts.name, dtype=dtype_of(facts.dtype), shape=facts.shape)
-        self.group = stored.group
-        self.stride = facts.stride
-        self._pages = pages
-        self._stored = stored
-
-    def read(self, start: int, stop: int) -> torch.Tensor:
-        values = torch.empty(stop - start, dtype=self.info.dtype)
-        view = tensor_bytes(values)
-        size = self.info.dtype.itemsize
-        for part in self._stored.read(self._pages, start, stop, item_nbytes=size):
-            view[: len(part)] = part
-            view = view[len(part) :]
-        return values
-
-
-class _StoredFiles:
-    """The one file of a checkpoint that was read last, open."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._name = ""
-        self._reader: SafetensorsReader | None = None
-
-    def open(self, name: str) -> SafetensorsReader:
-        if self._reader is None or self._name != name:
-            self.close()
-            self._reader, self._name = SafetensorsReader(self._path / name), name
-        return self._reader
-
-    def close(self) -> None:
-        if self._reader is not None:
-            self._reader.close()
-            self._reader = None
-
-
 class CheckpointSource:
-    """The state in a checkpoint of a run, or in the newest of a directory of them.
+    """The state in a checkpoint, or in the newest checkpoint of a directory.
 
-    What is read is checked; CorruptionError names what is damaged. Close it.
+    Every byte is compared when it is read: a damaged one raises CorruptionError. Raises ConfigError
+    if there is no checkpoint. Not thread-safe; close it.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -313,23 +216,11 @@ class CheckpointSource:
         self.path = checkpoint.path
         self.optimizer: dict[str, Any] | None = checkpoint.program()["optimizer"]
         self._optimized = _optimized(self.optimizer)
-        self._files = _StoredFiles(self.path)
-        self._pages = PageReader()
-        self._stored: dict[tuple[str, str], _Stored] = {}
-        self._buffers: list[_Stored] = []
-        for file in checkpoint.manifest.files:
-            if file.name.endswith(".safetensors"):
-                headers = self._files.open(file.name).tensors
-                is_buffers = PurePath(file.name).name == BUFFERS_NAME
-                for extent in file.extents[1:]:  # The first is the header.
-                    stored = _Copied(self._files, file.name, headers[extent.name], extent)
-                    if not is_buffers:
-                        self._stored[_key(extent.name, extent.kind)] = stored
-                    elif file is checkpoint.buffers(0):  # Every rank has its own.
-                        self._buffers.append(stored)
-        linked = stored_tensors(checkpoint.linked_states.values(), self.path)
-        for name, tensor in linked.items():
-            self._stored[_key(name, tensor.kind)] = _Shared(self._pages, tensor)
+        self._reader = StoredReader()
+        self._stored = {
+            _key(name, tensor.kind): tensor for name, tensor in checkpoint.tensors.items()
+        }
+        self._buffers = checkpoint.buffers(0)  # Every rank saves its own; the first one's count.
         self.infos = list(self._list())
 
     def __enter__(self) -> CheckpointSource:
@@ -339,14 +230,19 @@ class CheckpointSource:
         self.close()
 
     def close(self) -> None:
-        self._files.close()
-        self._pages.close()
+        """Closes all files. Idempotent."""
+        self._reader.close()
 
     def buffers(self) -> dict[str, torch.Tensor]:
-        return {stored.info.name: _whole(stored) for stored in self._buffers}
+        return {name: self._reader.read_whole(tensor) for name, tensor in self._buffers.items()}
+
+    def raw_tensors(self) -> Iterator[tuple[tuple[str, str], torch.Tensor]]:
+        """Yields ((parameter, "weight" or ending of the name), values) of every stored tensor."""
+        for key, tensor in self._stored.items():
+            yield key, self._reader.read_whole(tensor)
 
     def tensor(self, info: StateInfo) -> torch.Tensor:
-        """One tensor of `infos`, whole: a fresh one on the host."""
+        """Returns a fresh tensor on the host. Raises CorruptionError, StorageError."""
         values = torch.empty(math.prod(info.shape), dtype=info.dtype)
         for part in self._parts_of(info):
             values[part.start : part.start + part.values.numel()] = part.values
@@ -368,11 +264,12 @@ class CheckpointSource:
             yield StatePart(info, start, values)
 
     def _values(self, info: StateInfo, start: int, stop: int) -> torch.Tensor:
-        """Elements in the order in which they are stored."""
+        """Returns elements in the stored order."""
         if info.kind == "master" and (info.name, "residual") in self._stored:
-            narrow = self._stored[info.name, "weight"].read(start, stop)
-            return join(narrow, self._stored[info.name, "residual"].read(start, stop))
-        values = self._stored[info.name, info.kind].read(start, stop)
+            narrow = self._reader.read(self._stored[info.name, "weight"], start, stop)
+            residual = self._reader.read(self._stored[info.name, "residual"], start, stop)
+            return join(narrow, residual)
+        values = self._reader.read(self._stored[info.name, info.kind], start, stop)
         if values.dtype is not info.dtype:
             raise UnsupportedError(
                 f"{info.kind} of {info.name!r} is {values.dtype} in {self.path}; expected "
@@ -381,14 +278,13 @@ class CheckpointSource:
         return values
 
     def _list(self) -> Iterator[StateInfo]:
-        """Unit by unit, kind by kind."""
+        """Yields the tensors unit by unit, kind by kind."""
         by_group: dict[str, list[str]] = {}
         for (name, kind), stored in self._stored.items():
             if kind == "weight":
                 by_group.setdefault(stored.group, []).append(name)
-        kinds = KINDS
         for names in by_group.values():
-            for kind in kinds:
+            for kind in KINDS:
                 for name in names:
                     weight = self._stored[name, "weight"].info
                     if self._has(name, kind, weight.dtype):
@@ -403,13 +299,8 @@ class CheckpointSource:
 
 
 def _key(name: str, kind: str) -> tuple[str, str]:
-    """(parameter, "weight" or the ending of the name) of a tensor of a unit."""
+    """Returns (parameter, "weight" or the ending of the name) of a stored tensor."""
     if kind == "parameters":
         return name, "weight"
     parameter, _, ending = name.rpartition(".")
     return parameter, ending
-
-
-def _whole(stored: _Stored) -> torch.Tensor:
-    shape = stored.info.shape
-    return stored.read(0, math.prod(shape)).as_strided(shape, stored.stride)

@@ -6,11 +6,11 @@ show` can say the same as `infinity train` and `infinity plan` do.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from infinity.bounded import MalformedError, read_json
 from infinity.config import Model, SwapConfig
 
 _TRAINED = {"float32": "float32", "bfloat16": "bfloat16"}
@@ -87,8 +87,8 @@ def _tokenizer_of(path: Path | None) -> Choice:
 def _table_of(path: Path | None) -> dict[str, Any]:
     """config.json; empty where it cannot be read, which is refused when the model is built."""
     try:
-        table = json.loads((path or Path()).joinpath("config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        table = read_json((path or Path()) / "config.json", is_strict=False)
+    except (OSError, MalformedError):
         return {}
     return table if isinstance(table, dict) else {}
 

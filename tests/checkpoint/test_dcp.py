@@ -21,12 +21,12 @@ from torch.distributed.checkpoint.state_dict import (
 
 import infinity
 from infinity.checkpoint import (
-    dcp_export,
     export_checkpoint_dcp,
     export_dcp,
     import_dcp,
     optimizer_state_dict,
 )
+from infinity.checkpoint.dcp import export_state
 from infinity.errors import ConfigError, CorruptionError, StorageError
 from infinity.testing.models import Mlp
 from tests.checkpoint.harness import Net, assert_same, content, run
@@ -40,8 +40,8 @@ HOST = dict.fromkeys(("parameters", "master", "moments", "gradients"), "host")
 @pytest.fixture(autouse=True)
 def _small_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every tensor of these models would fit one slab."""
-    monkeypatch.setattr(dcp_export, "_SLAB_NBYTES", 1 << 14)
-    monkeypatch.setattr(dcp_export, "_FILE_NBYTES", 1 << 15)
+    monkeypatch.setattr(export_state, "_SLAB_NBYTES", 1 << 14)
+    monkeypatch.setattr(export_state, "_FILE_NBYTES", 1 << 15)
 
 
 def plain_copy(kind: str, source: Path) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -293,7 +293,7 @@ def test_export_holds_one_slab_at_a_time(tmp_path: Path, monkeypatch: pytest.Mon
 
     with run("bf16", tmp_path / "swap") as mine:
         mine.steps(0, 1)
-        monkeypatch.setattr(dcp_export.torch, "save", watch)
+        monkeypatch.setattr(export_state.torch, "save", watch)
         export_dcp(mine.model, tmp_path / "out", mine.optimizer)
     assert len(written) > 40
 
@@ -392,7 +392,7 @@ def test_a_full_drive_leaves_nothing_behind(
         mine.steps(0, 1)
         with monkeypatch.context() as patch:
             if where == "fsync":
-                patch.setattr(dcp_export.os, "fsync", full)
+                patch.setattr(export_state.os, "fsync", full)
             else:
                 patch.setattr(Path, "open", lambda path, mode: open("/dev/full", mode))  # noqa: SIM115
             with pytest.raises(StorageError, match="No space left") as caught:

@@ -17,7 +17,6 @@ from torch import Tensor
 
 import infinity
 from infinity.checkpoint.reader import CheckpointSource
-from infinity.checkpoint.reader import _whole as whole_of
 from infinity.checkpoint.run import save as state_save
 from infinity.checkpoint.run.directory import step_of
 from infinity.errors import ConfigError, CorruptionError, InfinityError, StorageError
@@ -70,7 +69,7 @@ class Run:
 def content(path: Path) -> dict[tuple[str, str], Tensor]:
     """Every weight, master and moment in a checkpoint, whole, and each as it is stored."""
     with CheckpointSource(path) as source:
-        found = {key: whole_of(stored) for key, stored in source._stored.items()}
+        found = dict(source.raw_tensors())
         masters = [info for info in source.infos if info.kind == "master"]
         return found | {(info.name, info.kind): source.tensor(info) for info in masters}
 

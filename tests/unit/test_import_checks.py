@@ -70,6 +70,29 @@ def test_a_directory_that_says_it_is_quantised_is_refused(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
+    ("content", "fault"),
+    [("[]", "expected a table"), ('{"a": ', "not valid JSON"), ("[" * 100_000, "nested too deeply"),
+     ('{"a": "\\ud800"}', "surrogate"), (b"\xff\xfe", "UTF-8")],
+)  # fmt: skip
+def test_a_malformed_config_json_is_refused_by_name(
+    content: str | bytes, fault: str, tmp_path: Path
+) -> None:
+    saved(tmp_path / "model")
+    text = content.encode() if isinstance(content, str) else content
+    (tmp_path / "model" / "config.json").write_bytes(text)
+    with pytest.raises(ConfigError, match=f"config.json cannot be read: .*{fault}"):
+        weight_source(tmp_path / "model").plan(LlamaForCausalLM(small()))
+
+
+def test_a_config_json_with_infinity_is_read(tmp_path: Path) -> None:
+    saved(tmp_path / "model")
+    file = tmp_path / "model" / "config.json"
+    table = json.loads(file.read_text()) | {"time_step_limit": [0.0, float("inf")]}
+    file.write_text(json.dumps(table))
+    assert weight_source(tmp_path / "model").plan(LlamaForCausalLM(small())).missing == []
+
+
+@pytest.mark.parametrize(
     ("dtype", "says"),
     [(torch.float8_e4m3fn, "float8_e4m3fn"), (torch.int8, "int8"), (torch.uint8, "uint8"),
      (torch.int32, "int32")],

@@ -1,6 +1,6 @@
-"""Training state as a torch.distributed.checkpoint directory, written slab by slab.
+"""Exports training state as a torch.distributed.checkpoint directory, slab by slab.
 
-What plain PyTorch finds there, under the names that its own functions use:
+The directory has the names that the functions of PyTorch use:
 
     model.<name>                     weights in the compute dtype, tied ones under every name, and
                                      persistent buffers: `{"model": model.state_dict()}`
@@ -8,9 +8,9 @@ What plain PyTorch finds there, under the names that its own functions use:
     optimizer.state.<name>.step, .exp_avg, .exp_avg_sq,
     optimizer.param_groups           `{"optimizer": get_optimizer_state_dict(model, AdamW(...))}`
 
-The planner of PyTorch names the items and makes the metadata; only the bytes are ours, because its
-writer keeps every tensor of a file until the file is whole. A large tensor is cut along its first
-dimension, as a sharded one would be, so that memory holds one slab at a time.
+The planner of PyTorch names the items and makes the metadata. The bytes are written here, because
+the writer of PyTorch keeps every tensor of a file until the file is complete. A large tensor is cut
+along its first dimension, like a sharded one, so that memory holds one slab at a time.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from infinity.sizes import GIB, MIB
 
 _SLAB_NBYTES = 64 * MIB
 _FILE_NBYTES = 4 * GIB
-# What torch.save and the metadata add to each slab, at most.
+# The most that torch.save and the metadata add to each slab.
 _SLAB_OVERHEAD_NBYTES = 4096
 
 
@@ -62,17 +62,17 @@ def export_dcp(
 ) -> Path:
     """Writes weights, masters and, with `optimizer`, moments and settings; returns the directory.
 
-    `torch.distributed.checkpoint.load` reads it into an ordinary model and `torch.optim.AdamW` on
-    any number of ranks, `dcp_to_torch_save` makes one file of it. In memory beside the host budget:
-    one slab of 64 MiB, or one tensor whose rows are larger or whose memory order is not that of a
-    file. Gradients summed so far are left out. Call between steps, from the training thread.
+    `torch.distributed.checkpoint.load` reads the directory into an ordinary model and
+    `torch.optim.AdamW` on any number of ranks; `dcp_to_torch_save` makes one file of it. Beside the
+    host budget, memory holds one slab of 64 MiB, or one tensor whose rows are larger or which is
+    not row-major. Gradients are left out. Call between steps, from the training thread.
 
-    Several ranks all call it, and the first one writes what one rank would, buffers of its own
-    included; in memory it has one rank's part of a piece of a unit at a time as well. What it is
-    given counts: the others only have to serve it.
+    All ranks call it. The first rank writes the state of all ranks and its own buffers, and holds
+    one rank's part of a state kind as well; only its arguments count. The other ranks serve it.
 
-    Raises ConfigError where the directory has something in it, StorageError for too little space
-    before anything is written. The directory has its name only when all of it is durable.
+    Raises ConfigError if the directory is not empty, UnsupportedError for moments of eight bits,
+    StorageError for too little space before anything is written, and for a write that fails. The
+    directory gets its name when all of it is durable.
     """
     source = engine_source(model, optimizer, what="infinity.checkpoint.export_dcp")
     return _export(source, Path(directory), _aliases(model), _persistent_buffers(model))
@@ -83,9 +83,12 @@ def export_checkpoint_dcp(
     directory: str | os.PathLike[str],
     model: nn.Module | None = None,
 ) -> Path:
-    """The same from a checkpoint of a run. Of `model`, which may be on meta, only names are asked:
-    those of tied weights, and which buffers belong to a state dict. Without it a tied weight has
-    its first name only, and every buffer is written."""
+    """Writes the same directory as `export_dcp` from a checkpoint; returns the directory.
+
+    `model` may be on meta: it gives the names of tied weights and of persistent buffers. Without
+    `model` a tied weight gets its first name only, and every buffer is written. Raises as
+    `export_dcp`, and CorruptionError for a damaged checkpoint.
+    """
     source = CheckpointSource(checkpoint)  # Closed by _export.
     aliases = {} if model is None else _aliases(model)
     buffers = None if model is None else _persistent_buffers(model)
@@ -153,7 +156,7 @@ def _write(
 
 
 def _place(info: StateInfo) -> str:
-    """The key of a tensor in the directory."""
+    """Returns the key of a tensor in the directory."""
     if info.kind in ("weight", "master"):
         return f"{'model' if info.kind == 'weight' else 'master'}.{info.name}"
     return f"optimizer.state.{info.name}.{info.kind}"
@@ -162,7 +165,7 @@ def _place(info: StateInfo) -> str:
 def _state_dict(
     source: StateSource, aliases: dict[str, str], buffers: dict[str, torch.Tensor]
 ) -> dict[str, Any]:
-    """What plain PyTorch would have handed to `save`; tensors of state are on meta."""
+    """Returns the state dict that PyTorch would save; tensors of state are on meta."""
     model: dict[str, Any] = {}
     master: dict[str, Any] = {}
     moments: dict[str, dict[str, Any]] = {}
@@ -185,7 +188,7 @@ def _state_dict(
 
 
 def _optimizer_dict(named: dict[str, Any], moments: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """As `torch.distributed.checkpoint.state_dict.get_optimizer_state_dict` gives it."""
+    """Returns the result of `torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`."""
     defaults = defaults_of_torch(named.get("name", "adamw"))
     groups = [{**defaults, **group} for group in named["groups"]]
     names = [name for group in groups for name in group["params"] if name in moments]
@@ -197,7 +200,7 @@ def _optimizer_dict(named: dict[str, Any], moments: dict[str, dict[str, Any]]) -
 
 
 def _slabs(item: WriteItem, info: StateInfo | None) -> Iterator[WriteItem]:
-    """The item, cut along the first dimension into shards where it is large."""
+    """Yields the item, or its shards along the first dimension if it is large."""
     rows = None if info is None else _rows_of_slab(info)
     if info is None or rows is None or rows >= info.shape[0]:
         yield item
@@ -218,12 +221,12 @@ def _slabs(item: WriteItem, info: StateInfo | None) -> Iterator[WriteItem]:
 
 
 def _offsets(info: StateInfo, row: int) -> torch.Size:
-    """Where the slab that begins at `row` is in its tensor."""
+    """Returns the offsets of the slab that begins at `row` of a tensor."""
     return torch.Size([row, *[0] * (len(info.shape) - 1)]) if info.shape else torch.Size([])
 
 
 def _rows_of_slab(info: StateInfo) -> int | None:
-    """Entries of the first dimension in one slab; None for a tensor that has no rows to cut."""
+    """Returns the number of rows in one slab; None for a tensor without rows."""
     if not info.shape or not info.nbytes:
         return None
     return max(1, _SLAB_NBYTES // (info.nbytes // info.shape[0]))
@@ -248,7 +251,7 @@ def _write_items(
 def _gather_slabs(
     parts: Iterable[StatePart],
 ) -> Iterator[tuple[StateInfo, int, torch.Tensor]]:
-    """Parts put together to (tensor, first row, slab); a slab has its memory to itself."""
+    """Joins parts to (tensor, first row, slab); every slab has its own memory."""
     slab, filled = torch.empty(0), 0
     for part in parts:
         info = part.info
@@ -273,7 +276,7 @@ def _gather_slabs(
 
 
 class _SlabFiles:
-    """The data files of the directory, each begun when the one before is large enough."""
+    """The data files of the directory; a full file is followed by a new one."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -306,17 +309,17 @@ class _SlabFiles:
         with file:
             file.flush()
             os.fsync(file.fileno())
-            # Nobody reads it soon; the page cache has better uses.
+            # The file is not read soon; the page cache has better uses.
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _save(tensor: torch.Tensor, file: IO[bytes]) -> None:
-    """torch.save of the tensor alone, where it would write the whole memory behind a view."""
+    """Saves the elements of a tensor, where torch.save would write the full memory of a view."""
     if tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size():
         tensor = tensor.detach().clone()
     try:
         torch.save(tensor, file)
-    except RuntimeError as error:  # Its archive takes what a write raised for a fault of its own.
+    except RuntimeError as error:  # The archive of torch hides the error of a write.
         if isinstance(error.__context__, OSError):
             raise error.__context__ from None
         raise
@@ -325,7 +328,7 @@ def _save(tensor: torch.Tensor, file: IO[bytes]) -> None:
 def _point_to_firsts(
     metadata: Metadata, results: list[WriteResult], doubles: dict[str, str]
 ) -> list[WriteResult]:
-    """A tied weight has one place and every name."""
+    """Gives a tied weight one place under all its names."""
     of_name: dict[str, list[WriteResult]] = {}
     for result in results:
         of_name.setdefault(result.index.fqn, []).append(result)
@@ -339,7 +342,7 @@ def _point_to_firsts(
 
 
 def _aliases(model: nn.Module) -> dict[str, str]:
-    """Further names of tied weights -> their first."""
+    """Maps the further names of tied weights to their first name."""
     first: dict[int, str] = {}
     aliases = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):

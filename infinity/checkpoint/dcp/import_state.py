@@ -1,8 +1,7 @@
-"""Reading a torch.distributed.checkpoint directory into an offloaded model, tensor by tensor.
+"""Reads a torch.distributed.checkpoint directory into an offloaded model, tensor by tensor.
 
-Who wrote it, on how many ranks and how it was sharded does not matter: the planner of PyTorch puts
-each tensor together from its shards. Everything that the metadata can show is checked before the
-first write.
+The writing program, its number of ranks and its sharding may differ: the planner of PyTorch joins
+each tensor from its shards. Everything that the metadata shows is checked before the first write.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from infinity.state.units import StateKind, TensorSpec
 from infinity.streaming.gradients import in_memory_order
 
 _NAME = "infinity.checkpoint.import_dcp"
-# Where weights are in what other programs write; the first that has them all is taken.
+# Prefixes of weights in files of other programs; the first one that has all weights is used.
 _MODEL_PREFIXES = ("model.", "", "state_dict.", "app.model.", "model.module.")
 _OPTIMIZER_PREFIXES = ("optimizer.", "optim.", "app.optim.", "app.optimizer.")
 
@@ -46,25 +45,25 @@ _OPTIMIZER_PREFIXES = ("optimizer.", "optim.", "app.optim.", "app.optimizer.")
 def import_dcp(
     directory: str | os.PathLike[str], model: nn.Module, optimizer: OffloadedOptimizer | None = None
 ) -> None:
-    """Brings weights and, with `optimizer`, moments, step counts and settings into their tiers.
+    """Reads weights and, with `optimizer`, moments, step counts and settings into their tiers.
 
-    directory: as `torch.distributed.checkpoint.save` writes it for `{"model": ..., "optimizer":
-        ...}` ("optim" and a bare model too), sharded or not, or as `export_dcp` does
+    directory: written by `torch.distributed.checkpoint.save` for `{"model": ..., "optimizer": ...}`
+        ("optim" and a bare model too), sharded or not, or by `export_dcp`
     model: offloaded; the same names and shapes, in any precision
-    optimizer: the one it was saved with, as infinity's own, with the same groups of parameters
+    optimizer: the optimizer of infinity for the saved one, with the same groups of parameters
 
-    The fp32 master takes `master.<name>` where it is there, else the weight's own value, unrounded.
-    In memory beside the host budget: one tensor and the largest shard of it. Gradients are dropped.
-    Several ranks all call it.
-    The metadata is read with pickle, as PyTorch does: read only what you trust.
+    The fp32 master gets `master.<name>` if the directory has it, else the unrounded value of the
+    weight. Beside the host budget, memory holds one tensor and its largest shard. Gradients are
+    dropped. All ranks call it. The metadata is read with pickle, as PyTorch does: read only
+    directories that you trust.
 
-    Raises ConfigError where names, shapes or groups do not fit, CorruptionError for metadata that
-    is damaged, both before anything was changed; StorageError for a data file that cannot be read,
-    and the model is a mixture then.
+    Raises ConfigError if names, shapes or groups do not fit, UnsupportedError for moments of eight
+    bits, CorruptionError for damaged metadata, all before anything changes. A data file that cannot
+    be read raises CorruptionError or StorageError; the model is a mixture then.
     """
     found = _Directory(Path(directory))
     engine = engine_of(model)
-    with engine.collective_section(_NAME):  # Refused before anything is changed, on any rank.
+    with engine.collective_section(_NAME):  # An error on any rank comes before any change.
         with engine.at_rest(_NAME):
             pass
         weights = found.find_weights(model)
@@ -108,7 +107,7 @@ def _flat(value: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
 
 
 class _Reader(FileSystemReader):
-    """Gives the metadata that was read once, however often a tensor is asked for."""
+    """Returns metadata that was read once, so that a tensor does not read it again."""
 
     def __init__(self, path: Path, metadata: Metadata) -> None:
         super().__init__(path)
@@ -119,7 +118,7 @@ class _Reader(FileSystemReader):
 
 
 class _Directory:
-    """What the metadata says, and reading by key. Holds no tensor."""
+    """Finds tensors in the metadata and reads them by key. Holds no tensor."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -133,20 +132,21 @@ class _Directory:
                 raise TypeError(type(metadata).__name__)
         except OSError as error:
             raise StorageError(error.errno or 0, operation="read", path=str(path)) from None
-        except Exception as error:  # Whatever damaged bytes make pickle raise.
+        except Exception as error:  # Damaged bytes may make pickle raise any error.
             raise _damaged(path / ".metadata", f"it cannot be unpickled: {error}") from error
         self._metadata = metadata
         self._items = metadata.state_dict_metadata
         self.model_prefix = ""
 
     def read(self, key: str) -> torch.Tensor:
-        """A fresh host tensor, whole, in the dtype it was saved in."""
+        """Returns a fresh, full host tensor in the saved dtype. Raises CorruptionError."""
         item = self._items[key]
         assert isinstance(item, TensorStorageMetadata)
         value: torch.Tensor = self._load(key, torch.empty(item.size, dtype=item.properties.dtype))
         return value
 
     def read_fp32(self, key: str | None) -> torch.Tensor | None:
+        """Returns a fresh fp32 host tensor; None for None. Raises as `read`."""
         return None if key is None else self.read(key).float()
 
     def _load(self, key: str, value: Any) -> Any:
@@ -160,11 +160,11 @@ class _Directory:
                     planner=planner,
                     no_dist=True,
                 )
-        except (CheckpointException, Exception) as error:  # The first is no Exception.
+        except (CheckpointException, Exception) as error:  # The first is a BaseException.
             first: BaseException = error
             if isinstance(error, CheckpointException):
                 first = next(iter(error.failures.values()))[0]
-            if not isinstance(first, Exception):  # A KeyboardInterrupt, say.
+            if not isinstance(first, Exception):  # For example a KeyboardInterrupt.
                 raise first from None
             raise _damaged(self.path, f"{key!r} cannot be read: {first!r}") from error
         return planner.state_dict[key]  # A tensor is `value`, filled; an object is a new one.
@@ -172,7 +172,10 @@ class _Directory:
     # -- Weights -----------------------------------------------------------------------------------
 
     def find_weights(self, model: nn.Module) -> dict[str, str]:
-        """Parameter -> key: the fp32 master where there is one."""
+        """Returns the key of every parameter, that of its fp32 master if there is one.
+
+        Raises ConfigError for names, shapes or dtypes that do not fit.
+        """
         names: dict[int, list[str]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             names.setdefault(id(parameter), []).append(name)
@@ -198,7 +201,7 @@ class _Directory:
         return found
 
     def find_buffers(self, model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-        """(key, buffer) of those that the directory has."""
+        """Yields (key, buffer) for the buffers that the directory has. Raises ConfigError."""
         for name, buffer in model.named_buffers():
             key = self.model_prefix + name
             if self._is_tensor(key):
@@ -218,10 +221,10 @@ class _Directory:
             for prefix in _MODEL_PREFIXES
         }
         best = min(lacks.values(), key=len)
-        there = [key for key in self._items if self._is_tensor(key)]
+        tensors = [key for key in self._items if self._is_tensor(key)]
         raise ConfigError(
             f"{self.path} lacks {best[0]!r} and {len(best) - 1} more of the model's "
-            f"{len(wanted)} parameters; it has {len(there)} tensors, e.g. {there[:3]}. Is it a "
+            f"{len(wanted)} parameters; it has {len(tensors)} tensors, e.g. {tensors[:3]}. Is it a "
             "checkpoint of this model?"
         )
 
@@ -250,7 +253,11 @@ class _Directory:
     def find_moments(
         self, engine: Engine, optimizer: OffloadedOptimizer
     ) -> dict[tuple[str, str], str]:
-        """(parameter, kind) -> key, for parameters of the optimizer that have been updated."""
+        """Returns the key by (parameter, kind) for parameters that have been updated.
+
+        Raises ConfigError for the state of another optimizer, UnsupportedError for moments of eight
+        bits in the model.
+        """
         prefix, moments = self._optimizer_prefix(), moments_of(engine.config)
         if moments.is_8bit:
             raise UnsupportedError(
@@ -265,12 +272,12 @@ class _Directory:
         for group in optimizer.named_state()["groups"]:
             for name in group["params"]:
                 keys = {kind: f"{prefix}state.{name}.{kind}" for kind in kinds}
-                there = [kind for kind, key in keys.items() if self._is_tensor(key)]
-                if there and len(there) < len(keys):
+                present = [kind for kind, key in keys.items() if self._is_tensor(key)]
+                if present and len(present) < len(keys):
                     raise ConfigError(
-                        f"{self.path} has {there[0]} of {name!r} only; expected {expected}"
+                        f"{self.path} has {present[0]} of {name!r} only; expected {expected}"
                     )
-                for kind in there:
+                for kind in present:
                     self._check_shape(keys[kind], engine.spec(name).facts.shape, name)
                     found[name, kind] = keys[kind]
         if not found:
@@ -281,11 +288,14 @@ class _Directory:
         return found
 
     def named_optimizer(self, optimizer: OffloadedOptimizer) -> dict[str, Any]:
-        """Settings and steps as `OffloadedOptimizer.restore_named_state` takes them."""
+        """Returns settings and steps for `OffloadedOptimizer.restore_named_state`.
+
+        Raises ConfigError for other groups of parameters.
+        """
         prefix = self._optimizer_prefix()
-        mine = optimizer.named_state()
+        named = optimizer.named_state()
         groups = []
-        for index, group in enumerate(mine["groups"]):
+        for index, group in enumerate(named["groups"]):
             saved = self._group(prefix, index, group)
             if saved.get("params", group["params"]) != group["params"]:
                 raise ConfigError(
@@ -300,7 +310,7 @@ class _Directory:
                 "build the optimizer with the groups it was saved with"
             )
         steps, begun = {}, []
-        for name in (name for group in mine["groups"] for name in group["params"]):
+        for name in (name for group in named["groups"] for name in group["params"]):
             step = self._step(f"{prefix}state.{name}.step")
             has_momentum = self._is_tensor(
                 f"{prefix}state.{name}.{StateKind.MOMENTUM_BUFFER.value}"
@@ -314,12 +324,12 @@ class _Directory:
     def _has_group(self, prefix: str, index: int) -> bool:
         return f"{prefix}param_groups.{index}.lr" in self._items
 
-    def _group(self, prefix: str, index: int, mine: dict[str, Any]) -> dict[str, Any]:
-        """What was saved of a group: by its number, or flattened by the names of parameters."""
-        first = mine["params"][0] if mine["params"] else ""
+    def _group(self, prefix: str, index: int, group: dict[str, Any]) -> dict[str, Any]:
+        """Returns the saved settings of a group, by its number or by its first parameter."""
+        first = group["params"][0] if group["params"] else ""
         for start in (f"{prefix}param_groups.{index}.", f"{prefix}param_groups.{first}."):
             if f"{start}lr" in self._items:
-                wanted = [name for name in mine if start + name in self._items]
+                wanted = [name for name in group if start + name in self._items]
                 return {name: self._value(start + name) for name in wanted}
         return {}
 
@@ -327,7 +337,7 @@ class _Directory:
         return int(self._value(key)) if key in self._items else 0
 
     def _value(self, key: str) -> Any:
-        """A number, a list or text, however it was stored."""
+        """Returns a number, a list or text, whether it was stored as bytes or as a tensor."""
         if isinstance(self._items[key], BytesStorageMetadata):
             return self._load(key, None)
         tensor = self.read(key)

@@ -1,12 +1,12 @@
-"""A model's weights as a Hugging Face checkpoint, written without holding the model.
+"""Exports the weights of a model as a Hugging Face checkpoint, tensor by tensor.
 
-The plan comes from shapes alone: which tensors, under which names, in which shard, at which offset.
-Then each tensor is read from its tier and written to its place; where transformers keeps another
-layout on disk (per-expert matrices of a packed one), one group of tensors is converted at a time.
+The plan needs shapes only. It gives every tensor its name, its shard and its offset. Then each
+tensor is read from its tier and written to its place. If transformers has another layout on disk
+(per-expert matrices instead of a packed one), one group of tensors is converted at a time.
 
-A file appears under its final name only when all of them are whole and synced. Of the renames, the
-old index goes first and the new one comes last, so that a crash in between leaves a directory that
-cannot be loaded rather than one that loads a mixture.
+The files get their final names when all of them are complete and synced. The old index is removed
+first and the new index is renamed last, so a crash in between leaves a directory that does not load
+instead of one that loads a mixture.
 """
 
 from __future__ import annotations
@@ -51,16 +51,19 @@ def export_safetensors(
     read: Read | None = None,
     master: bool = False,
 ) -> list[Path]:
-    """Writes what `AutoModel...from_pretrained(directory)` loads; returns the weight files.
+    """Writes a directory for `AutoModel...from_pretrained(directory)`; returns the weight files.
 
-    Weights in the compute dtype, or with `master` in fp32 as the optimizer keeps them (what a
-    narrower weight is rounded from); tied weights once, persistent buffers, in shards of at most
-    `max_shard_nbytes` (a larger tensor gets a shard of its own); config.json and
-    generation_config.json where the model has them; the tokenizer's files when one is given.
-    `read(name)` yields a parameter as a CPU tensor, with `master` its fp32 value; by default it
-    asks the model's engine, and a model without one gives its own parameters. Files of an earlier
-    export are replaced, anything else in the directory is left alone. Raises StorageError when
-    there is too little space, before anything is written.
+    The directory gets the weights (tied weights once), persistent buffers, config.json and
+    generation_config.json if the model has them, and the files of the tokenizer if one is given.
+
+    master: write fp32 masters, which the weights are rounded from, instead of the compute dtype
+    max_shard_nbytes: the most bytes of tensors in one file; a larger tensor gets its own file
+    read: `read(name)` returns a parameter on the CPU, with `master` in fp32; by default it reads
+        from the engine of the model, or from the model itself if it has no engine
+
+    Replaces the files of an earlier export, and leaves other files of the directory as they are.
+    Raises ConfigError for a PEFT model and for a bad `max_shard_nbytes`, StorageError for too
+    little space before anything is written, and for a write that fails.
     """
     directory = Path(directory)
     plan = plan_export(model, max_shard_nbytes=max_shard_nbytes, master=master)
@@ -95,7 +98,7 @@ def export_safetensors(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportPlan:
-    """Every tensor of an export and its shard. `shards` keep the order of the model."""
+    """Every tensor of an export, with its shard. `shards` have the order of the model."""
 
     groups: list[TensorGroup]
     shards: dict[str, list[TensorInfo]]
@@ -108,7 +111,7 @@ class ExportPlan:
 
 
 def plan_export(model: nn.Module, *, max_shard_nbytes: int, master: bool = False) -> ExportPlan:
-    """What `export_safetensors` will write. Asks shapes and dtypes only."""
+    """Plans the files of `export_safetensors` from shapes and dtypes. Raises ConfigError."""
     if max_shard_nbytes <= 0:
         raise ConfigError(f"max_shard_nbytes={max_shard_nbytes} must be positive")
     if hasattr(model, "peft_config"):
@@ -147,19 +150,20 @@ def make_directory(directory: Path) -> None:
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError) as error:
-        there = next((each for each in (directory, *directory.parents) if each.exists()), directory)
+        paths = (directory, *directory.parents)
+        present = next((path for path in paths if path.exists()), directory)
         raise StorageError(
             error.errno or 0,
             operation="create",
             path=str(directory),
-            detail=f"{there} is a file; expected a directory, or a name that is free",
+            detail=f"{present} is a file; expected a directory, or a name that is free",
         ) from None
     except OSError as error:
         raise StorageError(error.errno or 0, operation="create", path=str(directory)) from None
 
 
 def check_space(directory: Path, nbytes: int) -> None:
-    """Raises StorageError when `directory`'s file system has less than `nbytes` free."""
+    """Raises StorageError if the file system of `directory` has less than `nbytes` free."""
     stats = os.statvfs(directory)
     free_nbytes = stats.f_bavail * stats.f_frsize
     if free_nbytes < nbytes:
@@ -174,8 +178,8 @@ def check_space(directory: Path, nbytes: int) -> None:
 
 
 def _saved_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor an export holds, once, under the name that is expected on loading."""
-    # Of the names of a tied weight the one that is not declared as tied to another is kept.
+    """Returns every tensor of an export once, under the name that a load expects."""
+    # A tied weight keeps the name that is not declared as tied to another one.
     tied = set(getattr(model, "all_tied_weights_keys", None) or ())
     ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
     chosen: dict[int, str] = {}
@@ -220,12 +224,12 @@ def _assign_shards(infos: list[TensorInfo], max_shard_nbytes: int) -> dict[str, 
 
 
 def _reader(model: nn.Module, *, master: bool) -> Read:
-    """Parameters from the model's engine; a model without one has them itself."""
+    """Returns the reader of parameters: from the engine, or from a model without an engine."""
     from infinity.engine.registry import engine_of
 
     try:
         engine = engine_of(model)
-    except InfinityError:  # Not offloaded: it holds its parameters itself.
+    except InfinityError:  # The model is not offloaded.
 
         def read_plain(name: str) -> torch.Tensor:
             value = model.get_parameter(name).detach().cpu()
@@ -236,7 +240,7 @@ def _reader(model: nn.Module, *, master: bool) -> Read:
 
 
 def _tiles_of(model: nn.Module) -> Callable[[TensorGroup], list[str]]:
-    """Names of the tiles that the one tensor of a group stands as; empty for any other group."""
+    """Returns a function that lists the tiles of the tensor of a group; empty for a plain one."""
 
     def tiles_of(group: TensorGroup) -> list[str]:
         path, _, leaf = group.sources[0][1].rpartition(".")
@@ -257,7 +261,7 @@ def _write_tiles(writer: SafetensorsWriter, name: str, tiles: list[str], read: R
 
 
 def _fetcher(model: nn.Module, read: Read) -> Read:
-    """`read` for parameters under any alias, the model itself for buffers."""
+    """Returns a function that reads a parameter under any alias, or a buffer of the model."""
     first_name = {id(parameter): name for name, parameter in model.named_parameters()}
     for _, module in modules_of(model):
         if isinstance(module, Tiled):
@@ -275,10 +279,10 @@ def _fetcher(model: nn.Module, read: Read) -> Read:
 
 
 def _write_texts(model: Any, directory: Path, tokenizer: Any, *, master: bool) -> None:
-    """config.json, generation_config.json and the tokenizer, by transformers' own hands."""
+    """Writes config.json, generation_config.json and the tokenizer with transformers."""
     config: Any = getattr(model, "config", None)
     if hasattr(config, "save_pretrained"):
-        config = copy.deepcopy(config)  # The model's own keeps its dtype.
+        config = copy.deepcopy(config)  # The configuration of the model must not change.
         dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
         if master:
             dtype = torch.float32
@@ -293,7 +297,7 @@ def _write_texts(model: Any, directory: Path, tokenizer: Any, *, master: bool) -
 
 
 def _commit(directory: Path, plan: ExportPlan, writers: Mapping[str, SafetensorsWriter]) -> None:
-    """Turns the synced partial files into the checkpoint, in an order that no crash can mix."""
+    """Renames the synced partial files in an order in which a crash cannot mix two exports."""
     index = directory / _INDEX_NAME
     partial = directory / f".{_INDEX_NAME}.partial"
     is_sharded = _SINGLE_NAME not in plan.shards

@@ -1,4 +1,4 @@
-"""A Hugging Face directory made of a checkpoint of a run: no engine, no tier, no GPU."""
+"""Exports a checkpoint to a Hugging Face directory, without engine, tiers and GPU."""
 
 from __future__ import annotations
 
@@ -24,12 +24,14 @@ def export_checkpoint_safetensors(
     max_shard_nbytes: int = 2 * GIB,
     tokenizer: Any = None,
 ) -> list[Path]:
-    """`export_safetensors` of the weights in a checkpoint, or in the newest of a directory of them.
+    """Runs `export_safetensors` on the weights of a checkpoint; returns the weight files.
 
-    `model` is of the same architecture and may be on meta; of its parameters only names and shapes
-    are asked. In memory: one tensor, or the group that transformers converts together. Raises
-    ConfigError for a checkpoint of another model before anything is written, CorruptionError for a
-    tensor whose SHA-256 is not the manifest's.
+    checkpoint: a checkpoint, or a directory of checkpoints, from which the newest is exported
+    model: of the same architecture; it may be on meta, because only names and shapes are used
+
+    Memory holds one tensor, or the group of tensors that transformers converts together. Raises
+    ConfigError for a checkpoint of another model before anything is written, CorruptionError for
+    bytes that their checksum does not match, otherwise as `export_safetensors`.
     """
     with CheckpointSource(checkpoint) as source:
         infos = {(info.name, info.kind): info for info in source.infos}

@@ -1,13 +1,12 @@
-"""Whether the tensors of a directory are the model's weights, all of them, as numbers.
+"""Checks that the tensors of a directory are all weights of the model, stored as numbers.
 
-A quantised checkpoint has the names and often the shapes of a plain one, and its codes read as
-numbers train without an error. So a directory that says that it is quantised is refused, and so is
-every tensor that nobody asked for: a scale, a zero point, a part of the model that is not there.
+A quantised checkpoint has the names and often the shapes of a plain one, and codes that are read as
+numbers train without an error. So these checks refuse a directory that is declared as quantised,
+and every tensor that the model has no place for: a scale, a zero point, a missing submodule.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -16,45 +15,51 @@ from typing import Any
 import torch
 from torch import nn
 
+from infinity.bounded import MalformedError, read_json, table_of
 from infinity.errors import ConfigError
 
 WIDE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 _MAX_NAMES_IN_MESSAGE = 5
 _QUANTISATION_KEYS = ("quantization_config", "compression_config")
-# What the tools of ModelOpt, GPTQ and AWQ leave beside a config.json that says nothing.
+# ModelOpt, GPTQ and AWQ write one of these and may leave config.json as it was.
 _QUANTISATION_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
 
 
 def refuse_quantised(directory: Path) -> None:
-    """Raises ConfigError where the directory says that its weights are codes."""
+    """Raises ConfigError for a directory of quantised weights, and for a bad config.json."""
     for name in _QUANTISATION_FILES:
         if (directory / name).is_file():
             raise _quantised(directory, f"{name} is there")
-    file = directory / "config.json"
-    if not file.is_file():
-        return
-    try:
-        table = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError, OSError) as error:
-        raise ConfigError(f"{file} cannot be read: {error}") from None
+    table = _read_config(directory)
     for section in [table, *_sections(table)]:
         for key in _QUANTISATION_KEYS:
             if section.get(key):
                 raise _quantised(directory, f"{key} in its config.json: {_kind(section[key])}")
 
 
-def _sections(table: Any) -> list[dict[str, Any]]:
-    """The configurations of a composite model's parts."""
-    values = table.values() if isinstance(table, dict) else ()
-    return [value for value in values if isinstance(value, dict)]
+def _read_config(directory: Path) -> dict[str, Any]:
+    """Returns the table in config.json, empty if there is no such file. Raises ConfigError."""
+    file = directory / "config.json"
+    if not file.is_file():
+        return {}
+    try:  # Configurations of some models have numbers that are not finite.
+        return table_of(read_json(file, is_strict=False), "it")
+    except (MalformedError, OSError) as error:
+        raise ConfigError(f"{file} cannot be read: {error}") from None
 
 
-def _kind(said: Any) -> str:
-    if not isinstance(said, dict):
-        return repr(said)
+def _sections(table: dict[str, Any]) -> list[dict[str, Any]]:
+    """Returns the configurations of the parts of a composite model."""
+    return [value for value in table.values() if isinstance(value, dict)]
+
+
+def _kind(value: Any) -> str:
+    """Describes the value of a quantisation key in a few words."""
+    if not isinstance(value, dict):
+        return repr(value)
     known = ("quant_method", "format", "fmt", "bits", "weight_block_size", "load_in_4bit")
-    return ", ".join(f"{key}={said[key]!r}" for key in known if said.get(key)) or "unnamed"
+    return ", ".join(f"{key}={value[key]!r}" for key in known if value.get(key)) or "unnamed"
 
 
 def _quantised(directory: Path, why: str) -> ConfigError:
@@ -72,7 +77,10 @@ def refuse_codes(
     wanted: torch.dtype,
     sources: Iterable[tuple[str, torch.dtype | str]],
 ) -> None:
-    """Numbers of a model come from numbers: of the same dtype, or of a wide one."""
+    """Raises ConfigError if a float weight would be read from codes of a quantised one.
+
+    Sources are (name, dtype). Allowed are the dtype of the model and the WIDE ones.
+    """
     if not wanted.is_floating_point:
         return
     for name, dtype in sources:
@@ -85,6 +93,7 @@ def refuse_codes(
 
 
 def refuse_unexpected(path: object, model: nn.Module, names: Sequence[str]) -> None:
+    """Raises ConfigError if `names`, tensors that the model has no place for, is not empty."""
     if names:
         raise ConfigError(
             f"{path} has tensors that {type(model).__name__} has no place for: {listed(names)}. "
@@ -95,14 +104,17 @@ def refuse_unexpected(path: object, model: nn.Module, names: Sequence[str]) -> N
 
 
 def is_ignored(name: str, patterns: Iterable[str]) -> bool:
+    """Whether one of the shell patterns matches the name of a tensor."""
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def is_other_head(model: Any, name: str, source_names: Iterable[str]) -> bool:
-    """Whether tensor `name` is of a head that the checkpoint has and the model has not: outside of
-    what both have in common, and of a module that is not there."""
+    """Whether tensor `name` belongs to a head that the checkpoint has and the model does not have.
+
+    Such a tensor lies outside the base model, in a module that the model does not have.
+    """
     prefix = getattr(model, "base_model_prefix", "")
-    if not prefix or not any(each.startswith(f"{prefix}.") for each in source_names):
+    if not prefix or not any(source.startswith(f"{prefix}.") for source in source_names):
         return False
     return not name.startswith(f"{prefix}.") and not _has(model, name.rpartition(".")[0])
 
@@ -116,22 +128,22 @@ def _has(model: nn.Module, path: str) -> bool:
 
 
 def is_new_head(model: Any, missing: Sequence[str], directory: Path) -> bool:
-    """Whether the model is a head over the base that the checkpoint has: another class, by the
-    checkpoint's own word, and nothing of the base is missing."""
+    """Whether the missing names are those of a new head on the base model of the checkpoint.
+
+    Then config.json names another class, and no tensor of the base model is missing. Raises
+    ConfigError for a config.json that cannot be read.
+    """
     prefix = getattr(model, "base_model_prefix", "")
     if not prefix or not _has(model, prefix) or getattr(model, prefix) is model:
         return False
     if any(name.startswith(f"{prefix}.") for name in missing):
         return False
-    try:
-        classes = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-        classes = classes["architectures"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return False
+    classes = _read_config(directory).get("architectures")
     return isinstance(classes, list) and classes != [] and type(model).__name__ not in classes
 
 
 def listed(names: Sequence[str]) -> str:
+    """Lists the first few names and the number of the others."""
     shown = ", ".join(repr(name) for name in names[:_MAX_NAMES_IN_MESSAGE])
     more = len(names) - _MAX_NAMES_IN_MESSAGE
     return f"{shown} and {more} more" if more > 0 else shown

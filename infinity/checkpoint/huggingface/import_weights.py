@@ -1,27 +1,26 @@
-"""Weights of a Hugging Face directory, streamed into tiers tensor by tensor.
+"""Streams the weights of a Hugging Face directory into tiers, tensor by tensor.
 
-How it is used:
+Usage:
 
-    source = weight_source("path/to/checkpoint")  # headers of all files read and checked
-    plan = source.plan(model)                     # every name, shape and conversion checked
-    plan.load(engine.write_parameter)             # streams; nothing was written before this line
+    source = weight_source("path/to/checkpoint")  # reads and checks the headers of all files
+    plan = source.plan(model)                     # checks every name, shape and conversion
+    plan.load(engine.write_parameter)             # streams; nothing is written before this line
 
 or, in one call, `weight_source(path).load_into(model, engine.write_parameter)`.
-`write(name, tensor)` receives each parameter once, under its first name in
-`model.named_parameters()`, whole (or by tiles: `load`), as a fresh CPU tensor **in the dtype of the
-file**: casting is the writer's, because the fp32 master wants the file's value and not one that
-went through bf16. The tensor may be kept or changed. Persistent buffers are written into the model.
-In memory at any time: the source tensors of one target, and the target (one expert stack, say),
-never the model.
+`write(name, tensor)` gets each parameter once, under its first name in `model.named_parameters()`,
+in full or by tiles (`load`), as a fresh CPU tensor **in the dtype of the file**. The writer casts,
+because the fp32 master needs the value of the file, not a value that was rounded to bf16. The
+writer may keep or change the tensor. Persistent buffers are written into the model. Memory holds
+the source tensors of one target and the target (for example one expert stack), never the model.
 
-The model may be on meta, hold handles or plain parameters: only names, shapes and dtypes are asked.
-A PEFT model is taken by the names of the model it wraps; adapters are not looked for in the file.
+The model may be on meta, or have handles or plain parameters: only names, shapes and dtypes are
+used. A PEFT model has the names of the model that it wraps; adapters are not read from the file.
 
-Everything a header can show is refused before the first write: a truncated or over-long file, a
-tensor missing from the file the index names, missing tensors, tensors that nobody asked for, codes
-of quantised weights, wrong shapes, a conversion that does not fit, tied weights that differ.
-Errors: CorruptionError where the bytes contradict themselves, ConfigError where checkpoint and
-model do not belong together, StorageError where reading fails.
+Everything that a header shows is checked before the first write: the length of every file, tensors
+missing from the file that the index names, missing and unexpected tensors, codes of quantised
+weights, shapes, conversions, and equality of tied weights. Errors: CorruptionError for bytes that
+contradict each other, ConfigError if checkpoint and model do not belong together, StorageError for
+a read that fails.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ from infinity.checkpoint.huggingface.safetensors_file import (
 )
 from infinity.engine.adapters import follows
 from infinity.engine.dtypes import names_kept_wide
-from infinity.errors import ConfigError, CorruptionError, StorageError
+from infinity.errors import ConfigError, CorruptionError, StorageError, corrupt
 
 _SINGLE_NAME = "model.safetensors"
 _INDEX_NAME = "model.safetensors.index.json"
@@ -74,12 +73,19 @@ TileRows = Callable[[str], list[tuple[str, int, int]]]
 
 
 def weight_source(path: str | os.PathLike[str]) -> WeightSource:
-    """The weights of a directory in Hugging Face layout (one file or an index), or of one file."""
+    """Opens a directory in Hugging Face layout (one file or an index), or one safetensors file.
+
+    Reads and checks all headers. Raises ConfigError for a path without weights, CorruptionError for
+    a damaged header or index, StorageError for a read that fails.
+    """
     return WeightSource(path)
 
 
 class WeightSource:
-    """The tensors of a checkpoint, by their names in its files. Holds headers, no tensor."""
+    """The tensors of a checkpoint, by their names in its files. Holds headers, no tensor.
+
+    Not thread-safe; close it. Raises as `weight_source`.
+    """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
@@ -103,17 +109,22 @@ class WeightSource:
 
     @property
     def nbytes(self) -> int:
+        """The size of all tensors in the files."""
         return sum(info.nbytes for info in self._infos.values())
 
     def names(self) -> list[str]:
+        """Returns the names of all tensors in the files."""
         return list(self._infos)
 
     def read(self, name: str) -> torch.Tensor:
-        """A fresh CPU tensor, as it is in the file. The file stays open until `close`."""
+        """Returns a fresh CPU tensor in the dtype of the file, which stays open until `close`.
+
+        Raises CorruptionError, StorageError, UnsupportedError for a dtype that torch does not have.
+        """
         return self._opened(name).read(name)
 
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Rows [start, stop) of a tensor, likewise."""
+        """Returns rows [start, stop) of a tensor. Raises as `read`."""
         reader, info = self._opened(name), self._infos[name]
         rows = torch.empty((stop - start, *info.shape[1:]), dtype=info.dtype)
         reader.read_into(name, start * math.prod(info.shape[1:]), rows)
@@ -134,7 +145,7 @@ class WeightSource:
         return self._reader
 
     def close(self) -> None:
-        """Closes the file read last. Idempotent; a later `read` opens it again."""
+        """Closes the file. Idempotent; a later `read` opens it again."""
         if self._reader is not None:
             self._reader.close()
             self._reader = None
@@ -142,13 +153,13 @@ class WeightSource:
     def plan(
         self, model: nn.Module, *, strict: bool = True, ignore: Sequence[str] = ()
     ) -> ImportPlan:
-        """What to write where. Reads no tensor, except to compare tied weights stored twice.
+        """Plans every write. Reads no tensor, except to compare tied weights that are stored twice.
 
-        With `strict`, a parameter of the model that the checkpoint lacks is a ConfigError, unless
-        it is a head that the checkpoint's own class does not have; so is a tensor of the checkpoint
-        that the model has no place for, unless transformers passes over it, it is of another
-        class's head, or a pattern in `ignore` names it. Without `strict` both are in the plan's
-        `missing` and `unexpected`, and left alone. Codes of quantised weights are always refused.
+        With `strict`, ConfigError is raised for a parameter that the checkpoint lacks, unless it is
+        a head that the class of the checkpoint does not have; and for a tensor that the model has
+        no place for, unless transformers ignores it, it belongs to the head of another class, or a
+        pattern in `ignore` matches it. Without `strict` both are only listed, in `missing` and
+        `unexpected` of the plan. Codes of quantised weights always raise ConfigError.
         """
         refuse_quantised(self.path if self.path.is_dir() else self.path.parent)
         view = _ModelView(model)
@@ -165,7 +176,7 @@ class WeightSource:
                     unexpected.append(name)
                     continue
                 self._check_shape(group, name, shape, target)
-                used = ((each, self._infos[each].stored_dtype) for each in group.source_names)
+                used = ((n, self._infos[n].stored_dtype) for n in group.source_names)
                 refuse_codes(self.path, name, target.dtype, used)
                 if target.canonical in provider:
                     duplicates.append((provider[target.canonical], group))
@@ -206,7 +217,7 @@ class WeightSource:
     def load_into(
         self, model: nn.Module, write: Write, *, strict: bool = True, ignore: Sequence[str] = ()
     ) -> ImportPlan:
-        """`plan`, then `load`; returns the plan for its `missing` and `unexpected`."""
+        """Runs `plan` and `load`; returns the plan. Raises as these."""
         plan = self.plan(model, strict=strict, ignore=ignore)
         plan.load(write)
         return plan
@@ -224,7 +235,7 @@ class WeightSource:
         )
 
     def _check_tied(self, first: TensorGroup, second: TensorGroup) -> None:
-        """Weights that the model ties may be stored twice, but must then be the same."""
+        """Raises ConfigError if two stored copies of a tied weight differ."""
         names = (first.source_names, second.source_names)
         assert len(names[0]) == len(names[1]) == 1, f"tied weights made by a conversion: {names}"
         one, other = (self.read(name[0]) for name in names)
@@ -239,8 +250,10 @@ class WeightSource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImportPlan:
-    """A checked way from a checkpoint's tensors to a model's. `missing` names stay unwritten;
-    `unexpected` are tensors of the files that the model has no place for."""
+    """A checked mapping from the tensors of a checkpoint to those of a model.
+
+    `missing` parameters are not written; the model has no place for `unexpected` tensors.
+    """
 
     source: WeightSource
     view: _ModelView
@@ -251,10 +264,11 @@ class ImportPlan:
     def load(self, write: Write, tile_rows: TileRows | None = None) -> None:
         """Streams every tensor: parameters to `write`, buffers into the model.
 
-        `tile_rows(name)` gives (name, first row, end) of the tiles that a parameter stands as. One
-        that the file has as it is, is then read and written tile by tile.
+        `tile_rows(name)` returns (name, first row, end) of the tiles of a parameter. A tiled
+        parameter that needs no conversion is read and written tile by tile. Raises
+        CorruptionError, StorageError.
         """
-        self._say_what_differs()
+        self._warn_of_differences()
         written: set[str] = set()
         wide = names_kept_wide(self.view.model)
         try:
@@ -277,11 +291,11 @@ class ImportPlan:
                             module._buffers[buffer_name] = tensor.float()
                         else:
                             _set_buffer(module, buffer_name, tensor)
-                    del tensor  # Not held while the next is read.
+                    del tensor  # Frees the memory before the next read.
         finally:
             self.source.close()
 
-    def _say_what_differs(self) -> None:
+    def _warn_of_differences(self) -> None:
         kind = type(self.view.model).__name__
         if self.missing:
             _log.warning(
@@ -296,7 +310,7 @@ class ImportPlan:
     def _load_by_tiles(
         self, group: TensorGroup, write: Write, tile_rows: TileRows, written: set[str]
     ) -> bool:
-        """Whether the group was one parameter that stands as tiles; it is loaded then."""
+        """Loads the group if it is one tiled parameter; returns whether it is."""
         target = self.view.targets.get(group.first_target)
         if group.transform is not None or target is None or len(target.parameter_names) != 1:
             return False
@@ -314,9 +328,9 @@ class ImportPlan:
 class _Target:
     """One parameter or persistent buffer of the model.
 
-    `canonical` is the first name it has in the view: equal for all aliases of a tied weight.
-    `parameter_names` are what the writer calls it: one, or several where PEFT keeps a trainable
-    copy of a module beside the frozen one. Exactly one of the two last fields is filled.
+    `canonical` is its first name in the view, which all aliases of a tied weight share.
+    `parameter_names` are its names for the writer: one, or several if PEFT keeps a trainable copy
+    of a module beside the frozen one. Exactly one of the two last fields is filled.
     """
 
     canonical: str
@@ -327,7 +341,7 @@ class _Target:
 
 
 class _ModelView:
-    """A model under the names that its checkpoint uses: PEFT's wrapping is taken away."""
+    """A model under the names of its checkpoint, without the wrapping of PEFT."""
 
     def __init__(self, model: Any) -> None:
         self.model: nn.Module = model.get_base_model() if _is_peft(model) else model
@@ -350,8 +364,8 @@ class _ModelView:
                 if buffer is not None and is_saved and name is not None:
                     buffers.setdefault(name, []).append((module, leaf))
         first_name: dict[int, str] = {}
-        for name, each in parameters.items():
-            same = [each[0], *(copy for copy in each[1:] if follows(copy, each[0]))]
+        for name, copies in parameters.items():
+            same = [copies[0], *(copy for copy in copies[1:] if follows(copy, copies[0]))]
             self.targets[name] = _Target(
                 canonical=first_name.setdefault(id(same[0]), name),
                 shape=tuple(same[0].shape),
@@ -370,12 +384,14 @@ class _ModelView:
             )
 
     def may_be_missing(self, name: str) -> bool:
-        """Whether a checkpoint is whole without `name`: buffers are computed by the model itself,
-        and transformers knows some weights by pattern."""
+        """Whether a checkpoint is complete without `name`.
+
+        The model computes its buffers itself, and transformers lists some weights by pattern.
+        """
         return bool(self.targets[name].buffers) or is_expected_missing(self.model, name)
 
     def computes(self, name: str) -> bool:
-        """Whether `name` is a buffer that the model makes itself: older versions saved some."""
+        """Whether `name` is a buffer that the model computes itself; older versions saved some."""
         leaf = name.rpartition(".")[2]
         return any(
             own == name or own.endswith(f".{name}") or name.endswith(f".{own}")
@@ -383,7 +399,7 @@ class _ModelView:
         )
 
     def proxy(self) -> Any:
-        """What the conversions ask a model: its configuration and the shape of a parameter."""
+        """Returns what conversions need of a model: configuration and shapes of parameters."""
         return _Proxy(getattr(self.model, "config", None), self.targets)
 
 
@@ -412,7 +428,7 @@ def _is_peft(model: nn.Module) -> bool:
 
 
 def _without_peft(model: nn.Module, name: str) -> str | None:
-    """The name that parameter `name` had before PEFT wrapped its module; None for an adapter's.
+    """Returns the name that a parameter had before PEFT wrapped its module; None for adapters.
 
     A tuner layer keeps the wrapped module as `base_layer` and names its own parts in
     `adapter_layer_names`; a module to save keeps `original_module` and copies by adapter name, and
@@ -439,7 +455,7 @@ def _without_peft(model: nn.Module, name: str) -> str | None:
 
 
 def _find_files(path: Path) -> dict[Path, list[str]]:
-    """The files of a checkpoint, each with the tensors that its index expects in it."""
+    """Returns the files of a checkpoint, each with the tensors that the index expects in it."""
     if path.is_file():
         return {path: []}
     if not path.is_dir():
@@ -479,9 +495,5 @@ def _read_weight_map(index: Path) -> dict[str, str]:
     except OSError as error:
         raise StorageError(error.errno or 0, operation="read", path=str(index)) from None
     except MalformedError as error:
-        raise _bad_index(index, f"no weight_map can be read: {error}") from None
+        raise corrupt(str(index), f"no weight_map can be read: {error}") from None
     return weight_map
-
-
-def _bad_index(index: Path, detail: str) -> CorruptionError:
-    return CorruptionError(errno.EILSEQ, operation="read", path=str(index), detail=detail)

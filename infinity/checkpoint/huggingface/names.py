@@ -1,15 +1,15 @@
-"""Between the names and layouts in a Hugging Face file and those of the model in memory.
+"""Converts names and layouts between Hugging Face files and the model in memory.
 
-transformers 5 renames tensors and changes their layout on the way in (per-expert matrices become
-one packed tensor, query, key and value are cut apart) and undoes both on the way out. The patterns
-are its own and change with every release, so nothing of them is repeated here: its mapping says
-which source tensors make which targets, its operations make them. This file only cuts the work into
-groups, so that no more than the tensors of one group are in memory at a time. Planning runs the
-same operations on meta tensors, which gives every name and shape without reading a byte.
+transformers 5 renames tensors and changes their layout on import (per-expert matrices become one
+packed tensor; query, key and value are split), and reverts both on export. The patterns belong to
+transformers and change with every release, so this file repeats none of them. The mapping of
+transformers gives the source tensors of every target, and its operations make the target. This file
+divides the work into groups, so that memory holds the tensors of one group. Planning runs the same
+operations on meta tensors, which gives every name and shape without reading a byte.
 
-Written against `transformers.core_model_loading` of 5.23: `convert_and_load_state_dict_in_model`
-(import) and `revert_weight_conversion` (export), whose loops this follows line by line.
-A model that is not a transformers model has no mapping: every tensor is its own group.
+Source: `transformers.core_model_loading` of 5.23, `convert_and_load_state_dict_in_model` (import)
+and `revert_weight_conversion` (export); the loops here follow theirs line by line. Other models
+have no mapping: every tensor is a group of its own.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from infinity.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorGroup:
-    """RecutSource tensors that together make one or more targets.
+    """Source tensors that together make one or more targets.
 
-    `sources` are (pattern, name) in the order the operations expect; `transform` is transformers'
-    own, or None where the one source is the one target, unchanged.
+    `sources` are (pattern, name) in the order that the operations expect. `transform` is an object
+    of transformers, or None if the group copies one source to one target.
     """
 
     first_target: str
@@ -47,7 +47,7 @@ class TensorGroup:
     def convert(
         self, fetch: Callable[[str], torch.Tensor], model: nn.Module
     ) -> dict[str, torch.Tensor]:
-        """Targets by name. `fetch` is called once per source name; only this group is held."""
+        """Returns the targets by name. Calls `fetch` once for every source name."""
         if self.transform is None:
             return {self.first_target: fetch(self.sources[0][1])}
         transform = copy.deepcopy(self.transform)
@@ -64,11 +64,11 @@ class TensorGroup:
 def import_groups(
     model: Any, source_names: Iterable[str], targets: dict[str, Any]
 ) -> tuple[list[TensorGroup], list[str]]:
-    """Groups that turn the tensors of a file into those of `model`, and the names left over.
+    """Returns (groups that make tensors of `model` from those of a file, unused source names).
 
-    `targets` has a key for every name the model can take, aliases of tied weights included.
-    Side effect as in transformers: `model._weight_conversions` remembers what was used, so that an
-    export writes the layout that was read.
+    `targets` has a key for every name that the model accepts, with aliases of tied weights. Sets
+    `model._weight_conversions` to the conversions in use, as transformers does, so that an export
+    writes the layout that was read.
     """
     if not _is_transformers_model(model):
         groups, unused = [], []
@@ -116,7 +116,7 @@ def import_groups(
 
 
 def export_groups(model: Any, names: Iterable[str]) -> list[TensorGroup]:
-    """Groups that turn the tensors of `model` into those of its files, the inverse of the above."""
+    """Returns the groups that make tensors of files from those of `model`."""
     plain = [TensorGroup(first_target=name, sources=((name, name),)) for name in names]
     if not _is_transformers_model(model):
         return plain
@@ -170,9 +170,9 @@ def planned_targets(
     infos: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
     model: nn.Module,
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """(shape, dtype) of each target of `group`, from those of its sources; nothing is read.
+    """Computes (shape, dtype) of each target of `group` from those of its sources. Reads no byte.
 
-    Raises ConfigError when the shapes do not fit the conversion.
+    Raises ConfigError if the shapes do not fit the conversion.
     """
 
     def fetch(name: str) -> torch.Tensor:
@@ -189,7 +189,7 @@ def planned_targets(
 
 
 def is_expected_extra(model: nn.Module, name: str) -> bool:
-    """Whether transformers itself drops tensor `name` of a file without a word."""
+    """Whether transformers ignores tensor `name` of a file without a warning."""
     patterns = set(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
     return any(
         re.search(pattern, name)
@@ -198,7 +198,7 @@ def is_expected_extra(model: nn.Module, name: str) -> bool:
 
 
 def is_expected_missing(model: nn.Module, name: str) -> bool:
-    """Whether transformers itself does without tensor `name` in a file."""
+    """Whether transformers accepts a file without tensor `name`."""
     patterns = getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
     return any(re.search(pattern, name) for pattern in patterns)
 

@@ -1,14 +1,14 @@
-"""The safetensors file, read and written one tensor at a time.
+"""Reads and writes safetensors files, one tensor at a time.
 
-Layout: 8 bytes little-endian length of the header, the header (JSON, padded with spaces), then the
-tensors' bytes, back to back. `data_offsets` count from the end of the header.
+Layout: the length of the header (8 bytes, little-endian), the header (JSON, padded with spaces),
+then the bytes of the tensors, back to back. `data_offsets` count from the end of the header.
 
-Why not the safetensors library here: its reader maps the file, so every page read counts as
-resident memory of the process until the kernel takes it back, and its writer wants every tensor of
-a file at once. Both would break the promise that no moment holds the model. The library is the
-oracle in the tests: it loads what is written here, and what it writes is read here.
+The safetensors library is not used, for two reasons. Its reader maps the file, so every page that
+is read counts as resident memory until the kernel reclaims it. Its writer needs all tensors of a
+file at once. Both would let the memory grow to the size of the model. The library is the oracle of
+the tests: it loads files that are written here, and its files are read here.
 
-RecutSource: the format's description in the safetensors repository, README, "Format".
+Source: README of the safetensors repository, section "Format".
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ from infinity.sizes import MIB
 from infinity.storage.page_reader import read_into
 
 _LENGTH_NBYTES = 8
-_MAX_HEADER_NBYTES = 100 * MIB  # The library's own bound.
-_MAX_DIMENSIONS = 64  # torch's own bound.
+_MAX_HEADER_NBYTES = 100 * MIB  # The bound of the library.
+_MAX_DIMENSIONS = 64  # The bound of torch.
 _TRANSFER_NBYTES = 16 * MIB
 
 _TORCH_DTYPES: dict[str, torch.dtype] = {
@@ -71,23 +71,24 @@ _FORMAT_DTYPES = {dtype: name for name, dtype in _TORCH_DTYPES.items()}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """As a header spells it."""
+    """Returns the name of a dtype in a header."""
     return _FORMAT_DTYPES[dtype]
 
 
 def dtype_of(name: str) -> torch.dtype:
+    """Returns the dtype with this name in a header. Raises KeyError for an unknown name."""
     return _TORCH_DTYPES[name]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorInfo:
-    """What a header says of one tensor. `offset_nbytes` counts from the start of the file."""
+    """The facts of one tensor in a header. `offset_nbytes` counts from the start of the file."""
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
     offset_nbytes: int = 0
-    unreadable: tuple[str, int] | None = None  # (its dtype, bytes) where torch has no such dtype.
+    unreadable: tuple[str, int] | None = None  # (dtype, bytes) if torch does not have the dtype.
 
     @property
     def nbytes(self) -> int:
@@ -97,16 +98,16 @@ class TensorInfo:
 
     @property
     def stored_dtype(self) -> torch.dtype | str:
-        """As the file has it, also where torch has no such dtype."""
+        """The dtype in the file; its name if torch does not have the dtype."""
         return self.dtype if self.unreadable is None else self.unreadable[0]
 
 
 class SafetensorsReader:
-    """One file, its header checked on opening, its tensors read on demand.
+    """Reads tensors of one file on demand, after checking its header on opening.
 
-    Raises CorruptionError when the file is shorter or longer than its header says, when offsets
-    overlap, leave holes or pass the end, and when a tensor's bytes do not fit its shape and dtype;
-    StorageError when the file cannot be opened or read. Not thread-safe; close it.
+    Raises CorruptionError if the file is shorter or longer than its header says, if offsets
+    overlap, leave holes or pass the end, and if the bytes of a tensor do not fit its shape and
+    dtype; StorageError if the file cannot be opened or read. Not thread-safe; close it.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -115,7 +116,7 @@ class SafetensorsReader:
             self._fd: int | None = open_regular(self.path)
         except OSError as error:
             raise StorageError(error.errno or 0, operation="open", path=self.path) from None
-        except ValueError as error:  # No regular file, or no path.
+        except ValueError as error:  # Not a regular file, or not a path.
             raise corrupt(self.path, str(error)) from None
         try:
             self.tensors, self.metadata = _read_header(self._fd, self.path)
@@ -135,20 +136,24 @@ class SafetensorsReader:
         self.close()
 
     def close(self) -> None:
+        """Closes the file. Idempotent."""
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
 
     def read(self, name: str) -> torch.Tensor:
-        """A fresh CPU tensor with the bytes of `name`; the caller owns it."""
+        """Returns a fresh CPU tensor, which the caller owns. Raises as `read_into`."""
         info = self._readable(name)
         tensor = torch.empty(info.shape, dtype=info.dtype)
         self.read_into(name, 0, tensor)
         return tensor
 
     def read_into(self, name: str, start: int, target: torch.Tensor) -> None:
-        """Fills `target` (CPU, contiguous, of the dtype of `name`) with elements from `start` on,
-        in row-major order."""
+        """Fills `target` (CPU, contiguous, dtype of `name`) with elements from `start` on.
+
+        Elements are in row-major order. Raises CorruptionError if the file ends too early,
+        StorageError, and UnsupportedError for a dtype that torch does not have.
+        """
         assert self._fd is not None, f"{self.path} is closed"
         info = self._readable(name)
         assert target.dtype is info.dtype, (name, target.dtype, info.dtype)
@@ -175,10 +180,10 @@ class SafetensorsReader:
 
 
 class SafetensorsWriter:
-    """Writes the tensors of one planned file in any order, each straight to its place.
+    """Writes the tensors of one planned file in any order, each to its final place.
 
-    The file appears under `path` only by `commit()`, whole and synced; until then it is
-    `.<name>.partial` beside it, and `close()` without a commit removes that.
+    The file is `.<name>.partial` until `commit()` renames it to `path`; by then it is complete and
+    synced. `close()` without a commit removes the partial file. Raises StorageError.
     """
 
     def __init__(
@@ -189,11 +194,11 @@ class SafetensorsWriter:
         metadata: Mapping[str, str],
         mode: int = 0o666,
     ) -> None:
-        """`mode` is that of a new file, less the umask."""
+        """Creates the partial file and allocates its space. The umask applies to `mode`."""
         self.path = Path(path)
         self.partial_path = self.path.with_name(f".{self.path.name}.partial")
         self.header, self._tensors, self.file_nbytes = _plan_header(tensors, metadata)
-        # Elements to come. A tensor without any is written too, and leaves the table then.
+        # The number of missing elements. An empty tensor is in the table until it is written.
         self._left = {info.name: math.prod(info.shape) for info in tensors}
         self._finished = False
         try:
@@ -215,15 +220,16 @@ class SafetensorsWriter:
 
     @property
     def is_complete(self) -> bool:
+        """Whether every tensor has been written."""
         return not self._left
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
-        """Every planned tensor with its place in the file, in the file's order."""
+        """Every planned tensor with its place, in the order of the file."""
         return self._tensors
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
-        """Stores `tensor` (CPU, planned dtype and shape) as `name`. Each name once."""
+        """Writes `tensor` (CPU, planned dtype and shape) as `name`, once for each name."""
         info = self._tensors[name]
         assert (tuple(tensor.shape), tensor.dtype) == (info.shape, info.dtype), (
             f"{name}: planned {info.shape} {info.dtype}, got {tuple(tensor.shape)} {tensor.dtype}"
@@ -231,8 +237,10 @@ class SafetensorsWriter:
         self.write_part(name, 0, tensor.detach().contiguous())
 
     def write_part(self, name: str, start: int, part: torch.Tensor) -> None:
-        """Stores `part` (CPU, contiguous) as the elements of `name` from `start` on, in row-major
-        order. Each element once."""
+        """Writes `part` (CPU, contiguous, row-major) as elements of `name` from `start` on.
+
+        Every element must be written exactly once.
+        """
         info = self._tensors[name]
         assert part.device.type == "cpu", f"{name} is on {part.device}"
         assert part.dtype is info.dtype, (name, part.dtype, info.dtype)
@@ -253,20 +261,20 @@ class SafetensorsWriter:
             raise StorageError(
                 error.errno or 0, operation="fsync", path=str(self.partial_path)
             ) from None
-        # Nobody reads it soon; the page cache has better uses.
+        # The file is not read soon; the page cache has better uses.
         os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
         os.close(self._fd)
         self._fd = None
         self._finished = True
 
     def commit(self) -> None:
-        """Gives the finished file its name, replacing what was there."""
+        """Renames the finished file to `path`, and replaces an older file. Raises OSError."""
         assert self._finished, f"{self.path} is not finished"
         os.replace(self.partial_path, self.path)
         self._finished = False
 
     def close(self) -> None:
-        """Drops what was not committed. Idempotent."""
+        """Removes a file that was not committed. Idempotent."""
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
@@ -306,7 +314,7 @@ class SafetensorsWriter:
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, shared with it."""
+    """Returns a view of the bytes of a contiguous CPU tensor."""
     assert tensor.is_contiguous()
     if tensor.numel() == 0:
         return memoryview(b"")
@@ -318,7 +326,7 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
 def _plan_header(
     tensors: Iterable[TensorInfo], metadata: Mapping[str, str]
 ) -> tuple[bytes, dict[str, TensorInfo], int]:
-    """(length and header bytes, every tensor with its place, bytes of the whole file)."""
+    """Returns (header with its length, every tensor with its place, bytes of the full file)."""
     # Wide items first, so that every tensor starts at a multiple of its item size.
     ordered = sorted(tensors, key=lambda info: -info.dtype.itemsize)
     entries: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
@@ -409,7 +417,7 @@ def _read_header(fd: int, path: str) -> tuple[dict[str, TensorInfo], dict[str, s
 
 
 def _parse_entry(path: str, name: str, entry: Any) -> TensorInfo:
-    """The entry with its offset still relative to the data."""
+    """Parses an entry; its offset still counts from the end of the header."""
     try:
         dtype_name, shape, (begin, end) = _facts(table_of(entry, "it"))
     except MalformedError as error:
@@ -419,7 +427,7 @@ def _parse_entry(path: str, name: str, entry: Any) -> TensorInfo:
     if dtype_name not in _TORCH_DTYPES:
         if end < begin:
             raise corrupt(path, f"tensor {name!r} has shape {shape}, offsets {[begin, end]}")
-        return TensorInfo(  # The tensors beside it may still be what is wanted.
+        return TensorInfo(  # The other tensors of the file stay readable.
             name=name, dtype=torch.uint8, shape=shape, offset_nbytes=begin,
             unreadable=(str(dtype_name), end - begin),
         )  # fmt: skip
@@ -434,15 +442,15 @@ def _parse_entry(path: str, name: str, entry: Any) -> TensorInfo:
 
 
 def _facts(entry: dict[str, Any]) -> tuple[str, tuple[int, ...], list[int]]:
-    """dtype, shape and offsets of an entry, as large as torch and files can be."""
+    """Returns (dtype, shape, offsets) of an entry, within the bounds of torch and of files."""
     dtype = text_of(field(entry, "dtype"), "its dtype", max_length=32)
     lengths = list_of(field(entry, "shape"), "its shape")
     if len(lengths) > _MAX_DIMENSIONS:
         raise MalformedError(f"its shape has {len(lengths)} dimensions")
-    shape = tuple(whole_number(each, "a length of its shape") for each in lengths)
+    shape = tuple(whole_number(length, "a length of its shape") for length in lengths)
     if math.prod(length or 1 for length in shape) > MAX_INT:  # torch multiplies these.
         raise MalformedError("its shape has more elements than can be counted")
     offsets = list_of(field(entry, "data_offsets"), "its offsets")
     if len(offsets) != 2:
         raise MalformedError(f"it has {len(offsets)} offsets; expected 2")
-    return dtype, shape, [whole_number(each, "an offset") for each in offsets]
+    return dtype, shape, [whole_number(offset, "an offset") for offset in offsets]

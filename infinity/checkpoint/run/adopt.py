@@ -1,9 +1,9 @@
-"""Going on in the swap files that a checkpoint links to, instead of copying it into new ones.
+"""Adopts the swap files that a checkpoint links to, instead of copying them into new files.
 
-A run that was killed has left its swap files, and its commits and checkpoints link to them. The run
-that resumes takes the files over: what is linked stays frozen, and loading the checkpoint restores
-its map. No byte of it moves, and no second set of files is needed. Where anything is not as
-expected the checkpoint is streamed into new files, as any other.
+A run that was killed leaves its swap files, and its commits and checkpoints link to them. The run
+that resumes adopts the files: linked ranges stay frozen, and the load of the checkpoint restores
+the map of the volume. No byte moves, and no second set of files is needed. If any condition fails,
+the checkpoint is streamed into new files like any other checkpoint.
 """
 
 from __future__ import annotations
@@ -40,12 +40,13 @@ Inode = tuple[int, int]
 def plan_adoption(
     config: SwapConfig, path: str | os.PathLike[str], group: Any = None
 ) -> Adopted | None:
-    """What to take over for a run that will load the checkpoint `path`; None: nothing.
+    """Finds the swap files that a run adopts, which will load the checkpoint `path`; None for none.
 
-    Removes what a crash has left half-made, and a commit before the last one. A file is taken over
-    only when every link to it is known; one that somebody has made elsewhere must never see a
-    write. With several ranks (see `infinity.offload` of `group`) a collective call: each takes over
-    the files of its own directories.
+    Removes partial checkpoints that a crash has left, and commits older than the last one. A file
+    is adopted only if every link to it is known, because a write must never reach a link that
+    somebody has made elsewhere. With several ranks (`group` as in `infinity.offload`) this is a
+    collective call, and every rank adopts the files of its own directories. Raises ConfigError if
+    there is no checkpoint, StorageError.
     """
     checkpoint = find_checkpoint(Path(path))
     ranks = find_group(group)
@@ -55,28 +56,29 @@ def plan_adoption(
     if found is not None and (ranks is None or ranks.rank == 0):
         _tidy(config, checkpoint)
     if ranks is not None:
-        dist.barrier(ranks.process_group)  # Nobody counts links while they go.
+        dist.barrier(ranks.process_group)  # Links must not go while a rank counts them.
     if found is None:
         return None
     jobs, swap_files = found
     contents: dict[str, list[FileRange]] = {}
-    num_transport = dict.fromkeys(swap_files, 1)
-    for each in _neighbours(config, checkpoint):
-        for place, linked in _linked_states(each).items():
-            inodes = {n: _inode(each / place / n) for n in linked.files() if n != COPIES_NAME}
+    num_links = dict.fromkeys(swap_files, 1)
+    for neighbour in _neighbours(config, checkpoint):
+        for place, linked in _linked_states(neighbour).items():
+            names = [name for name in linked.files() if name != COPIES_NAME]
+            inodes = {name: _inode(neighbour / place / name) for name in names}
             if not set(inodes.values()) & set(swap_files):
                 continue
             if not set(inodes.values()) <= set(swap_files):
                 return None
             for inode in inodes.values():
-                num_transport[inode] += 1
-            contents[label_of(each)] = [
+                num_links[inode] += 1
+            contents[label_of(neighbour)] = [
                 FileRange(swap_files[inodes[run.file]], run.offset_nbytes, run.nbytes)
-                for state_kind in linked.kinds
-                for run in state_kind.runs
+                for entry in linked.kinds
+                for run in entry.runs
                 if run.file != COPIES_NAME
             ]
-    is_known = all(os.stat(swap_files[inode]).st_nlink == n for inode, n in num_transport.items())
+    is_known = all(os.stat(swap_files[inode]).st_nlink == n for inode, n in num_links.items())
     if label_of(checkpoint) not in contents or len(contents) > num_spares or not is_known:
         return None
     return Adopted(jobs, contents)
@@ -85,9 +87,9 @@ def plan_adoption(
 def _stale_files(
     config: SwapConfig, num_spares: int
 ) -> tuple[dict[str, str], dict[Inode, str]] | None:
-    """Jobs that are gone by swap directory, and the files that they have left there."""
+    """Returns (ended job by swap directory, path of every swap file that the jobs left)."""
     is_measured = len(config.tiers.nvme) > 1 and any(t.weight == "auto" for t in config.tiers.nvme)
-    if not num_spares or is_measured:  # To measure a path is to write to its file.
+    if not num_spares or is_measured:  # A measurement of a path writes to its file.
         return None
     jobs: dict[str, str] = {}
     swap_files: dict[Inode, str] = {}
@@ -104,7 +106,7 @@ def _stale_files(
 
 
 def _stale_job(directory: Path) -> str | None:
-    """The one job that is gone and has left swap files."""
+    """Returns the ended job that left swap files in a directory; None unless it is exactly one."""
     if not directory.is_dir():
         return None
     swap = examine(str(directory))
@@ -115,7 +117,7 @@ def _stale_job(directory: Path) -> str | None:
 
 
 def _tidy(config: SwapConfig, checkpoint: Path) -> None:
-    """Only what is ours to remove: checkpoints are the user's."""
+    """Removes partial checkpoints and superseded commits. Checkpoints belong to the user."""
     if config.checkpoint_directory.is_dir():
         sweep(config.checkpoint_directory)
     for commits in config.commit_directories:
@@ -127,14 +129,17 @@ def _tidy(config: SwapConfig, checkpoint: Path) -> None:
 
 
 def _neighbours(config: SwapConfig, checkpoint: Path) -> Iterator[Path]:
-    """Every checkpoint that may link to the same files, once."""
+    """Yields every checkpoint that may link to the same files, once."""
     places = [checkpoint.parent, config.checkpoint_directory, *config.commit_directories]
     for place in {place.resolve(): None for place in places}:
         yield from list_checkpoints(place)
 
 
 def _linked_states(path: Path) -> dict[str, LinkedState]:
-    """Nothing of a damaged one either: its links stay unknown then, and nothing is taken over."""
+    """Returns the linked state of a checkpoint; nothing if the checkpoint is damaged.
+
+    The links of a damaged checkpoint stay unknown, so its files are not adopted.
+    """
     try:
         return read_linked(path, read_manifest(path))
     except InfinityError:

@@ -1,13 +1,13 @@
-"""Keeping what is on NVMe without copying it: flush, freeze, link; and letting go of it again.
+"""Keeps state on NVMe without a copy: flush, freeze, link. Releases it when its checkpoint is gone.
 
 Note [Order of a commit]
-  1. All writes are done; every swap file is synced. The state is durable, but nothing says so.
-  2. The volume is frozen: from here on no write reaches the ranges that hold this state.
-  3. The swap files are linked into the checkpoint that is being written, whose own files are
-     written and synced after that, and its rename makes the commit (`state_directory.writing`).
-  Letting go is the other way round: first the checkpoint has lost its name for good, then its
-  ranges may be written again (`thaw_removed`). So whatever name is there after a crash, what it
-  points to is as it was written. docs/design/0004-commits.md has the argument in full.
+  1. All writes are done, and every swap file is synced. The state is durable, but has no name.
+  2. The volume is frozen: from now on no write reaches the ranges that hold this state.
+  3. The swap files are linked into the partial checkpoint. The other files of the checkpoint are
+     written and synced after that, and the rename makes the commit (`directory.writing`).
+  The release has the reverse order: first the checkpoint loses its name durably, then its ranges
+  may be written again (`thaw_removed`). So after a crash every name refers to unchanged bytes.
+  docs/design/0004-commits.md has the full argument.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 from infinity.checkpoint.huggingface.safetensors_file import dtype_name, tensor_bytes
 from infinity.checkpoint.run.directory import SequentialFile, list_checkpoints, sync_directory
 from infinity.checkpoint.run.layout import StateTensor
-from infinity.checkpoint.run.linked import COPIES_NAME, LinkedPiece, LinkedRun, LinkedTensor
+from infinity.checkpoint.run.linked import COPIES_NAME, LinkedKind, LinkedRun, LinkedTensor
 from infinity.engine.state_access import StateAccess
 from infinity.errors import StorageError
 from infinity.ops.dynamic_8bit import BLOCK_NUMEL, num_scales
@@ -36,15 +36,15 @@ from infinity.storage.checksums import digest
 from infinity.storage.volume import FileRange, Frozen, Volume
 from infinity.storage.volume_layout import slice_extents
 
-# Of link(2): another file system, one without links, or too many.
+# link(2) fails so on another file system, on one without links, and for too many links.
 _NO_LINKS = (errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """What was linked, or copied page by page, and the checksums of all pages in their order."""
+    """State that was linked or copied page by page, and the checksums of all pages in order."""
 
-    kinds: tuple[LinkedPiece, ...] = ()
+    kinds: tuple[LinkedKind, ...] = ()
     checksums: bytes = b""
 
     def __add__(self, other: Stored) -> Stored:
@@ -52,8 +52,8 @@ class Stored:
 
 
 @dataclass(frozen=True, slots=True)
-class PieceRange:
-    """Whole pages of a piece, and the tensors in them; their offsets count from `start_nbytes`."""
+class KindRange:
+    """Full pages of a state kind, and the tensors in them. Offsets count from `start_nbytes`."""
 
     unit: Unit
     state_kind: StateKind
@@ -65,14 +65,18 @@ class PieceRange:
     def nbytes(self) -> int:
         return self.stop_nbytes - self.start_nbytes
 
-    def stored(self, runs: Iterable[LinkedRun]) -> LinkedPiece:
+    def stored(self, runs: Iterable[LinkedRun]) -> LinkedKind:
+        """Returns the row of the table for these pages in `runs`."""
         unit, state_kind = self.unit, self.state_kind
-        return LinkedPiece(unit.name, state_kind.value, state_kind.kind, tuple(runs), self.tensors)
+        return LinkedKind(unit.name, state_kind.value, state_kind.kind, tuple(runs), self.tensors)
 
 
 def is_linkable(state: StateAccess, unit: Unit, state_kind: StateKind) -> bool:
-    """Gradients are not: they are written in place, while something is frozen, too. Nor are moments
-    of eight bits, for which no spare generation is kept."""
+    """Whether the state kind rests in swap files that a checkpoint may link to.
+
+    Gradients are written in place even while the volume is frozen, and moments of eight bits have
+    no spare generation; both must be copied.
+    """
     if state_kind is StateKind.GRADIENTS or unit.is_8bit(state_kind):
         return False
     return isinstance(state.store.location(unit, state_kind), NvmeLocation)
@@ -81,34 +85,35 @@ def is_linkable(state: StateAccess, unit: Unit, state_kind: StateKind) -> bool:
 def has_room(volume: Volume, target: Path, *, keep: int | None, leaving: Collection[str]) -> bool:
     """Whether a spare generation is left for the writes after a commit of `target`.
 
-    `keep`: how many checkpoints of its directory stay, this one counted; `leaving`: labels of
-    commits that will be given up right after it.
+    `keep` is the number of checkpoints that stay in the directory of `target`, with `target`;
+    `leaving` has the labels of commits that are removed right after this one.
     """
-    there = [*list_checkpoints(target.parent), target]
-    staying = set(map(label_of, there if keep is None else there[-keep:])) | {label_of(target)}
-    in_directory = set(map(label_of, there))
+    checkpoints = [*list_checkpoints(target.parent), target]
+    kept = checkpoints if keep is None else checkpoints[-keep:]
+    staying = set(map(label_of, kept)) | {label_of(target)}
+    in_directory = set(map(label_of, checkpoints))
     remaining = [
-        each.label
-        for each in volume.frozen
-        if each.label not in (*leaving, label_of(target))
-        and (each.label in staying or each.label not in in_directory)
+        frozen.label
+        for frozen in volume.frozen
+        if frozen.label not in (*leaving, label_of(target))
+        and (frozen.label in staying or frozen.label not in in_directory)
     ]
     return len(remaining) + 1 <= volume.num_spares
 
 
-def state_kind_ranges(tensors: Iterable[tuple[Unit, StateTensor]]) -> list[PieceRange]:
-    """Whole pieces, with these tensors in them."""
+def state_kind_ranges(tensors: Iterable[tuple[Unit, StateTensor]]) -> list[KindRange]:
+    """Returns full state kinds of units, with these tensors in them."""
     of_state_kind: dict[tuple[Unit, StateKind], list[LinkedTensor]] = {}
     for unit, tensor in tensors:
         of_state_kind.setdefault((unit, tensor.state_kind), []).extend(linked_tensors(unit, tensor))
     return [
-        PieceRange(unit, state_kind, 0, unit.nbytes(state_kind), tuple(rows))
+        KindRange(unit, state_kind, 0, unit.nbytes(state_kind), tuple(rows))
         for (unit, state_kind), rows in of_state_kind.items()
     ]
 
 
-def own_weights(divided: Partition) -> Iterator[PieceRange]:
-    """Of weights that every rank keeps whole, the part that this rank owns."""
+def own_weights(divided: Partition) -> Iterator[KindRange]:
+    """Yields the part that this rank owns of the weights that every rank keeps in full."""
     for whole, shard in zip(divided.full_units, divided.mine, strict=True):
         for shares in (shard.shares, shard.frozen):
             places = [_weight_range(share) for share in shares]
@@ -128,22 +133,22 @@ def own_weights(divided: Partition) -> Iterator[PieceRange]:
                 )
                 for share, (start, _) in zip(shares, places, strict=True)
             )
-            yield PieceRange(whole, StateKind.PARAMETERS, low, high, tensors)
+            yield KindRange(whole, StateKind.PARAMETERS, low, high, tensors)
 
 
 def _weight_range(share: ShardSlice) -> tuple[int, int]:
-    """Where its bytes are among the weights of the whole unit."""
+    """Returns the byte range [start, stop) of a shard in the weights of the full unit."""
     at, size = share.whole.weight_offset_nbytes, share.whole.facts.dtype.itemsize
     return at + share.start * size, at + share.stop * size
 
 
 def link_state(
-    partial: Path, target: Path, state: StateAccess, ranges: Iterable[PieceRange]
+    partial: Path, target: Path, state: StateAccess, ranges: Iterable[KindRange]
 ) -> Stored | None:
-    """Flushes the state on NVMe, freezes it and links the files it is in into `partial`.
+    """Flushes and freezes the state on NVMe, and links its swap files into `partial`.
 
-    None, and nothing is changed, where the file system has no links. `target` is the name that the
-    checkpoint will have.
+    Returns None, and changes nothing, if the file system has no links. `target` is the final path
+    of the checkpoint. Raises StorageError.
     """
     volume = state.store.volume
     assert volume is not None and volume.num_spares
@@ -151,18 +156,18 @@ def link_state(
     frozen = volume.freeze(label_of(target))
     try:
         kinds, paths, checksums = [], dict[str, None](), []
-        for each in ranges:
-            location = state.store.location(each.unit, each.state_kind)
+        for kind_range in ranges:
+            location = state.store.location(kind_range.unit, kind_range.state_kind)
             assert isinstance(location, NvmeLocation)
-            place = {"offset_nbytes": each.start_nbytes, "nbytes": each.nbytes}
+            place = {"offset_nbytes": kind_range.start_nbytes, "nbytes": kind_range.nbytes}
             extents = [extent for extent, _ in slice_extents(location.extents, **place)]
             runs = volume.locate(extents)
             paths.update((run.path, None) for run in runs)
-            kinds.append(each.stored(linked_runs(runs)))
+            kinds.append(kind_range.stored(linked_runs(runs)))
             checksums.append(volume.checksums(extents))
         is_linked = _link(paths, partial)
     except BaseException:
-        volume.thaw(frozen)  # Its name was never given.
+        volume.thaw(frozen)  # The checkpoint has no name yet.
         raise
     if not is_linked:
         volume.thaw(frozen)
@@ -170,30 +175,36 @@ def link_state(
     return Stored(tuple(kinds), b"".join(checksums))
 
 
-def copy_pages(partial: Path, state: StateAccess, ranges: Iterable[PieceRange]) -> Stored:
-    """Copies pieces page by page into one file of `partial`, synced; none where there is nothing
-    to copy. Raises StorageError."""
+def copy_pages(partial: Path, state: StateAccess, ranges: Iterable[KindRange]) -> Stored:
+    """Copies state page by page into one new file of `partial`, and syncs the file.
+
+    Makes no file if there is nothing to copy. Raises StorageError.
+    """
     kinds, checksums, end_nbytes = [], [], 0
     with ExitStack() as stack:
         file: SequentialFile | None = None
-        for each in ranges:
-            if not each.nbytes:
-                kinds.append(each.stored([]))
+        for kind_range in ranges:
+            if not kind_range.nbytes:
+                kinds.append(kind_range.stored([]))
                 continue
             if file is None:
                 file = stack.enter_context(SequentialFile(partial / COPIES_NAME))
-            kinds.append(each.stored([LinkedRun(COPIES_NAME, end_nbytes, each.nbytes)]))
-            end_nbytes += each.nbytes
-            place = each.start_nbytes, each.stop_nbytes
-            for pages in state.pages(each.unit, each.state_kind, *place):
+            run = LinkedRun(COPIES_NAME, end_nbytes, kind_range.nbytes)
+            kinds.append(kind_range.stored([run]))
+            end_nbytes += kind_range.nbytes
+            place = kind_range.start_nbytes, kind_range.stop_nbytes
+            for pages in state.pages(kind_range.unit, kind_range.state_kind, *place):
                 checksums.append(digest(pages.data_ptr(), pages.numel()))
                 file.write(tensor_bytes(pages))
     return Stored(tuple(kinds), b"".join(checksums))
 
 
 def linked_tensors(unit: Unit, tensor: StateTensor) -> Iterator[LinkedTensor]:
-    """A tensor and its place in its piece, as the table has it: in one row, but codes of eight bits
-    and their scales, which take turns in a piece, in one for every granule."""
+    """Yields the rows of the table for a tensor: its place in the state kind.
+
+    A tensor has one row. Codes of eight bits alternate with their scales, so both have one row for
+    every granule.
+    """
     for first, numel, offset_nbytes in _ranges_of(unit, tensor):
         yield LinkedTensor(
             tensor.name,
@@ -207,7 +218,7 @@ def linked_tensors(unit: Unit, tensor: StateTensor) -> Iterator[LinkedTensor]:
 
 
 def _ranges_of(unit: Unit, tensor: StateTensor) -> Iterator[tuple[int, int, int]]:
-    """(first element, how many, offset in the piece in bytes) of what lies in one row."""
+    """Yields (first element, number of elements, byte offset in the state kind) for every row."""
     spec, state_kind = tensor.spec, tensor.state_kind
     if state_kind is StateKind.PARAMETERS:
         yield 0, spec.numel, spec.weight_offset_nbytes
@@ -224,7 +235,7 @@ def _ranges_of(unit: Unit, tensor: StateTensor) -> Iterator[tuple[int, int, int]
 
 
 def linked_runs(ranges: Iterable[FileRange]) -> tuple[LinkedRun, ...]:
-    """Ranges of swap files as the table has them: a link has the name of its file."""
+    """Returns ranges of swap files as the table has them; a link has the name of its file."""
     return tuple(LinkedRun(os.path.basename(r.path), r.offset_nbytes, r.nbytes) for r in ranges)
 
 
@@ -245,26 +256,27 @@ def _link(paths: Iterable[str], partial: Path) -> bool:
 
 
 def label_of(path: Path) -> str:
-    """The label under which the content of the checkpoint `path` is frozen."""
+    """Returns the label of the frozen content of the checkpoint `path`."""
     return os.path.realpath(path)
 
 
 # INV-16: a commit loses its name for good before its ranges may be written.
 def thaw_removed(volume: Volume) -> None:
-    """Lets go of what belongs to checkpoints that have no name any more, once that is durable.
+    """Releases the content of checkpoints that have no name any more, after syncing the removal.
 
-    Where that cannot be assured the content stays frozen: its space is lost, its bytes are not.
+    If the sync fails, the content stays frozen: its space is lost, its bytes are not.
     """
-    gone = [each for each in volume.frozen if not os.path.lexists(each.label)]
-    for parent in {os.path.dirname(each.label) for each in gone}:
-        there = Path(parent)
-        while not there.is_dir():
-            there = there.parent
+    gone = [frozen for frozen in volume.frozen if not os.path.lexists(frozen.label)]
+    for parent in {os.path.dirname(frozen.label) for frozen in gone}:
+        directory = Path(parent)
+        while not directory.is_dir():
+            directory = directory.parent
         with contextlib.suppress(OSError):
-            sync_directory(there)
-            thaw(volume, (each for each in gone if os.path.dirname(each.label) == parent))
+            sync_directory(directory)
+            thaw(volume, [f for f in gone if os.path.dirname(f.label) == parent])
 
 
-def thaw(volume: Volume, frozen: Iterable[Frozen]) -> None:
-    for each in frozen:
-        volume.thaw(each)
+def thaw(volume: Volume, contents: Iterable[Frozen]) -> None:
+    """Releases frozen contents; their ranges may then be written again."""
+    for frozen in contents:
+        volume.thaw(frozen)

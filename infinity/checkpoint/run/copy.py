@@ -1,10 +1,10 @@
-"""Copying a checkpoint to another file system while training goes on.
+"""Copies a checkpoint to another file system while training continues.
 
-What is copied is a commit in the swap directory: its ranges are frozen, its other files are never
-changed, so nothing of it moves while it is read. It goes through the storage engine of training, in
-the class that has what training leaves of the drive, block by block, each compared with its digest
-before it is written. The copy is a checkpoint like others, but that its pieces lie one behind
-the other in a file of its own. docs/formats/swap.md has the order of effects.
+The source is a commit in the swap directory. Its ranges are frozen and its other files never
+change, so its bytes are constant during the copy. The copy uses the storage engine of training,
+with the lowest priority. Every block is compared with its digest before it is written. The result
+is a checkpoint whose state kinds lie back to back in one file. docs/formats/swap.md has the order
+of effects.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from infinity.checkpoint.run.files import write_small
 from infinity.checkpoint.run.linked import (
     COPIES_NAME,
     TABLE_NAME,
-    LinkedPiece,
+    LinkedKind,
     LinkedRun,
     LinkedState,
     to_bytes,
@@ -53,17 +53,17 @@ _log = logging.getLogger("infinity")
 
 @dataclass(frozen=True, slots=True)
 class Orders:
-    """What a copy is told while it runs: to end, or not to spare training, which waits for it."""
+    """Control flags of a running copy: `stop` ends it, `hurry` ends its yielding to training."""
 
     stop: threading.Event = field(default_factory=threading.Event)
     hurry: threading.Event = field(default_factory=threading.Event)
 
 
 class Saving:
-    """A checkpoint that is being written. Any thread may ask; the copy has a thread of its own.
+    """A checkpoint that is being written by a thread of its own. All methods are thread-safe.
 
-    The step itself is committed in the swap directory before there is a Saving, so a crash loses
-    nothing of it: `infinity.checkpoint.load` goes on from there as well.
+    The step is committed in the swap directory before the copy begins, so a crash loses nothing:
+    `infinity.checkpoint.load` reads the commit as well.
     """
 
     def __init__(
@@ -72,26 +72,29 @@ class Saving:
         source: Path | None = None,
         copy: Callable[[Orders], None] | None = None,
     ) -> None:
-        """`copy` makes `path` of `source`; None: it is there."""
+        """Starts the thread that runs `copy`; None means that `path` is already complete."""
         self.path = path
         self.source = source
         self._orders = Orders()
         self._ended = threading.Event()
         self._failure: Exception | None = None
-        self.is_told = False  # Of its failure somebody knows.
+        self.is_told = False  # `wait` has raised the failure.
         if copy is None:
             self._ended.set()
         else:
-            # No daemon: a program that forgets to wait ends when the copy has.
+            # No daemon: the interpreter exits only after the copy.
             threading.Thread(target=self._run, args=(copy,), name="infinity-copy").start()
 
     def done(self) -> bool:
-        """Whether it has ended, well or badly."""
+        """Whether the copy has ended, with or without an error."""
         return self._ended.is_set()
 
     def wait(self, timeout_s: float | None = None) -> Path:
-        """The checkpoint, once it is durable. Raises what went wrong first, every time it is asked,
-        and TimeoutError when the time is up; it goes on then, as fast as it can."""
+        """Waits until the checkpoint is durable, and returns its path.
+
+        Raises the error of the copy on every call, and TimeoutError after `timeout_s` seconds; the
+        copy then continues at full speed.
+        """
         self.hurry()
         if not self._ended.wait(timeout_s):
             raise TimeoutError(f"{self.path} is still being copied")
@@ -101,21 +104,24 @@ class Saving:
         return self.path
 
     def hurry(self) -> None:
-        """From here on the copy does not spare training."""
+        """Lets the copy run at full speed, without yielding to training."""
         self._orders.hurry.set()
 
     def abandon(self) -> None:
-        """Gives the copy up, if it is not done: within a block or two. The checkpoints that were
-        there stay, and so does the step in the swap directory."""
+        """Stops a running copy after at most two blocks, and waits for its end.
+
+        Older checkpoints stay, and so does the commit in the swap directory.
+        """
         self._orders.stop.set()
         self._ended.wait()
 
     @property
     def is_abandoned(self) -> bool:
+        """Whether `abandon` has stopped the copy."""
         return isinstance(self._failure, _AbandonedError)
 
     def close(self) -> None:
-        """Waits until it has ended, without raising its failure; interrupted, gives it up."""
+        """Waits for the end of the copy, raises none of its errors; an interrupt abandons it."""
         self.hurry()
         try:
             self._ended.wait()
@@ -134,17 +140,17 @@ class Saving:
 
 
 class _AbandonedError(InfinityError):
-    """Nobody waits for the copy any more."""
+    """The copy was abandoned."""
 
 
 def copy_checkpoint(
     source: Path, directory: Path, storage: StorageEngine, *, orders: Orders
 ) -> Path:
-    """Writes a copy of the checkpoint `source` into `directory` and returns it, once it is durable.
+    """Copies the checkpoint `source` into `directory`; returns the new path when it is durable.
 
-    `source` stays as it is meanwhile. Raises CorruptionError where it is not what its digests say,
-    StorageError naming operation and file, ConfigError when a checkpoint of this or a later step is
-    there, InfinityError when stopped. Whatever happens, `directory` has what it had.
+    `source` must not change meanwhile. Raises CorruptionError for damaged bytes of `source`,
+    StorageError with operation and file, ConfigError if `directory` has a checkpoint of this or a
+    later step, InfinityError when stopped. The older checkpoints of `directory` stay intact.
     """
     manifest = read_manifest(source)
     assert not manifest.ranks, source
@@ -165,12 +171,14 @@ def copy_checkpoint(
 
 
 class Pace:
-    """When the next block of a copy may go: after training has moved ten times as much, or nothing
-    for a while; and after four times as long as the block before it took. So a drive that training
-    keeps busy loses a tenth to it, and a processor a fifth of one core.
+    """Decides when the next block of a copy may start.
 
-    The class in the storage engine is not enough: it fills every gap between two requests, and
-    where a drive's limit is bytes per second, not time, training pays for these later.
+    A block starts after training has moved ten times as many bytes, or none for QUIET_S seconds;
+    and after a pause of four times the duration of the previous block. So a copy takes at most a
+    tenth of a busy drive, and a fifth of one core.
+
+    The priority in the storage engine is not sufficient: it fills every gap between two requests.
+    If a drive limits bytes per second, training pays for these gaps later.
     """
 
     RATIO = 10
@@ -183,8 +191,10 @@ class Pace:
         self._changed_s = self._rests_until_s = float("-inf")
 
     def allows(self, nbytes: int, training_nbytes: int, now_s: float) -> bool:
-        """Whether a block of so many bytes may go now; if so, it is counted. `training_nbytes` is
-        what training has moved since it began."""
+        """Whether a block of `nbytes` may start now; counts the block if it may.
+
+        `training_nbytes` is the total that training has moved.
+        """
         price_nbytes = self.RATIO * nbytes
         if training_nbytes != self._seen_nbytes:
             self._credit_nbytes += training_nbytes - self._seen_nbytes
@@ -193,18 +203,18 @@ class Pace:
             return False
         if now_s < self._rests_until_s:
             return False
-        # What was not used meanwhile is not saved up for a burst.
+        # Unused credit is capped, so that no burst follows.
         self._credit_nbytes = min(max(self._credit_nbytes - price_nbytes, 0), price_nbytes)
         return True
 
     def rest(self, start_s: float, end_s: float) -> None:
-        """A block has taken from then to then."""
+        """Records that a block has taken the time from `start_s` to `end_s`."""
         self._rests_until_s = end_s + self.REST * (end_s - start_s)
 
 
 @dataclass(frozen=True, slots=True)
 class _CopyBlock:
-    """Bytes of an open file, where they go, and what raises unless they are right in memory."""
+    """A range of an open file, its target offset, and `check`, which raises for wrong bytes."""
 
     file: int
     offset_nbytes: int
@@ -214,7 +224,7 @@ class _CopyBlock:
 
 
 class _Copier:
-    """Moves blocks from files to files; in a hurry, one is read while the last one is written."""
+    """Copies files block by block; in a hurry it reads a block while the last one is written."""
 
     def __init__(
         self,
@@ -229,7 +239,7 @@ class _Copier:
         self._storage = storage
         self._orders = orders
         self._stack = stack  # Closes the files.
-        self._own: set[str] = set()  # Paths of what is open.
+        self._own: set[str] = set()  # Paths of the open files of this copy.
         self._pace = Pace(self._training_nbytes())
         self._buffers = [mmap.mmap(-1, _BLOCK_NBYTES) for _ in range(2)]  # Page-aligned.
         self._addresses = [
@@ -237,6 +247,7 @@ class _Copier:
         ]
 
     def copy_file(self, file: FileEntry) -> None:
+        """Copies one file and syncs it. Raises CorruptionError, StorageError."""
         new_file(self._target / file.name, file.nbytes)
         to = self._open(self._target / file.name, direct=False)
         self._copy(self._file_blocks(file), to)
@@ -244,34 +255,35 @@ class _Copier:
 
     def _file_blocks(self, file: FileEntry) -> Iterator[_CopyBlock]:
         path = self._source / file.name
-        come_from = self._open(path, direct=False)
+        source_file = self._open(path, direct=False)
         for extent in file.extents:
             check = _ExtentCheck(path, extent)
             for start, nbytes in _cut(extent.nbytes):
                 at = extent.offset_nbytes + start
-                yield _CopyBlock(come_from, at, nbytes, at, check)
+                yield _CopyBlock(source_file, at, nbytes, at, check)
 
-    def copy_state(self, linked: LinkedState) -> list[LinkedPiece]:
-        """All linked pieces into one file; the pieces as they lie there."""
+    def copy_state(self, linked: LinkedState) -> list[LinkedKind]:
+        """Copies all linked state into one file and syncs it; returns the new rows of the table.
+
+        Raises CorruptionError, StorageError.
+        """
         path = self._target / COPIES_NAME
         new_file(path, linked.nbytes)
         to = self._open(path, direct=True)
         self._copy(self._state_blocks(linked), to)
         self._storage.sync(to)
         moved, start = [], 0
-        for state_kind in linked.kinds:
-            moved.append(
-                replace(state_kind, runs=(LinkedRun(COPIES_NAME, start, state_kind.nbytes),))
-            )
-            start += state_kind.nbytes
+        for entry in linked.kinds:
+            moved.append(replace(entry, runs=(LinkedRun(COPIES_NAME, start, entry.nbytes),)))
+            start += entry.nbytes
         return moved
 
     def _state_blocks(self, linked: LinkedState) -> Iterator[_CopyBlock]:
         files = {name: self._open(self._source / name, direct=True) for name in linked.files()}
         target = 0
-        for state_kind in linked.kinds:
-            checksums = memoryview(linked.checksums_of(state_kind))
-            for run in state_kind.runs:
+        for entry in linked.kinds:
+            checksums = memoryview(linked.checksums_of(entry))
+            for run in entry.runs:
                 for start, nbytes in _cut(run.nbytes):
                     size = nbytes // PAGE_NBYTES * CHECKSUM_NBYTES
                     offset_nbytes = run.offset_nbytes + start
@@ -303,7 +315,7 @@ class _Copier:
             while writes:
                 writes.pop(0).wait()
         finally:
-            _settle(writes)  # The buffers are theirs until then.
+            _settle(writes)  # Pending writes use the buffers.
 
     def _await_turn(self, nbytes: int) -> None:
         while not self._orders.stop.is_set():
@@ -330,7 +342,7 @@ class _Copier:
         return file
 
     def _close(self, file: int) -> None:
-        """What was written is synced by now, or another failure is told of."""
+        """Closes a file, which is synced, unless another error is being raised."""
         try:
             self._storage.close_file(file)
         except StorageError:
@@ -338,7 +350,7 @@ class _Copier:
 
 
 class _ExtentCheck:
-    """Compares an extent of a file, given part by part, with its SHA-256."""
+    """Compares an extent of a file, which comes part by part, with its SHA-256."""
 
     def __init__(self, path: Path, extent: StoredRange) -> None:
         self._path = path
@@ -355,7 +367,7 @@ class _ExtentCheck:
 
 @dataclass(frozen=True, slots=True)
 class _PageCheck:
-    """Compares pages of a file with their CRC32Cs."""
+    """Compares pages of a file with their CRC32C."""
 
     path: str
     offset_nbytes: int
@@ -370,13 +382,13 @@ class _PageCheck:
 
 
 def _cut(nbytes: int) -> Iterator[tuple[int, int]]:
-    """(start, bytes) of the blocks of a range."""
+    """Yields (start, length in bytes) of every block of a range."""
     for start in range(0, nbytes, _BLOCK_NBYTES):
         yield start, min(_BLOCK_NBYTES, nbytes - start)
 
 
 def _settle(tickets: Sequence[Ticket]) -> None:
-    """Waits for requests of which another failure is told."""
+    """Waits for pending requests without raising their errors; the first error is on its way."""
     for ticket in tickets:
         try:
             ticket.wait()

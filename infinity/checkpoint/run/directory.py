@@ -1,10 +1,10 @@
-"""The directory of checkpoints: names, the one atomic rename, and what is removed.
+"""The directory of checkpoints: names, the one atomic rename, and removal.
 
-    directory/step-00000120/        whole: it has its name only since everything in it is durable
-    directory/.step-00000140.partial/   being written, or being removed, or left by a crash
+    directory/step-00000120/            complete: it got its name after everything in it was durable
+    directory/.step-00000140.partial/   being written, being removed, or left by a crash
 
-Effects on files and nothing else; imports no torch. One process writes at a time, which an flock on
-the directory assures.
+Has effects on files only; imports no torch. An flock on the directory admits one writing process at
+a time.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from infinity.checkpoint.run.manifest import (
 from infinity.errors import ConfigError, CorruptionError, StorageError, corrupt
 from infinity.sizes import MIB
 
-# State is as private here as in swap files; exports are for others, and keep the umask.
+# Checkpoints are as private as swap files. Exports are for other users and follow the umask.
 PRIVATE_FILE = 0o600
 PRIVATE_DIRECTORY = 0o700
 _TRANSFER_NBYTES = 16 * MIB
@@ -48,22 +48,27 @@ _PARTIAL = re.compile(r"\.step-\d{8,}\.partial")
 
 
 def checkpoint_name(step: int) -> str:
+    """Returns the name of the directory of a checkpoint."""
     return f"step-{step:08d}"
 
 
 def step_of(path: Path) -> int:
+    """Returns the step in the name of a checkpoint, which `list_checkpoints` has found."""
     match = _NAME.fullmatch(path.name)
     assert match is not None, path
     return int(match[1])
 
 
 def is_partial_name(name: str) -> bool:
-    """Whether something of this name is being written or removed, or was left by a crash."""
+    """Whether a checkpoint of this name is being written or removed, or was left by a crash."""
     return _PARTIAL.fullmatch(name) is not None
 
 
 def list_checkpoints(directory: Path) -> list[Path]:
-    """Whole checkpoints by their names, oldest first; empty where there is no directory."""
+    """Lists the checkpoints that have their final name, oldest first.
+
+    Returns an empty list if there is no directory. Raises StorageError.
+    """
     try:
         names = os.listdir(directory)
     except FileNotFoundError:
@@ -75,7 +80,10 @@ def list_checkpoints(directory: Path) -> list[Path]:
 
 
 def find_checkpoint(path: Path) -> Path:
-    """`path` itself when it is a checkpoint, else the newest in it. Raises ConfigError."""
+    """Returns `path` if it is a checkpoint, else the newest checkpoint in it.
+
+    Raises ConfigError if there is none, StorageError if the directory cannot be read.
+    """
     with reporting("open", path):
         if _NAME.fullmatch(path.name) or os.path.lexists(path / MANIFEST_NAME):
             return path
@@ -86,9 +94,10 @@ def find_checkpoint(path: Path) -> Path:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """The manifest of a checkpoint, after every file it names was seen to have its length.
+    """Reads the manifest of a checkpoint and compares the length of every file that it names.
 
-    Raises CorruptionError naming the file for what is damaged, truncated or missing.
+    Raises CorruptionError with the path of the file that is damaged, truncated or missing,
+    UnsupportedError for a newer schema, StorageError.
     """
     content, digest = (read_content(path / name) for name in (MANIFEST_NAME, DIGEST_NAME))
     manifest = parse(content, digest, path=str(path / MANIFEST_NAME))
@@ -105,9 +114,11 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def read_linked(path: Path, manifest: Manifest) -> dict[str, LinkedState]:
-    """The linked state of a checkpoint by `manifest.places`, after its tables and its files were
-    looked at; none where everything is in safetensors. Raises CorruptionError naming the file for
-    what is damaged or missing."""
+    """Reads the tables of linked state, by `manifest.places`; empty if there is no linked state.
+
+    Compares the tables and checksums with their SHA-256, and the linked files with the least length
+    they must have. Raises CorruptionError with the path of the file that is damaged or missing.
+    """
     entries = {file.name: file for file in manifest.files}
     found: dict[str, LinkedState] = {}
     for place in manifest.places:
@@ -127,7 +138,7 @@ def read_linked(path: Path, manifest: Manifest) -> dict[str, LinkedState]:
 
 
 def check_extent(path: Path, extent: StoredRange) -> None:
-    """Reads an extent and compares its SHA-256. Raises CorruptionError, or what reading raises."""
+    """Reads an extent and compares its SHA-256. Raises CorruptionError."""
     digest = hashlib.sha256()
     try:
         with open(open_regular(path), "rb", buffering=0) as file:
@@ -139,7 +150,7 @@ def check_extent(path: Path, extent: StoredRange) -> None:
                     raise damaged(path, extent, f"the file ends at byte {position}, inside it")
                 digest.update(block)
                 position += len(block)
-            # What was read is no use to the page cache.
+            # The bytes are read once; the page cache has better uses.
             os.posix_fadvise(
                 file.fileno(), extent.offset_nbytes, extent.nbytes, os.POSIX_FADV_DONTNEED
             )
@@ -153,7 +164,7 @@ def check_extent(path: Path, extent: StoredRange) -> None:
 
 
 def damaged(path: Path, extent: StoredRange, detail: str) -> CorruptionError:
-    """The error that names an extent and its place in the file."""
+    """Returns the error for an extent, with its name and its range in the file."""
     return corrupt(
         str(path),
         f"{extent.name!r} is damaged: {detail}",
@@ -164,11 +175,11 @@ def damaged(path: Path, extent: StoredRange, detail: str) -> CorruptionError:
 
 @contextmanager
 def writing(directory: Path, step: int) -> Iterator[Path]:
-    """A fresh directory to write a checkpoint into; it gets its name when the block ends well.
+    """Gives a fresh directory for a checkpoint, which gets its final name when the block succeeds.
 
-    The caller has synced every file by then. Raises ConfigError when there is a checkpoint of this
-    or a later step, or when another process is writing here. After any failure what was there
-    before is as it was.
+    The block syncs every file that it writes. Raises ConfigError if the directory has a checkpoint
+    of this or a later step, or if another process writes there; StorageError. After a failure the
+    older checkpoints are unchanged.
     """
     with reporting("create", directory):
         _make_durably(directory, PRIVATE_DIRECTORY)
@@ -187,7 +198,7 @@ def writing(directory: Path, step: int) -> Iterator[Path]:
                 os.rename(partial, target)
             sync_names(directory)
         except BaseException:
-            if not partial.exists():  # It has its name, but may lose it again in a crash.
+            if not partial.exists():  # Renamed, but the rename may not be durable.
                 with contextlib.suppress(OSError):
                     os.rename(target, partial)
             shutil.rmtree(partial, ignore_errors=True)
@@ -195,27 +206,30 @@ def writing(directory: Path, step: int) -> Iterator[Path]:
 
 
 def sweep(directory: Path) -> None:
-    """Removes what a crash has left half-made."""
+    """Removes the partial checkpoints that a crash has left. Raises ConfigError, StorageError."""
     with locked(directory):
         _sweep(directory)
 
 
 def refuse_later(directory: Path, step: int) -> None:
-    """Raises ConfigError when the directory has a checkpoint of `step` or a later one."""
-    there = list_checkpoints(directory)
-    if there and step_of(there[-1]) >= step:
+    """Raises ConfigError if the directory has a checkpoint of `step` or of a later step."""
+    checkpoints = list_checkpoints(directory)
+    if checkpoints and step_of(checkpoints[-1]) >= step:
         raise ConfigError(
-            f"{there[-1]} is there already, expected none of step {step} or later: resume from "
-            "it, remove it, or use another directory"
+            f"{checkpoints[-1]} is there already, expected none of step {step} or later: resume "
+            "from it, remove it, or use another directory"
         )
 
 
 def prune(directory: Path, keep: int) -> list[Path]:
-    """Removes all but the newest `keep` checkpoints, and returns them. A crash in between leaves
-    whole ones only: no name is there any more, for good, when the first file goes."""
+    """Removes all but the newest `keep` checkpoints; returns the paths of the removed ones.
+
+    The names are removed durably before the first file, so a crash leaves no incomplete checkpoint
+    under its final name. Raises ConfigError, StorageError.
+    """
     with locked(directory):
-        there = list_checkpoints(directory)
-        removed = there[: max(0, len(there) - keep)]
+        checkpoints = list_checkpoints(directory)
+        removed = checkpoints[: max(0, len(checkpoints) - keep)]
         partials = [partial_of(path) for path in removed]
         for path, partial in zip(removed, partials, strict=True):
             with reporting("remove", path):
@@ -229,21 +243,23 @@ def prune(directory: Path, keep: int) -> list[Path]:
 
 
 def write_manifest(path: Path, manifest: Manifest) -> None:
-    """Writes and syncs the manifest and its digest."""
+    """Writes and syncs the manifest and its digest. Raises StorageError."""
     content = to_bytes(manifest)
     for name, text in ((MANIFEST_NAME, content), (DIGEST_NAME, digest_line(content))):
         write_file(path / name, text)
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """A new file, synced. Raises StorageError."""
+    """Writes and syncs a new file. Raises StorageError."""
     with SequentialFile(path) as file:
         file.write(memoryview(content))
 
 
 class SequentialFile:
-    """A new file, written from its beginning to its end, and synced when its block ends well.
-    Raises StorageError."""
+    """A new file that is written sequentially, and synced when its block succeeds.
+
+    Raises StorageError.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -266,7 +282,7 @@ class SequentialFile:
 
 
 def new_file(path: Path, nbytes: int) -> None:
-    """A new file of so many bytes, whose space is taken. Raises StorageError."""
+    """Makes a new file of `nbytes` and allocates its space. Raises StorageError."""
     with reporting("allocate", path), _create(path) as file:
         try:
             os.posix_fallocate(file.fileno(), 0, nbytes)
@@ -282,8 +298,10 @@ def _create(path: Path) -> FileIO:
 
 
 def _make_durably(directory: Path, mode: int = 0o777) -> None:
-    """Makes the directory and those above that are missing, each with a name that stays. `mode` is
-    that of the last one."""
+    """Makes the directory and its missing parents, and syncs every new name.
+
+    `mode` applies to the directory, not to its parents.
+    """
     if not directory.is_dir():
         _make_durably(directory.parent)
         directory.mkdir(mode, exist_ok=True)
@@ -291,6 +309,7 @@ def _make_durably(directory: Path, mode: int = 0o777) -> None:
 
 
 def sync_directory(path: Path) -> None:
+    """Makes the names in a directory durable. Raises OSError."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
@@ -299,11 +318,12 @@ def sync_directory(path: Path) -> None:
 
 
 def partial_of(target: Path) -> Path:
-    """What the checkpoint `target` is called while it is written, or removed."""
+    """Returns the path of the checkpoint `target` while it is written or removed."""
     return target.with_name(f".{target.name}.partial")
 
 
 def make_in(directory: Path, names: Iterable[str]) -> None:
+    """Makes directories with these names. Raises StorageError."""
     for name in names:
         with reporting("create", directory / name):
             (directory / name).mkdir(PRIVATE_DIRECTORY)
@@ -316,7 +336,7 @@ def sync_names(directory: Path) -> None:
 
 
 def _sweep(directory: Path) -> None:
-    """Removes what a crash left."""
+    """Removes partial checkpoints; the caller holds the lock."""
     for entry in list(directory.iterdir()):
         if _PARTIAL.fullmatch(entry.name):
             with reporting("remove", entry):
@@ -324,7 +344,7 @@ def _sweep(directory: Path) -> None:
 
 
 def read_content(path: Path) -> bytes:
-    """All of a small file of a checkpoint. Raises CorruptionError, StorageError."""
+    """Reads a small file of a checkpoint. Raises CorruptionError, StorageError."""
     try:
         return read_bytes(path, max_nbytes=MAX_NBYTES)
     except (FileNotFoundError, NotADirectoryError):
@@ -338,7 +358,10 @@ def read_content(path: Path) -> bytes:
 
 @contextmanager
 def locked(directory: Path) -> Iterator[None]:
-    """The one writer of the directory. The lock ends with the process, however it ends."""
+    """Holds the lock of the directory during the block; the kernel drops it with the process.
+
+    Raises ConfigError if another process holds it, StorageError.
+    """
     with reporting("open", directory):
         fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -359,7 +382,7 @@ def locked(directory: Path) -> Iterator[None]:
 
 @contextmanager
 def reporting(operation: str, path: Path) -> Iterator[None]:
-    """OSErrors of the block become StorageErrors that name the operation and the path."""
+    """Turns an OSError of the block into a StorageError with the operation and the path."""
     try:
         yield
     except StorageError:

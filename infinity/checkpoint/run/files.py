@@ -1,9 +1,9 @@
-"""The files that one rank writes into a checkpoint, each of them synced.
+"""Writes and syncs the files of one rank of a checkpoint.
 
-State on NVMe that can be kept by links is not copied (`state_commit`). The rest of a model that is
-not divided goes into safetensors, unit by unit; of one that is divided, shards are copied page by
-page into a file that is read like those that are linked. Nothing is held but the part that is on
-its way: a chunk of one piece, or one tensor whose memory order is not that of a file.
+State on NVMe that can be linked is not copied (`commit.py`). If the model is not sharded, all other
+state is written as safetensors, unit by unit. The shards of a sharded model are copied page by page
+into one file, which is read like a linked file. Memory holds one chunk of a state kind, or one
+tensor that is not row-major in memory.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from infinity.checkpoint.huggingface.safetensors_file import (
 )
 from infinity.checkpoint.run import directory as state_directory
 from infinity.checkpoint.run.commit import (
-    PieceRange,
+    KindRange,
     Stored,
     copy_pages,
     is_linkable,
@@ -54,45 +54,44 @@ if TYPE_CHECKING:
     from _hashlib import HASH
 
 BUFFERS_NAME = "buffers.safetensors"
-# An allowance for headers, tables and manifest, per tensor.
+# The allowance for headers, tables and manifest, for each tensor.
 _TENSOR_OVERHEAD_NBYTES = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """What one rank has to keep: by links, as safetensors, or page by page."""
+    """The state that one rank keeps: by links, as safetensors, or page by page."""
 
-    linked: tuple[PieceRange, ...]
+    linked: tuple[KindRange, ...]
     units: Mapping[Unit, tuple[StateTensor, ...]]
-    pages: tuple[PieceRange, ...]
+    pages: tuple[KindRange, ...]
 
     @property
     def needed_nbytes(self) -> int:
-        """Space for it, but for the small state."""
+        """The space that must be free, without that of the small state."""
         infos = [tensor.info for tensors in self.units.values() for tensor in tensors]
         ranges = self.linked + self.pages
-        num_tensors = len(infos) + sum(len(each.tensors) for each in ranges)
+        num_tensors = len(infos) + sum(len(kind_range.tensors) for kind_range in ranges)
         return (
             sum(info.nbytes for info in infos)
-            + sum(each.nbytes for each in self.pages)
-            + sum(each.nbytes for each in ranges) // PAGE_NBYTES * CHECKSUM_NBYTES
+            + sum(kind_range.nbytes for kind_range in self.pages)
+            + sum(kind_range.nbytes for kind_range in ranges) // PAGE_NBYTES * CHECKSUM_NBYTES
             + num_tensors * _TENSOR_OVERHEAD_NBYTES
         )
 
 
 def contents_of(state: StateAccess, *, may_link: bool) -> Contents:
-    """What this rank has to keep."""
+    """Divides the state that this rank keeps by the way of keeping it. Moves no byte."""
     if state.partition is not None:
-        linked: list[PieceRange] = []
+        linked: list[KindRange] = []
         pages = _empty_ranges(state.partition)
-        for each in _ranges_of_rank(state, state.partition):
-            is_linked = may_link and is_linkable(state, each.unit, each.state_kind)
-            (linked if is_linked else pages).append(each)
+        for kind_range in _ranges_of_rank(state, state.partition):
+            is_linked = may_link and is_linkable(state, kind_range.unit, kind_range.state_kind)
+            (linked if is_linked else pages).append(kind_range)
         return Contents(tuple(linked), {}, tuple(pages))
-    everything = [(unit, each) for unit, tensors in kept_tensors(state) for each in tensors]
     units: dict[Unit, list[StateTensor]] = {}
     rows = []
-    for unit, tensor in everything:
+    for unit, tensor in ((unit, t) for unit, tensors in kept_tensors(state) for t in tensors):
         if may_link and is_linkable(state, unit, tensor.state_kind):
             rows.append((unit, tensor))
         else:
@@ -105,14 +104,14 @@ KeptTensors = list[tuple[Unit, list[StateTensor]]]
 
 
 def kept_tensors(state: StateAccess) -> KeptTensors:
-    """What this process keeps of the model, unit by unit."""
+    """Returns the tensors that this process keeps, unit by unit."""
     if state.partition is None:
         return [(unit, tensors_of(state, unit)) for unit in state.units]
     return list(tensors_of_rank(state.partition, has_kind=state.has_kind))
 
 
 def tensors_of(state: StateAccess, unit: Unit) -> list[StateTensor]:
-    """What a checkpoint holds of a unit, as the engine has it now."""
+    """Returns the tensors that a checkpoint holds of a unit in the present state of the engine."""
     return list(
         state_tensors(
             unit,
@@ -122,22 +121,22 @@ def tensors_of(state: StateAccess, unit: Unit) -> list[StateTensor]:
     )
 
 
-def _ranges_of_rank(state: StateAccess, divided: Partition) -> list[PieceRange]:
-    """The pieces of this rank's shards, and its part of weights that every rank has whole."""
+def _ranges_of_rank(state: StateAccess, divided: Partition) -> list[KindRange]:
+    """Returns the state of this rank's shards, and its part of weights that all ranks keep."""
     kept = kept_tensors(state)
-    rows = [(unit, each) for unit, tensors in kept for each in tensors if each.share is not None]
+    rows = [(unit, t) for unit, tensors in kept for t in tensors if t.share is not None]
     ranges = state_kind_ranges(rows)
     return ranges if divided.stage == 3 else [*own_weights(divided), *ranges]
 
 
-def _empty_ranges(divided: Partition) -> list[PieceRange]:
-    """Parameters without an element have no owner; the first rank names them."""
+def _empty_ranges(divided: Partition) -> list[KindRange]:
+    """Returns the parameters without an element, which have no owner, for the first rank."""
     found = []
     for unit in divided.full_units if divided.rank == 0 else ():
         facts = [spec.facts for spec in unit.tensors if not spec.numel]
         rows = [LinkedTensor(f.name, dtype_name(f.dtype), f.shape, f.stride, 0) for f in facts]
         if rows:
-            found.append(PieceRange(unit, StateKind.PARAMETERS, 0, 0, tuple(rows)))
+            found.append(KindRange(unit, StateKind.PARAMETERS, 0, 0, tuple(rows)))
     return found
 
 
@@ -149,8 +148,10 @@ def write_contents(
     contents: Contents,
     linked: Stored,
 ) -> list[FileEntry]:
-    """Writes what is not linked already, and the tables of what is. Returns the files that are
-    vouched for by SHA-256."""
+    """Writes the state that is not linked, and the tables of the linked state.
+
+    Returns the files for the manifest, with a SHA-256 of every extent. Raises StorageError.
+    """
     files = [
         _write_unit(directory / f"unit-{unit.index:05d}.safetensors", state, unit, tensors)
         for unit, tensors in contents.units.items()
@@ -165,7 +166,7 @@ def write_contents(
 
 
 class _HashedWriter:
-    """A safetensors file and the SHA-256 of every tensor in it, taken as the bytes pass."""
+    """Writes a safetensors file and computes the SHA-256 of every tensor on the way."""
 
     def __init__(self, path: Path, infos: list[TensorInfo], kinds: Mapping[str, str]) -> None:
         self._path = path
@@ -174,12 +175,12 @@ class _HashedWriter:
         self._hashes: dict[str, HASH] = {info.name: hashlib.sha256() for info in infos}
 
     def put(self, name: str, start: int, part: torch.Tensor) -> None:
-        """The next elements of a tensor: parts come in order."""
+        """Writes the next elements of a tensor; the parts of a tensor must come in order."""
         self._writer.write_part(name, start, part)
         self._hashes[name].update(tensor_bytes(part))
 
     def finish(self) -> FileEntry:
-        """The file is whole, synced and has its name."""
+        """Syncs the complete file and gives it its final name. Raises StorageError."""
         self._writer.finish()
         try:
             self._writer.commit()
@@ -226,9 +227,9 @@ def _write_state_kind(
 ) -> None:
     tensors = {tensor.spec: tensor for tensor in of_state_kind if not tensor.is_scales}
     scales = {tensor.spec: tensor for tensor in of_state_kind if tensor.is_scales}
-    whole: torch.Tensor | None = None  # Of a tensor that lies otherwise in memory than in a file.
+    whole: torch.Tensor | None = None  # A tensor that is not row-major in memory.
     for tensor in of_state_kind:
-        if not tensor.spec.numel:  # No part comes of it.
+        if not tensor.spec.numel:  # `parts` yields no part of it.
             writer.put(tensor.name, 0, torch.empty(tensor.info.shape, dtype=tensor.dtype))
     for part in state.parts(unit, state_kind):
         spec = part.spec
@@ -255,7 +256,7 @@ def _collect(whole: torch.Tensor | None, part: Part) -> torch.Tensor:
 
 
 def buffers_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Every buffer once, those that state_dict() leaves out too: a forward may change them."""
+    """Returns every buffer once, also those outside of state_dict(): a forward may change them."""
     return {name: buffer for name, buffer in model.named_buffers() if buffer is not None}
 
 
@@ -275,7 +276,7 @@ def _write_buffers(path: Path, model: nn.Module) -> FileEntry:
 
 
 def write_small(path: Path, kind: str, content: bytes) -> FileEntry:
-    """A new file that is held whole, synced, and what the manifest says of it."""
+    """Writes and syncs a new file; returns its entry for the manifest. Raises StorageError."""
     state_directory.write_file(path, content)
     digest = hashlib.sha256(content).hexdigest()
     return FileEntry(path.name, len(content), (StoredRange("all", kind, 0, len(content), digest),))

@@ -1,4 +1,4 @@
-"""What is in a directory of checkpoints, and whether it is whole. Needs no model and no engine."""
+"""Inspects a directory of checkpoints for content and damage. Needs no model and no engine."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _ATTEMPTS = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inspection:
-    """One checkpoint. `faults` is empty when it is whole as far as it was looked at."""
+    """One checkpoint. `faults` is empty if the inspection has found no damage."""
 
     path: Path
-    manifest: Manifest | None  # None where it cannot be read.
-    linked: tuple[LinkedState, ...]  # Of every rank; none where it cannot be read.
+    manifest: Manifest | None  # None if it cannot be read.
+    linked: tuple[LinkedState, ...]  # One for every rank; empty if it cannot be read.
     faults: tuple[str, ...]
-    is_verified: bool  # Every byte was read and checked, not only names and lengths.
+    is_verified: bool  # Every byte was compared, not only names and lengths.
 
     @property
     def is_whole(self) -> bool:
@@ -38,22 +38,24 @@ class Inspection:
 
     @property
     def nbytes(self) -> int:
-        """What it is made of, linked state included."""
+        """The size of the checkpoint, with linked state."""
         return sum(self.nbytes_by_kind().values())
 
     def nbytes_by_kind(self) -> dict[str, int]:
+        """Returns the size of every kind of content, with linked state."""
         table = dict(self.manifest.nbytes_by_kind()) if self.manifest is not None else {}
-        for state_kind in (state_kind for linked in self.linked for state_kind in linked.kinds):
-            table[state_kind.kind] = table.get(state_kind.kind, 0) + state_kind.nbytes
+        for entry in (entry for linked in self.linked for entry in linked.kinds):
+            table[entry.kind] = table.get(entry.kind, 0) + entry.nbytes
         return table
 
     @property
     def shared_nbytes(self) -> int:
-        """Of it, in files shared with swap files."""
-        runs = (r for linked in self.linked for state_kind in linked.kinds for r in state_kind.runs)
+        """The part of the size that lies in files shared with swap files."""
+        runs = (r for linked in self.linked for entry in linked.kinds for r in entry.runs)
         return sum(run.nbytes for run in runs if run.file != COPIES_NAME)
 
     def to_dict(self) -> dict[str, Any]:
+        """Returns the facts of the checkpoint for JSON."""
         manifest = self.manifest
         facts = {} if manifest is None else {
             "step": manifest.step,
@@ -75,18 +77,19 @@ class Inspection:
 
 
 def inspect(path: Path, *, verify: bool = False) -> list[Inspection]:
-    """Every checkpoint of a directory, oldest first, or the one that `path` is.
+    """Inspects every checkpoint of a directory, oldest first, or the checkpoint `path`.
 
-    With `verify` every byte is read and compared with its SHA-256 or CRC32C. Raises ConfigError
-    where there is none; damage is not raised, it is what the answer is about.
+    With `verify` every byte is read and compared with its SHA-256 or CRC32C. Raises ConfigError if
+    there is no checkpoint, StorageError if the directory cannot be read. Damage is not raised but
+    listed in `faults`.
     """
     if not path.is_dir():
         raise ConfigError(f"{path} is no directory; expected a checkpoint or a directory of them")
     still: list[Inspection] = []
-    for _ in range(_ATTEMPTS):  # A running job gives up old ones meanwhile, and makes newer ones.
+    for _ in range(_ATTEMPTS):  # A running job removes checkpoints meanwhile, and makes new ones.
         found = list_checkpoints(path) or [find_checkpoint(path)]
-        seen = [_inspect(each, verify=verify) for each in found]
-        still = [each for each in seen if os.path.lexists(each.path)]
+        seen = [_inspect(checkpoint, verify=verify) for checkpoint in found]
+        still = [inspection for inspection in seen if os.path.lexists(inspection.path)]
         if still:
             break
     return still
@@ -114,7 +117,7 @@ def _inspect(path: Path, *, verify: bool) -> Inspection:
                 except InfinityError as error:
                     faults.append(str(error))
     if verify:
-        faults += [fault for each in linked for fault in each.faults()]
+        faults += [fault for state in linked for fault in state.faults()]
     if verify and manifest is not None and not faults:
         faults += _fault_of_contents(path, manifest)
     return Inspection(
@@ -127,8 +130,8 @@ def _inspect(path: Path, *, verify: bool) -> Inspection:
 
 
 def _fault_of_contents(path: Path, manifest: Manifest) -> list[str]:
-    """What digests cannot show: headers and small state that contradict the manifest."""
-    from infinity.checkpoint.run.load import OpenCheckpoint
+    """Finds what no digest shows: headers and small state that contradict the manifest."""
+    from infinity.checkpoint.run.open_checkpoint import OpenCheckpoint
 
     try:
         checkpoint = OpenCheckpoint(path)

@@ -1,10 +1,10 @@
-"""Which tensors a checkpoint holds of a unit: names, shapes and dtypes, without a byte of them.
+"""The tensors that a checkpoint holds of a unit: names, shapes and dtypes, without their bytes.
 
-A pure function of the unit. Names say what a tensor is, so that any safetensors reader can use the
-files: `layers.0.weight` in the compute dtype, `layers.0.weight.residual` (or `.master`), the
-moments that the optimizer keeps (`.exp_avg`, `.exp_avg_sq`, `.momentum_buffer`), `.gradient`. Every
-one has the parameter's full shape; but moments of eight bits also have the scales of their blocks,
-`.exp_avg.scales`, flat.
+A pure function of the unit. The ending of a name gives the kind of the tensor, so that any reader
+of safetensors can use the files: `layers.0.weight` in the compute dtype, `layers.0.weight.residual`
+(or `.master`), the moments of the optimizer (`.exp_avg`, `.exp_avg_sq`, `.momentum_buffer`),
+`.gradient`. Every tensor has the full shape of its parameter. Moments of eight bits have a second
+tensor, which is flat: the scales of their blocks, `.exp_avg.scales`.
 """
 
 from __future__ import annotations
@@ -20,44 +20,47 @@ from infinity.ops.dynamic_8bit import BLOCK_NUMEL, num_scales
 from infinity.state.partition import Partition, ShardSlice
 from infinity.state.units import MOMENT_PIECES, StateKind, TensorFacts, TensorSpec, Unit
 
-# Pieces that are streamed; gradients are few and taken one by one.
+# State kinds that are streamed; gradients are few and handled one by one.
 STREAMED = (StateKind.PARAMETERS, StateKind.MASTER, *MOMENT_PIECES)
 
 
 @dataclass(frozen=True, slots=True)
 class StateTensor:
-    """One tensor of a checkpoint, and what it is in the engine: `spec`, in a piece of a unit.
+    """One tensor of a checkpoint, and the `spec` of the engine that it belongs to.
 
-    Where state is divided over ranks `spec` is the part of it that lies in a shard, by `share`.
+    If state is sharded, `spec` is the part of the parameter that lies in a shard, and `share` tells
+    which part.
     """
 
     name: str
     state_kind: StateKind
     spec: TensorSpec
     dtype: torch.dtype
-    is_scales: bool = False  # Of the codes that have the name without the last part.
+    is_scales: bool = False  # The codes have this name without its ending.
     share: ShardSlice | None = None
 
     @property
     def whole(self) -> TensorSpec:
-        """The whole parameter."""
+        """The full parameter."""
         return self.spec if self.share is None else self.share.whole
 
     @property
     def facts(self) -> TensorFacts:
-        """Of the whole parameter."""
+        """Shape, stride and dtype of the full parameter."""
         return self.whole.facts
 
     @property
     def start(self) -> int:
-        """Which element of the whole tensor, in memory order, is the first of this part of it. A
-        share begins where a block of codes does."""
+        """The index of the first element of this part in the full tensor, in memory order.
+
+        Scales count blocks of codes. A shard begins at the start of a block.
+        """
         start = 0 if self.share is None else self.share.start
         return start // BLOCK_NUMEL if self.is_scales else start
 
     @property
     def info(self) -> TensorInfo:
-        """As the file has it."""
+        """Name, dtype and shape, as a file has them."""
         shape = (num_scales(self.whole.numel),) if self.is_scales else self.facts.shape
         return TensorInfo(name=self.name, dtype=self.dtype, shape=shape)
 
@@ -69,8 +72,11 @@ def state_tensors(
     has_gradient: Callable[[TensorSpec], bool],
     shares: Mapping[TensorSpec, ShardSlice] | None = None,
 ) -> Iterator[StateTensor]:
-    """Every tensor of the unit that a checkpoint holds. `has_kind` says what the engine keeps;
-    `shares`: of which whole tensors those of a shard are parts."""
+    """Yields every tensor of the unit that a checkpoint holds.
+
+    `has_kind` and `has_gradient` tell which state the engine keeps. `shares` maps the specs of a
+    shard to the full parameters; None for a model that is not sharded.
+    """
     for spec in unit.tensors:
         share = None if shares is None else shares.get(spec)
         weight = StateTensor(spec.name, StateKind.PARAMETERS, spec, spec.facts.dtype, share=share)
@@ -99,13 +105,17 @@ def state_tensors(
 def tensors_of_rank(
     divided: Partition, *, has_kind: Callable[[Unit, StateKind], bool]
 ) -> Iterator[tuple[Unit, list[StateTensor]]]:
-    """What one rank keeps of a model, unit by unit: its shards, and the weights that every rank has
-    whole."""
-    shares = {share.part: share for each in divided.mine for share in (*each.shares, *each.frozen)}
+    """Yields the tensors that one rank keeps, unit by unit.
+
+    These are the tensors of its shards, and the weights that every rank has in full.
+    """
+    shares = {
+        share.part: share for shard in divided.mine for share in (*shard.shares, *shard.frozen)
+    }
     for unit in divided.units:
         has = partial(has_kind, unit)
         tensors = state_tensors(unit, has_kind=has, has_gradient=lambda spec: False, shares=shares)
-        yield unit, [each for each in tensors if has(each.state_kind)]
+        yield unit, [tensor for tensor in tensors if has(tensor.state_kind)]
 
 
 def _suffix(unit: Unit, state_kind: StateKind) -> str:
@@ -113,8 +123,11 @@ def _suffix(unit: Unit, state_kind: StateKind) -> str:
 
 
 def scales_suffix(spec: TensorSpec) -> str:
-    """Blocks are counted in memory order, which codes in a file do not show: where it is not
-    that of a file, the name says which it is, and a model with another one does not find it."""
+    """Returns the ending of the name of the scales of a parameter.
+
+    Scales belong to blocks in memory order, which a file of codes does not show. If memory order is
+    not row-major, the ending contains the order, so that a model with another order is refused.
+    """
     if is_row_major(spec):
         return "scales"
     strides = spec.facts.stride
@@ -123,9 +136,10 @@ def scales_suffix(spec: TensorSpec) -> str:
 
 
 def is_row_major(spec: TensorSpec) -> bool:
-    """Whether memory order is the order of a file."""
+    """Whether memory order is row-major, the order of elements in a file."""
     return spec.facts.stride == row_major_stride(spec.facts.shape)
 
 
 def row_major_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns the stride of a contiguous tensor."""
     return torch.empty(shape, device="meta").stride()

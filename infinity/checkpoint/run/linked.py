@@ -1,11 +1,12 @@
-"""The part of a checkpoint that is not copied: pieces of state in files shared with the swap files.
+"""Linked state: the state of a checkpoint in files that the checkpoint shares with the swap files.
 
-The checkpoint has hard links to the swap files, a table that says which ranges of them hold which
-piece, and a CRC32C of every page of these. The other ranges of a linked file are no part of it and
-may change. Drawn in docs/formats/swap.md.
+The checkpoint has hard links to the swap files, a table that gives the ranges of every state kind
+in them, and a CRC32C of every page of these ranges. The other ranges of a linked file do not belong
+to the checkpoint and may change. docs/formats/swap.md shows the format.
 
-Where state is divided over ranks each of them has such a table, also of what it copies, and a
-tensor is in as many parts as ranks own some of it (docs/formats/checkpoint.md). Imports no torch.
+If state is sharded, every rank has such a table, which also lists the state that the rank copies. A
+tensor then has one part for every rank that owns some of it (docs/formats/checkpoint.md). Imports
+no torch.
 """
 
 from __future__ import annotations
@@ -41,10 +42,10 @@ from infinity.storage.page_reader import BUFFER_NBYTES, PageReader
 
 TABLE_NAME = "linked.json"
 CHECKSUMS_NAME = "linked.crc32c"
-# Pieces that are not linked, one after the other: of a rank, or copied from another file system.
+# State that is not linked, back to back: copied by a rank, or from another file system.
 COPIES_NAME = "copied.pages"
 _MAX_DIMENSIONS = 64  # torch's own bound.
-_DTYPE = re.compile(r"BOOL|(?:BF|F|I|U|C)(\d{1,2})(?:_E\dM\d[A-Z]*)?")  # Its number is of bits.
+_DTYPE = re.compile(r"BOOL|(?:BF|F|I|U|C)(\d{1,2})(?:_E\dM\d[A-Z]*)?")  # The number counts bits.
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +59,9 @@ class LinkedRun:
 
 @dataclass(frozen=True, slots=True)
 class LinkedTensor:
-    """A tensor in a piece: its elements in memory order, or `numel` of them from `start` on.
+    """A tensor in a state kind: all elements in memory order, or `numel` of them from `start` on.
 
-    `dtype` as in safetensors; shape and stride are the whole tensor's.
+    `dtype` has the name that safetensors uses. Shape and stride belong to the full tensor.
     """
 
     name: str
@@ -69,7 +70,7 @@ class LinkedTensor:
     stride: tuple[int, ...]
     offset_nbytes: int
     start: int = 0
-    numel: int = -1  # All of them, where it is not given.
+    numel: int = -1  # All elements, if it is not given.
 
     def __post_init__(self) -> None:
         if self.numel < 0:
@@ -81,8 +82,8 @@ class LinkedTensor:
 
 
 @dataclass(frozen=True, slots=True)
-class LinkedPiece:
-    """One piece of a unit: its bytes are those of its runs, in order."""
+class LinkedKind:
+    """One state kind of a unit. Its bytes are those of its runs, in order."""
 
     unit: str
     state_kind: str
@@ -95,29 +96,29 @@ class LinkedPiece:
         return sum(run.nbytes for run in self.runs)
 
 
-def to_bytes(kinds: Sequence[LinkedPiece]) -> bytes:
-    """The content of the table. Compact: there is one for every commit."""
+def to_bytes(kinds: Sequence[LinkedKind]) -> bytes:
+    """Returns the content of the table: compact, because every commit writes one."""
     rows = [
         {
-            "unit": state_kind.unit,
-            "piece": state_kind.state_kind,
-            "kind": state_kind.kind,
-            "runs": [[run.file, run.offset_nbytes, run.nbytes] for run in state_kind.runs],
+            "unit": entry.unit,
+            "piece": entry.state_kind,
+            "kind": entry.kind,
+            "runs": [[run.file, run.offset_nbytes, run.nbytes] for run in entry.runs],
             "tensors": [
                 [t.name, t.dtype, t.shape, t.stride, t.offset_nbytes]
                 + ([] if t.is_whole else [t.start, t.numel])
-                for t in state_kind.tensors
+                for t in entry.tensors
             ],
         }
-        for state_kind in kinds
+        for entry in kinds
     ]
     return json.dumps({"pieces": rows}, separators=(",", ":")).encode()
 
 
-def parse(content: bytes, *, path: str) -> tuple[LinkedPiece, ...]:
-    """The pieces of a table whose digest was checked. `path` names it in errors.
+def parse(content: bytes, *, path: str) -> tuple[LinkedKind, ...]:
+    """Parses a table whose SHA-256 was compared before. Errors name `path`.
 
-    Raises CorruptionError for one that is none.
+    Raises CorruptionError for a table that is malformed.
     """
     try:
         body = table_of(parse_json(content), "it")
@@ -126,17 +127,17 @@ def parse(content: bytes, *, path: str) -> tuple[LinkedPiece, ...]:
         raise corrupt(path, f"it is no table of linked state: {error}") from None
 
 
-def _state_kind(value: Any) -> LinkedPiece:
+def _state_kind(value: Any) -> LinkedKind:
     row = table_of(value, "a piece")
     runs = tuple(map(_run, list_of(field(row, "runs"), "runs")))
     nbytes = sum(run.nbytes for run in runs)
     tensors = list_of(field(row, "tensors"), "tensors")
-    return LinkedPiece(
+    return LinkedKind(
         _text(field(row, "unit"), "a unit"),
         text_of(field(row, "piece"), "a piece"),
         text_of(field(row, "kind"), "a kind"),
         runs,
-        tuple(_tensor(each, nbytes) for each in tensors),
+        tuple(_tensor(tensor, nbytes) for tensor in tensors),
     )
 
 
@@ -162,8 +163,8 @@ def _tensor(value: Any, state_kind_nbytes: int) -> LinkedTensor:
     width = _DTYPE.fullmatch(dtype)
     if width is None:
         raise MalformedError(f"{name!r} has the dtype {dtype!r}, which is none")
-    shape, stride = (_dimensions(row[each], name) for each in (2, 3))
-    place = [whole_number(each, f"the place of {name!r}") for each in row[4:]]
+    shape, stride = (_dimensions(row[index], name) for index in (2, 3))
+    place = [whole_number(number, f"the place of {name!r}") for number in row[4:]]
     tensor = LinkedTensor(name, dtype, shape, stride, *place)
     whole = math.prod(shape)
     end_nbytes = tensor.offset_nbytes + tensor.numel * max(1, int(width[1] or 8) // 8)
@@ -180,18 +181,21 @@ def _dimensions(value: Any, name: str) -> tuple[int, ...]:
     found = list_of(value, f"the shape of {name!r}")
     if len(found) > _MAX_DIMENSIONS:
         raise MalformedError(f"{name!r} has {len(found)} dimensions")
-    return tuple(whole_number(each, f"a length of {name!r}") for each in found)
+    return tuple(whole_number(length, f"a length of {name!r}") for length in found)
 
 
 def _text(value: Any, what: str) -> str:
-    """Whatever a module of a model may be called."""
+    """Returns a name that a module may have: any text without a null character."""
     if not isinstance(value, str) or "\0" in value:
         raise MalformedError(f"{what} is no text")
     return value
 
 
 def length_of(path: Path) -> int:
-    """Bytes of a file of a checkpoint. Raises CorruptionError where there is no regular file."""
+    """Returns the length of a file of a checkpoint in bytes.
+
+    Raises CorruptionError if there is no regular file, StorageError if it may not be examined.
+    """
     try:
         found = path.stat()
     except OSError as error:
@@ -204,17 +208,18 @@ def length_of(path: Path) -> int:
 
 
 class LinkedState:
-    """The linked pieces of one checkpoint, or of one rank in it, read and checked range by range.
+    """The linked state of one checkpoint, or of one rank in it, read and compared by ranges.
 
-    Their checksums stay in their file: 4 bytes for every page of a model.
+    The checksums stay in their file, 4 bytes for every page. Raises CorruptionError for a file of
+    checksums that is missing or has another length.
     """
 
-    def __init__(self, path: Path, kinds: Sequence[LinkedPiece]) -> None:
+    def __init__(self, path: Path, kinds: Sequence[LinkedKind]) -> None:
         self._path = path
         self.kinds = tuple(kinds)
-        starts = accumulate((state_kind.nbytes // PAGE_NBYTES for state_kind in kinds), initial=0)
+        starts = accumulate((entry.nbytes // PAGE_NBYTES for entry in kinds), initial=0)
         self._first_pages = dict(zip(self.kinds, starts, strict=False))
-        num_pages = sum(state_kind.nbytes for state_kind in kinds) // PAGE_NBYTES
+        num_pages = sum(entry.nbytes for entry in kinds) // PAGE_NBYTES
         nbytes = length_of(path / CHECKSUMS_NAME)
         if nbytes != num_pages * CHECKSUM_NBYTES:
             detail = f"it has {nbytes} bytes, {num_pages} pages need 4 each"
@@ -222,20 +227,20 @@ class LinkedState:
 
     @property
     def nbytes(self) -> int:
-        return sum(state_kind.nbytes for state_kind in self.kinds)
+        return sum(entry.nbytes for entry in self.kinds)
 
-    def checksums_of(self, state_kind: LinkedPiece) -> bytes:
-        """CRC32C of every page of the piece, 4 bytes each."""
-        return self._checksums(self._first_pages[state_kind], state_kind.nbytes // PAGE_NBYTES)
+    def checksums_of(self, entry: LinkedKind) -> bytes:
+        """Returns the CRC32C of every page of a state kind, 4 bytes each."""
+        return self._checksums(self._first_pages[entry], entry.nbytes // PAGE_NBYTES)
 
     def _checksums(self, first: int, count: int) -> bytes:
         with (self._path / CHECKSUMS_NAME).open("rb", buffering=0) as file:
             return os.pread(file.fileno(), count * CHECKSUM_NBYTES, first * CHECKSUM_NBYTES)
 
     def files(self) -> dict[str, int]:
-        """The linked files, and how long each must be at least."""
+        """Returns the least length in bytes of every linked file, by name."""
         ends: dict[str, int] = {}
-        for run in (run for state_kind in self.kinds for run in state_kind.runs):
+        for run in (run for entry in self.kinds for run in entry.runs):
             ends[run.file] = max(ends.get(run.file, 0), run.offset_nbytes + run.nbytes)
         return ends
 
@@ -248,18 +253,21 @@ class LinkedState:
                 raise corrupt(str(self._path / name), detail)
 
     def read(
-        self, reader: PageReader, state_kind: LinkedPiece, offset_nbytes: int, nbytes: int
+        self, reader: PageReader, entry: LinkedKind, offset_nbytes: int, nbytes: int
     ) -> Iterator[memoryview]:
-        """The bytes of a range of a piece, part by part, each compared with its checksums first and
-        valid until the next. Raises CorruptionError, StorageError."""
-        ends = list(accumulate(run.nbytes for run in state_kind.runs))
+        """Yields the bytes of a range of a state kind, part by part.
+
+        Every part is compared with its checksums before it is yielded, and is valid until the next
+        one. Raises CorruptionError, StorageError.
+        """
+        ends = list(accumulate(run.nbytes for run in entry.runs))
         end_nbytes = offset_nbytes + nbytes
         while offset_nbytes < end_nbytes:
             index = bisect_right(ends, offset_nbytes)
-            run, start = state_kind.runs[index], ends[index] - state_kind.runs[index].nbytes
+            run, start = entry.runs[index], ends[index] - entry.runs[index].nbytes
             low = align_down(offset_nbytes, PAGE_NBYTES)
             high = min(align_up(end_nbytes, PAGE_NBYTES), ends[index], low + BUFFER_NBYTES)
-            page = self._first_pages[state_kind] + low // PAGE_NBYTES
+            page = self._first_pages[entry] + low // PAGE_NBYTES
             count = (high - low) // PAGE_NBYTES
             view = reader.read(
                 self._path / run.file,
@@ -272,30 +280,30 @@ class LinkedState:
             offset_nbytes = stop
 
     def faults(self) -> list[str]:
-        """Reads everything; what is wrong with it, one line for each piece."""
+        """Reads everything; returns one line for every state kind that is damaged."""
         found = []
         with PageReader() as reader:
-            for state_kind in self.kinds:
+            for entry in self.kinds:
                 try:
-                    for _ in self.read(reader, state_kind, 0, state_kind.nbytes):
+                    for _ in self.read(reader, entry, 0, entry.nbytes):
                         pass
                 except InfinityError as error:
-                    found.append(f"{state_kind.state_kind} of {state_kind.unit}: {error}")
+                    found.append(f"{entry.state_kind} of {entry.unit}: {error}")
         return found
 
 
-Part = tuple[LinkedState, LinkedPiece, LinkedTensor]
+Part = tuple[LinkedState, LinkedKind, LinkedTensor]
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor in linked state: whole, or in parts that follow each other, each of another rank."""
+    """A tensor in linked state: in one part, or in consecutive parts of several ranks."""
 
     parts: tuple[Part, ...]
 
     @property
     def facts(self) -> LinkedTensor:
-        """Name, dtype, shape and stride are those of the whole tensor."""
+        """Name, dtype, shape and stride of the full tensor."""
         return self.parts[0][2]
 
     @property
@@ -309,15 +317,18 @@ class StoredTensor:
     def read(
         self, reader: PageReader, start: int, stop: int, *, item_nbytes: int
     ) -> Iterator[memoryview]:
-        """The bytes of elements [start, stop) in memory order, from those parts only that have some
-        of them. Each view is valid until the next. Raises as `LinkedState.read`."""
-        for (state, state_kind, tensor), low, high in overlaps(self.parts, start, stop):
+        """Yields the bytes of the elements [start, stop) in memory order.
+
+        Reads only the parts that have some of the elements. A view is valid until the next one.
+        Raises as `LinkedState.read`.
+        """
+        for (state, entry, tensor), low, high in overlaps(self.parts, start, stop):
             offset_nbytes = tensor.offset_nbytes + (low - tensor.start) * item_nbytes
-            yield from state.read(reader, state_kind, offset_nbytes, (high - low) * item_nbytes)
+            yield from state.read(reader, entry, offset_nbytes, (high - low) * item_nbytes)
 
 
 def overlaps(parts: Sequence[Part], start: int, stop: int) -> Iterator[tuple[Part, int, int]]:
-    """The parts that have some of the elements [start, stop), and which of them."""
+    """Yields (part, first, end) for the parts that have some of the elements [start, stop)."""
     first = max(0, bisect_right(parts, start, key=lambda part: part[2].start) - 1)
     for part in parts[first:]:
         low, high = max(start, part[2].start), min(stop, part[2].start + part[2].numel)
@@ -328,18 +339,18 @@ def overlaps(parts: Sequence[Part], start: int, stop: int) -> Iterator[tuple[Par
 
 
 def stored_tensors(states: Iterable[LinkedState], path: Path) -> dict[str, StoredTensor]:
-    """Every tensor in the linked state of the checkpoint `path`, put together from all ranks.
+    """Joins the parts that the ranks have of every tensor of the checkpoint `path`.
 
-    Raises CorruptionError where parts overlap, disagree, or leave some of a tensor out.
+    Raises CorruptionError if parts of a tensor overlap, disagree, or leave elements out.
     """
     found: dict[str, list[Part]] = {}
     for state in states:
-        for state_kind in state.kinds:
-            for tensor in state_kind.tensors:
-                found.setdefault(tensor.name, []).append((state, state_kind, tensor))
+        for entry in state.kinds:
+            for tensor in entry.tensors:
+                found.setdefault(tensor.name, []).append((state, entry, tensor))
     for name, parts in found.items():
         parts.sort(key=lambda part: part[2].start)
-        facts = {(each.dtype, each.shape, each.stride) for _, _, each in parts}
+        facts = {(tensor.dtype, tensor.shape, tensor.stride) for _, _, tensor in parts}
         end = 0
         for _, _, tensor in parts:
             if tensor.start != end or len(facts) > 1:

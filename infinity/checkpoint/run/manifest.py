@@ -1,7 +1,7 @@
-"""The manifest of a checkpoint: every file, and a SHA-256 of every extent of it.
+"""The manifest of a checkpoint: every file, with a SHA-256 of every extent of it.
 
-Pure: bytes to facts and back. Drawn in docs/formats/checkpoint.md. `manifest.json` is vouched for
-by `manifest.sha256`, which `sha256sum -c` reads too. Imports no torch.
+Pure: bytes to facts and back. docs/formats/checkpoint.md shows the format. `manifest.sha256` has
+the SHA-256 of `manifest.json`; `sha256sum -c` reads it too. Imports no torch.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from infinity.bounded import (
 from infinity.errors import UnsupportedError, corrupt
 from infinity.sizes import GIB
 
-# 3 with several ranks, 2 where state is linked, which older versions cannot read; else 1.
+# 3 for several ranks, 2 for linked state, 1 otherwise, so that older versions read all they can.
 SCHEMA = 3
 FORMAT = "infinity checkpoint"
 MANIFEST_NAME = "manifest.json"
 DIGEST_NAME = "manifest.sha256"
-PROGRAM_NAME = "program.pt"  # The small state; every rank has one.
-MAX_NBYTES = GIB  # Of a manifest or a table: both name every tensor.
+PROGRAM_NAME = "program.pt"  # The small state; every rank has its own.
+MAX_NBYTES = GIB  # A manifest and a table name every tensor.
 MAX_STEP = 10**12
 _MAX_RANKS = 1 << 20
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -40,7 +40,7 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 @dataclass(frozen=True, slots=True)
 class StoredRange:
-    """A range of a file: one tensor, the header, or all of it. `kind` is what it counts as."""
+    """A range of a file: one tensor, the header, or the full file. Sizes are added by `kind`."""
 
     name: str
     kind: str
@@ -51,7 +51,7 @@ class StoredRange:
 
 @dataclass(frozen=True, slots=True)
 class FileEntry:
-    """One file. Its extents follow each other without a hole and cover it."""
+    """One file. Its extents are consecutive, without a hole, and cover the file."""
 
     name: str
     nbytes: int
@@ -60,9 +60,9 @@ class FileEntry:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a checkpoint is made of. `step` counts optimizer steps; `created` is ISO 8601, UTC.
+    """All files of a checkpoint. `step` counts optimizer steps; `created` is ISO 8601, UTC.
 
-    `ranks`: the directories of those that wrote it, by rank; none where it was one.
+    `ranks` has the directory of every rank that wrote the checkpoint, and is empty for one rank.
     """
 
     step: int
@@ -74,7 +74,7 @@ class Manifest:
 
     @property
     def places(self) -> tuple[str, ...]:
-        """What file names begin with, by rank."""
+        """The prefix of file names, by rank."""
         return places_of(self.ranks)
 
     @property
@@ -90,16 +90,17 @@ class Manifest:
 
 
 def rank_directories(count: int) -> tuple[str, ...]:
-    """Where each of several ranks writes; one writes into the checkpoint itself."""
+    """Returns a directory for each of several ranks. A single rank needs none."""
     return tuple(f"rank-{rank:05d}" for rank in range(count)) if count > 1 else ()
 
 
 def places_of(ranks: tuple[str, ...]) -> tuple[str, ...]:
+    """Returns the prefix of file names, by rank."""
     return tuple(f"{rank}/" for rank in ranks) or ("",)
 
 
 def to_bytes(manifest: Manifest) -> bytes:
-    """The content of `manifest.json`."""
+    """Returns the content of `manifest.json`."""
     facts = asdict(manifest)
     if not manifest.ranks:
         del facts["ranks"]
@@ -108,14 +109,14 @@ def to_bytes(manifest: Manifest) -> bytes:
 
 
 def digest_line(content: bytes) -> bytes:
-    """The content of `manifest.sha256`."""
+    """Returns the content of `manifest.sha256`."""
     return f"{hashlib.sha256(content).hexdigest()}  {MANIFEST_NAME}\n".encode()
 
 
 def parse(content: bytes, digest: bytes, *, path: str) -> Manifest:
-    """The manifest of these bytes. `path` names the file in errors.
+    """Parses `manifest.json` after comparing it with `digest`. Errors name `path`.
 
-    Raises CorruptionError for bytes that their digest does not vouch for, and for a foreign file;
+    Raises CorruptionError for bytes with another digest and for a file of another program,
     UnsupportedError for a newer schema.
     """
     if digest != digest_line(content):
@@ -136,12 +137,12 @@ def parse(content: bytes, digest: bytes, *, path: str) -> Manifest:
 
 
 def files_to_bytes(files: Sequence[FileEntry]) -> bytes:
-    """Entries of one rank, on their way to the one that writes the manifest."""
+    """Packs the entries of one rank for the rank that writes the manifest."""
     return json.dumps([asdict(file) for file in files]).encode()
 
 
 def files_of_bytes(content: bytes) -> tuple[FileEntry, ...]:
-    """What `files_to_bytes` wrote. Raises MalformedError."""
+    """Unpacks the result of `files_to_bytes`. Raises MalformedError."""
     return tuple(map(_file, list_of(parse_json(content), "the files of a rank")))
 
 
@@ -149,7 +150,7 @@ def _file(value: Any) -> FileEntry:
     entry = table_of(value, "an entry of a file")
     name = text_of(field(entry, "name"), "the name of a file")
     nbytes = whole_number(field(entry, "nbytes"), f"the length of {name}")
-    extents = tuple(_extent(each, name) for each in list_of(field(entry, "extents"), "extents"))
+    extents = tuple(_extent(row, name) for row in list_of(field(entry, "extents"), "extents"))
     end = 0
     for extent in extents:
         if extent.offset_nbytes != end:
@@ -175,7 +176,7 @@ def _extent(value: Any, file: str) -> StoredRange:
 
 
 def _tensor_name(value: Any) -> str:
-    """Whatever a module of a model may be called."""
+    """Returns a name that a module may have: any text without a null character."""
     if not isinstance(value, str) or not value or "\0" in value:
         raise MalformedError("the name of an extent is no text")
     return value
@@ -183,7 +184,7 @@ def _tensor_name(value: Any) -> str:
 
 def _manifest(body: dict[str, Any], schema: int) -> Manifest:
     files = tuple(map(_file, list_of(field(body, "files"), "files")))
-    ranks = tuple(plain_name(each, "a rank") for each in list_of(body.get("ranks", []), "ranks"))
+    ranks = tuple(plain_name(name, "a rank") for name in list_of(body.get("ranks", []), "ranks"))
     if len(set(ranks)) < len(ranks) or not (not ranks or 1 < len(ranks) <= _MAX_RANKS):
         raise MalformedError(f"it names {len(ranks)} ranks, or one of them twice")
     for file in files:
@@ -198,6 +199,6 @@ def _manifest(body: dict[str, Any], schema: int) -> Manifest:
 
 
 def _rank_of(file: FileEntry, ranks: frozenset[str]) -> str:
-    """The directory that the name begins with, if it is one of these."""
+    """Returns the directory of `ranks` that the file lies in, with a slash, or an empty text."""
     directory, slash, _ = file.name.partition("/")
     return directory + slash if slash and directory in ranks else ""

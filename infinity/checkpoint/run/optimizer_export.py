@@ -1,4 +1,4 @@
-"""The optimizer's state as plain PyTorch has it, for models that fit in memory."""
+"""Converts the state of the optimizer to that of torch.optim, for models that fit in memory."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from infinity.ops.dynamic_8bit import State8Bit, decode
 
 
 def optimizer_state_dict(model: nn.Module, optimizer: OffloadedOptimizer) -> dict[str, Any]:
-    """What `load_state_dict` of torch's optimizer of the same name takes: settings, step counts and
-    moments.
+    """Returns a state dict for `load_state_dict` of the torch optimizer with the same name.
 
-    Every moment is a copy on the host, fp32 (widened where they are of eight
-    bits), in the parameter's shape and strides: for AdamW twice the fp32 size of the model, outside
-    the host budget. Parameters are numbered as in the optimizer's
-    groups, so give the plain optimizer the same parameters in the same groups.
+    It has settings, step counts and moments. Every moment is a fresh fp32 tensor on the host, in
+    shape and strides of its parameter; moments of eight bits are widened. For AdamW the moments
+    need twice the fp32 size of the model, outside the host budget. Parameters are numbered as in
+    the groups of the optimizer; the plain optimizer needs the same parameters in the same groups.
 
-    Several ranks all call it. The first one gets what one rank would, the others an empty dict, as
-    torch's own full state dicts do: a node has the memory for it once. Raises
-    UnsupportedError for a model with tiles, whose parameters are not those of the plain one.
+    All ranks call it. The first rank gets the full state dict, the others an empty dict, like the
+    full state dicts of torch: a node has the memory for it once. Raises UnsupportedError for a
+    model with tiles, whose parameters differ from those of the plain model, and InfinityError while
+    parameters are in use.
     """
     tiled_params = engine_of(model).tiled_params
     if tiled_params:
         raise UnsupportedError(
-            f"{next(iter(tiled_params))!r} stands as tiles, which a plain optimizer does not "
-            f"know; save "
-            "a checkpoint, load it with schedule.tile as it is now, or train with schedule.tile = 0"
+            f"{next(iter(tiled_params))!r} stands as tiles, which a plain optimizer does not know; "
+            "save a checkpoint, load it with schedule.tile as it is now, or train with "
+            "schedule.tile = 0"
         )
     moments: dict[str, dict[str, torch.Tensor]] = {}
     with whole_state(model, "infinity.checkpoint.optimizer_state_dict") as state:
@@ -72,14 +72,16 @@ def optimizer_state_dict(model: nn.Module, optimizer: OffloadedOptimizer) -> dic
 def state_of_torch(
     named: dict[str, Any], name: str, moments: dict[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Those moments of a parameter that torch's optimizer would have: SGD's has no buffer before
-    its first step with a momentum."""
+    """Returns the moments of a parameter that the optimizer of torch has at this step.
+
+    SGD of torch has no momentum buffer before its first step with a momentum.
+    """
     is_begun = named.get("name") != "sgd" or name in named["begun"]
     return dict(moments) if is_begun else {}
 
 
 def defaults_of_torch(name: str) -> dict[str, Any]:
-    """What a group of torch's optimizer holds beside what a group of ours does."""
+    """Returns the default settings of a parameter group of the torch optimizer with this name."""
     cls: Any = {
         "adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD
     }.get(name)  # fmt: skip

@@ -1,4 +1,4 @@
-"""The small state of a checkpoint, `program.pt`: what of it can be believed, and what is damage."""
+"""Parses the small state of a checkpoint, `program.pt`, which may be damaged or forged."""
 
 from __future__ import annotations
 
@@ -12,15 +12,17 @@ import torch
 
 from infinity.errors import InfinityError, corrupt
 
-_TABLES = ("optimizer", "random")  # Or None, where there is none.
+_TABLES = ("optimizer", "random")  # A table, or None.
 
 
 def parse_program(content: bytes, path: Path) -> dict[str, Any]:
-    """The small state in these bytes, with every key that there has to be. Runs no code of the
-    file's. Raises CorruptionError naming `path`."""
+    """Parses the small state, and checks that it has every key. Runs no code that the bytes hold.
+
+    Raises CorruptionError with `path`.
+    """
     try:
         state = torch.load(io.BytesIO(content), weights_only=True)
-    except Exception as error:  # Whatever a forged file makes torch raise.
+    except Exception as error:  # A forged file makes torch raise any error.
         why = str(error).partition("\n")[0]
         raise corrupt(str(path), f"it is no state that torch can load: {why}") from None
     if not isinstance(state, dict) or not isinstance(state.get("extra"), dict):
@@ -35,7 +37,10 @@ def parse_program(content: bytes, path: Path) -> dict[str, Any]:
 
 @contextmanager
 def believing(path: Path, what: str) -> Iterator[None]:
-    """Whatever the values of a small state make their users raise is the file's fault."""
+    """Turns an error of the block, which uses values of the small state, into a CorruptionError.
+
+    Every InfinityError passes unchanged. `what` names the values.
+    """
     try:
         yield
     except InfinityError:

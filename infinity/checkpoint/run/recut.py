@@ -1,10 +1,10 @@
-"""Tensors of a checkpoint whose large layers were cut into other tiles than the model's are now.
+"""Maps tensors of a model to tensors of a checkpoint whose large layers have other tiles.
 
-A tile holds rows that lie one after the other in the whole (`state/tiles.py`), and so do the
-moments and the residual of the rows. So a tensor of one cut is a run of elements of the whole, put
-together from parts of the tensors of the other. Pure: names and shapes, no bytes.
+A tile holds consecutive rows of the tiled parameter (`state/tiles.py`), and so do the moments and
+the residual of the rows. So a tensor of one cut is a consecutive range of elements, and is joined
+from ranges of tensors of the other cut. Pure: names and shapes, no bytes.
 
-Moments of eight bits are left out: their blocks need not end where a tile does.
+Moments of eight bits are left out, because their blocks need not end where a tile ends.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ class RecutSource:
 
 @dataclass(frozen=True, slots=True)
 class Recut:
-    """A tensor of the model, and what it is put together from, in order."""
+    """A tensor of the model, and the ranges that it is joined from, in order."""
 
     info: TensorInfo
     sources: tuple[RecutSource, ...]
 
     def within(self, start: int, count: int) -> Iterator[RecutSource]:
-        """The parts of `count` elements from `start` on."""
+        """Yields the ranges that hold `count` elements from `start` on."""
         first = 0
         for source in self.sources:
             low, high = max(start, first), min(start + count, first + source.count)
@@ -46,24 +46,27 @@ class Recut:
 
 
 def recut(
-    expected: Mapping[str, TensorInfo], there: Mapping[str, TensorInfo]
+    expected: Mapping[str, TensorInfo], saved: Mapping[str, TensorInfo]
 ) -> tuple[dict[str, Recut], set[str]]:
-    """What of `expected` is put together from tensors `there` of another cut, by name; and the
-    names of those. What does not fit together is left out, for the comparison of names to tell."""
-    mine, theirs = _by_whole(expected), _by_whole(there)
+    """Maps expected tensors to saved tensors of another cut.
+
+    Returns (recut tensors by name, names of the saved tensors that they use). Leaves out tensors
+    that cannot be joined; the comparison of names then reports them.
+    """
+    saved_tiles = _by_parameter(saved)
     found: dict[str, Recut] = {}
     used: set[str] = set()
-    for whole, here in mine.items():
-        other = theirs.get(whole, [])
-        facts = [[(each.name, each.shape) for each in side] for side in (here, other)]
-        if facts[0] != facts[1] and _is_same_whole(here, other):
-            found.update(_put_together(here, other))
-            used.update(each.name for each in other)
+    for name, tiles in _by_parameter(expected).items():
+        sources = saved_tiles.get(name, [])
+        cuts = [[(info.name, info.shape) for info in side] for side in (tiles, sources)]
+        if cuts[0] != cuts[1] and _can_join(tiles, sources):
+            found.update(_join(tiles, sources))
+            used.update(info.name for info in sources)
     return found, used
 
 
-def _by_whole(infos: Mapping[str, TensorInfo]) -> dict[str, list[TensorInfo]]:
-    """Tiles of a whole in order; what is not cut is its own only tile."""
+def _by_parameter(infos: Mapping[str, TensorInfo]) -> dict[str, list[TensorInfo]]:
+    """Groups tiles by the name of the tiled parameter, in order; a plain tensor is one tile."""
     groups: dict[str, list[TensorInfo]] = {}
     for info in infos.values():
         groups.setdefault(name_of_whole(info.name), []).append(info)
@@ -72,20 +75,20 @@ def _by_whole(infos: Mapping[str, TensorInfo]) -> dict[str, list[TensorInfo]]:
     return groups
 
 
-def _is_same_whole(here: list[TensorInfo], other: list[TensorInfo]) -> bool:
-    if not other or any(not info.shape for info in here + other):
+def _can_join(tiles: list[TensorInfo], sources: list[TensorInfo]) -> bool:
+    """Whether both sides are cuts of the same rows."""
+    if not sources or any(not info.shape for info in tiles + sources):
         return False
-    kinds = {(info.dtype, tuple(info.shape[1:])) for info in here + other}
-    rows = [sum(info.shape[0] for info in side) for side in (here, other)]
-    return len(kinds) == 1 and here[0].dtype is not torch.uint8 and rows[0] == rows[1]
+    kinds = {(info.dtype, tuple(info.shape[1:])) for info in tiles + sources}
+    rows = [sum(info.shape[0] for info in side) for side in (tiles, sources)]
+    return len(kinds) == 1 and tiles[0].dtype is not torch.uint8 and rows[0] == rows[1]
 
 
-def _put_together(here: list[TensorInfo], other: list[TensorInfo]) -> Iterator[tuple[str, Recut]]:
-    sources = Recut(
-        other[0], tuple(RecutSource(info.name, 0, math.prod(info.shape)) for info in other)
-    )
+def _join(tiles: list[TensorInfo], sources: list[TensorInfo]) -> Iterator[tuple[str, Recut]]:
+    ranges = tuple(RecutSource(info.name, 0, math.prod(info.shape)) for info in sources)
+    joined = Recut(sources[0], ranges)
     first = 0
-    for info in here:
+    for info in tiles:
         count = math.prod(info.shape)
-        yield info.name, Recut(info, tuple(sources.within(first, count)))
+        yield info.name, Recut(info, tuple(joined.within(first, count)))
         first += count

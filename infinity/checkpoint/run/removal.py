@@ -1,6 +1,6 @@
-"""Taking checkpoints out of the way: those that are damaged, and those of a job that is gone.
+"""Removes or renames checkpoints that are damaged, and those of a job that has ended.
 
-Only what this package wrote is removed, file by file; whatever else lies beside it stays.
+Only files of this package are removed, one by one; all other files stay.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ _STEP = re.compile(r"step-\d{8,}")
 
 
 def fault_of(path: Path) -> str | None:
-    """What is wrong with a checkpoint; None where it is whole, or gone. Reads every byte of it."""
+    """Returns the first fault of a checkpoint; None if it is intact or gone. Reads every byte.
+
+    Raises StorageError.
+    """
     for is_verified in (False, True):  # Most damage shows without reading everything.
         for found in inspect(path, verify=is_verified) if path.is_dir() else ():
             if found.faults:
@@ -42,8 +45,11 @@ def fault_of(path: Path) -> str | None:
 
 
 def damaged_after(directory: Path, step: int) -> tuple[list[Path], Path | None]:
-    """Checkpoints later than `step` that are damaged, newest first, up to one that is whole, which
-    comes second."""
+    """Finds damaged checkpoints that are newer than the newest intact one.
+
+    Returns (damaged ones later than `step`, newest first; the intact one after `step`, or None).
+    Raises StorageError.
+    """
     damaged = []
     for path in reversed(list_checkpoints(directory)):
         if step_of(path) <= step:
@@ -55,7 +61,10 @@ def damaged_after(directory: Path, step: int) -> tuple[list[Path], Path | None]:
 
 
 def set_aside(path: Path) -> Path:
-    """Gives a checkpoint a name that is none of a checkpoint's: "step-00000120.damaged"."""
+    """Renames a damaged checkpoint to "step-00000120.damaged" and returns the new path.
+
+    Raises ConfigError if another process writes in the directory, StorageError.
+    """
     with locked(path.parent), reporting("rename", path):
         target = path.with_name(f"{path.name}.damaged")
         number = 1
@@ -68,15 +77,21 @@ def set_aside(path: Path) -> Path:
 
 
 def give_up(path: Path) -> None:
-    """A commit loses its name for good; whoever tidies the directory next removes it."""
+    """Takes the name of a commit away durably; the next sweep of the directory removes its files.
+
+    Raises ConfigError if another process writes in the directory, StorageError.
+    """
     with locked(path.parent), reporting("rename", path):
         os.rename(path, partial_of(path))
         sync_names(path.parent)
 
 
 def remove_own(directory: Path) -> list[Path]:
-    """Removes the checkpoints in a directory, and it, if nothing else is there. What stays, which
-    is not ours, is returned."""
+    """Removes the checkpoints in a directory, and the directory if it is empty then.
+
+    Returns the entries that stay, because this package did not write them. Raises ConfigError if
+    another process writes in the directory, StorageError.
+    """
     stays: list[Path] = []
     with locked(directory):
         for entry in sorted(directory.iterdir()):
@@ -92,7 +107,10 @@ def remove_own(directory: Path) -> list[Path]:
 
 
 def _remove_checkpoint(path: Path) -> list[Path]:
-    """A whole one loses its name first: a crash leaves no half of it under that."""
+    """Removes a checkpoint; returns its new path if it has files that must stay.
+
+    A complete checkpoint loses its name first, so that a crash leaves no part under that name.
+    """
     partial = path if is_partial_name(path.name) else partial_of(path)
     with reporting("remove", path):
         if partial != path:
@@ -100,11 +118,11 @@ def _remove_checkpoint(path: Path) -> list[Path]:
             sync_names(path.parent)
         for file in _own_files(partial):
             file.unlink()
-        for rank in [each for each in partial.iterdir() if _RANK.fullmatch(each.name)]:
+        for rank in [entry for entry in partial.iterdir() if _RANK.fullmatch(entry.name)]:
             _remove_if_empty(rank)
         if _remove_if_empty(partial):
             return []
-        # Under a name that nobody sweeps.
+        # The new name is safe from a sweep.
         target = path.with_name(path.name.removeprefix(".").removesuffix(".partial") + ".foreign")
         os.rename(partial, target)
         return [target]

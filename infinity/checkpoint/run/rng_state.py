@@ -1,6 +1,6 @@
-"""Every generator that training draws from by default: Python's, NumPy's, torch's on every device.
+"""Saves and restores the default generators of Python, NumPy and torch, on every device.
 
-Generators that a program makes itself are its own to save, in `extra`.
+A program saves the generators that it makes itself in `extra`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 
 def random_state() -> dict[str, Any]:
-    """Numbers and tensors only."""
+    """Returns the state of all default generators as numbers and tensors."""
     version, internal, gauss = random.getstate()
     legacy: Any = numpy.random.get_state(legacy=True)
     kind, keys, position, has_gauss, cached = legacy
@@ -27,7 +27,7 @@ def random_state() -> dict[str, Any]:
 
 
 def restore_random_state(state: dict[str, Any]) -> None:
-    """Generators of devices that are not here are left out."""
+    """Restores the default generators, except those of devices that this machine does not have."""
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
     kind, keys, position, has_gauss, cached = state["numpy"]

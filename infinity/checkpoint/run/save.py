@@ -1,8 +1,8 @@
-"""Writing a checkpoint: all state of a run, durable at one rename.
+"""Writes a checkpoint: all state of a run, durable at one rename.
 
-The order of effects: files, each synced (`state_files`); with several ranks, until all of them have
-come so far; the manifest, synced; the directory, synced; the rename; the directory above, synced;
-only then older checkpoints go.
+The order of effects: all ranks write and sync their files (`files.py`); the first rank writes and
+syncs the manifest, syncs the directory, renames it and syncs its parent; then it removes older
+checkpoints.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _log = logging.getLogger("infinity")
 
 
 class Stateful(Protocol):
-    """A learning-rate scheduler, or anything that saves itself like one."""
+    """A learning-rate scheduler, or another object with the same two methods."""
 
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
@@ -74,24 +74,27 @@ def save(
     keep: int | None = None,
     linked: bool = True,
 ) -> Path:
-    """Writes `directory/step-NNNNNNNN` and returns it, once it is durable.
+    """Writes the checkpoint `directory/step-NNNNNNNN` and returns its path when it is durable.
 
-    It holds everything an exact continuation needs: weights, residuals or masters, moments,
-    gradients summed so far, the model's buffers, settings and step counts of the optimizer, the
-    scheduler, the generators of Python, NumPy and torch, and `extra`: numbers, text, tensors, and
-    lists and dicts of these. `step` is the number of steps taken; by default the optimizer's.
-    `keep` removes all but the newest so many checkpoints of the directory, this one counted.
+    The checkpoint holds everything that an exact continuation needs: weights, residuals or masters,
+    moments, gradients summed so far, the buffers of the model, settings and step counts of the
+    optimizer, the scheduler, the generators of Python, NumPy and torch, and `extra`.
 
-    State on NVMe is linked to instead of copied where the configuration's `[checkpoint]` keeps
-    spare generations, one is left, and the directory is on the file system of the swap paths.
-    `linked` false makes a copy in any case: safetensors that can be moved elsewhere.
+    step: the number of steps taken; by default the optimizer's count
+    extra: numbers, text, tensors, and lists and dicts of these; ranks may give different ones
+    keep: the number of newest checkpoints that stay in the directory, with this one; None keeps all
+    linked: False copies all state to safetensors files, which can be moved to another file system
 
-    With several ranks all of them call it, with a directory that they share, when no parameter has
-    a gradient; each writes what it owns, and `extra` may be another on each.
+    State on NVMe is linked instead of copied if `[checkpoint]` of the configuration keeps spare
+    generations, one is left, and the directory is on the file system of the swap directories.
 
-    Call between steps, from the training thread. A crash or an error at any moment leaves the
-    checkpoints that were there. Raises ConfigError when one of this or a later step is there,
-    StorageError naming the operation and the file, InfinityError while parameters are in use.
+    All ranks call `save` with a directory that they share, while no parameter has a gradient. Each
+    rank writes what it owns.
+
+    Call between steps, from the training thread. A crash or an error at any moment leaves the older
+    checkpoints intact. Raises ConfigError if the directory has a checkpoint of this or a later
+    step, StorageError with the operation and the file, UnsupportedError for a gradient on several
+    ranks, InfinityError while parameters are in use.
     """
     saving = async_save(
         directory, model, optimizer,
@@ -111,15 +114,16 @@ def async_save(
     keep: int | None = None,
     linked: bool = True,
 ) -> Saving:
-    """The same without waiting for a copy: training may go on at once.
+    """Writes a checkpoint as `save`, but returns before a copy to another file system ends.
 
-    Where `directory` is on another file system than the swap paths, the step is committed in the
-    first of these, and copied behind training, by what it leaves of the drive. A spare generation
-    is taken until then. `Saving.wait()` gives the path once the copy is durable, or raises what
-    went wrong; the checkpoints that were there stay then, and so does the commit.
+    If `directory` is on another file system than the swap directories, the step is committed in the
+    first swap directory, and a thread copies it with the bandwidth that training leaves. The commit
+    occupies a spare generation until the copy ends. `Saving.wait()` returns the path when the copy
+    is durable, or raises the error of the copy; older checkpoints and the commit stay then.
 
-    One copy at a time: waits for the one before, and raises what went wrong with it. In every other
-    case, several ranks among them, the checkpoint is there when this returns.
+    Waits for the previous copy, and raises its error. In every other case, for example with several
+    ranks, the checkpoint is complete when the call returns. Raises as `save`, and ConfigError for
+    `keep` below 1.
     """
     if keep is not None and keep < 1:
         raise ConfigError(f"keep={keep}: expected at least 1, the checkpoint that is written")
@@ -135,20 +139,20 @@ def async_save(
     _refuse_different("save", asked)
     place = copying or target
     path = place / state_directory.checkpoint_name(program.step)
-    if last is None or last.source != path:  # Else it is there: its copy has failed.
+    if last is None or last.source != path:  # Else the commit exists; only its copy has failed.
         _write_checkpoint(
             place, engine, model, program,
             keep=1 if copying else keep, linked=linked, leaving=own,
         )  # fmt: skip
     if commits is not None and label_of(commits) != label_of(place):
-        _remove_commits(engine, commits, own)  # They are of earlier steps, or of this one.
+        _remove_commits(engine, commits, own)  # The checkpoint supersedes them.
     return copy_behind(engine, path, target, keep=keep) if copying else Saving(path)
 
 
 def copy_behind(engine: Engine, commit: Path, directory: Path, *, keep: int | None) -> Saving:
-    """Begins to copy a commit of the swap directory to where checkpoints are; then the commit goes.
+    """Starts the copy of a commit to the directory of checkpoints; the copy removes the commit.
 
-    With one rank; `_await_last` comes before.
+    For one rank. The caller has waited for the previous copy (`_await_last`).
     """
     volume = engine.store.volume
     assert volume is not None and engine.background is None and engine.num_ranks == 1
@@ -164,7 +168,7 @@ def copy_behind(engine: Engine, commit: Path, directory: Path, *, keep: int | No
 
 
 def _await_last(engine: Engine) -> Saving | None:
-    """The copy before, which has ended. Its failure is raised, unless somebody knows of it."""
+    """Waits for the previous copy and returns it. Raises its error, unless it was raised before."""
     last, engine.background = engine.background, None
     if not isinstance(last, Saving):
         return None
@@ -175,8 +179,11 @@ def _await_last(engine: Engine) -> Saving | None:
 
 
 def _copying_directory(engine: Engine, directory: Path, step: int) -> Path | None:
-    """Where a checkpoint waits until it is copied to `directory`; None where it is not first
-    committed: links to it are possible, there is no spare generation for it, or several ranks."""
+    """Returns the swap directory in which a step is committed before it is copied to `directory`.
+
+    Returns None if `directory` can have links to the swap files, if no spare generation is left,
+    or with several ranks. Raises ConfigError for a checkpoint of this or a later step.
+    """
     volume, copying = engine.store.volume, engine.config.copying_directory
     if volume is None or copying is None or not volume.num_spares or engine.num_ranks > 1:
         return None
@@ -197,14 +204,14 @@ def commit(
     step: int | None = None,
     extra: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Makes this step the one that `load(path)` goes on from after a crash; returns the path.
+    """Makes this step durable in the first swap directory; returns the path for `load`.
 
-    What `save` keeps, in the first swap directory, in place of the last commit: state on NVMe stays
-    where it is, the rest is written. `checkpoint.durability = "step"` makes the room for it. A
-    later `save` of this model takes the commit's place.
+    The commit holds what `save` keeps, and replaces the last commit: state on NVMe is linked, all
+    other state is written. `checkpoint.durability = "step"` reserves the space. A later `save` of
+    this model removes the commit.
 
-    Call between steps, after the scheduler's. Raises ConfigError where nothing is set up for it,
-    and otherwise as `save`; whatever happens, the last commit is there.
+    Call between steps, after the step of the scheduler. A crash or an error leaves the last commit
+    intact. Raises ConfigError without `checkpoint.durability = "step"`, otherwise as `save`.
     """
     engine = engine_of(model)
     checkpoint, directory = engine.config.checkpoint, engine.commit_directory
@@ -222,7 +229,7 @@ def commit(
 
 @dataclass(frozen=True, slots=True)
 class _Program:
-    """The small state, packed."""
+    """The small state, packed, and its number of steps."""
 
     step: int
     content: bytes
@@ -253,7 +260,7 @@ class _Program:
 
 def _refuse_different(call: str, asked: CollectiveSection) -> None:
     if len(set(asked.of_all)) > 1:
-        texts = " and ".join(sorted({each.decode() for each in asked.of_all})[:2])
+        texts = " and ".join(sorted({text.decode() for text in asked.of_all})[:2])
         raise ConfigError(
             f"infinity.checkpoint.{call}: step and options are {texts} on different ranks; all of "
             "them make the same call"
@@ -261,9 +268,10 @@ def _refuse_different(call: str, asked: CollectiveSection) -> None:
 
 
 def _check_ranks(engine: Engine) -> None:
-    """With several ranks: raises what one of them may have to raise before any has begun.
+    """Checks, for several ranks, that parameters are at rest and have no gradients.
 
-    A gradient is on its way between ranks until the step has used it.
+    A gradient may be in transit between ranks until the step has used it. Raises UnsupportedError,
+    InfinityError.
     """
     if engine.num_ranks == 1:
         return
@@ -278,12 +286,12 @@ def _check_ranks(engine: Engine) -> None:
 
 
 def _own_commits(engine: Engine, commits: Path | None) -> list[str]:
-    """Labels of the commits that this run has made and not given up."""
+    """Returns the labels of the commits that this run has made and not removed."""
     volume = engine.store.volume
     if volume is None or commits is None:
         return []
     parent = label_of(commits)
-    return [each.label for each in volume.frozen if os.path.dirname(each.label) == parent]
+    return [f.label for f in volume.frozen if os.path.dirname(f.label) == parent]
 
 
 def _write_checkpoint(
@@ -296,8 +304,11 @@ def _write_checkpoint(
     linked: bool,
     leaving: Collection[str],
 ) -> Path:
-    """One transaction over all ranks: each makes its own files durable, then one rename by the
-    first commits them all. An error on any of them leaves nothing."""
+    """Runs one transaction over all ranks, and returns the path of the checkpoint.
+
+    Every rank makes its own files durable, then one rename by the first rank commits all of them.
+    An error on any rank leaves no checkpoint.
+    """
     volume = engine.store.volume
     target = directory / state_directory.checkpoint_name(program.step)
     try:
@@ -306,7 +317,7 @@ def _write_checkpoint(
             ExitStack() as naming,
         ):
             if volume is not None and volume.num_spares:
-                thaw_removed(volume)  # Those that the user has removed.
+                thaw_removed(volume)  # The user may have removed checkpoints.
                 if linked and not has_room(volume, target, keep=keep, leaving=leaving):
                     linked = False
                     _log.warning(
@@ -319,8 +330,8 @@ def _write_checkpoint(
                 linked = False
             _write_on_all(naming, target, engine, state, model, program, linked=linked)
     except BaseException as error:
-        # Unless the name has come to be there and could not be removed, or may still come: a rank
-        # that is gone does not say how far it was.
+        # The content stays frozen if the name exists and could not be removed, or may still come:
+        # the progress of a lost rank is unknown.
         if volume is not None and not isinstance(error, RankError):
             thaw_removed(volume)
         raise
@@ -339,7 +350,7 @@ def _write_on_all(
     *,
     linked: bool,
 ) -> None:
-    """`naming` gets what gives the directory its name, or removes it."""
+    """Writes the files of all ranks. `naming` renames the directory, or removes it after errors."""
     ranks = rank_directories(engine.num_ranks)
     partial = state_directory.partial_of(target)
     with engine.collective_section(f"{target.name}: its directory"):
@@ -353,12 +364,12 @@ def _write_on_all(
                 f"{own} was made by rank 0 and is not there for rank {engine.rank}: expected a "
                 "directory that all ranks share, and the same on all of them"
             )
-        contents, transport = _link(own, target, state, linked=linked)
+        contents, stored = _link(own, target, state, linked=linked)
         needed.mine = str(contents.needed_nbytes + len(program.content)).encode()
     with engine.collective_section(f"{target.name}: files") as written:
         if engine.rank == 0:
             check_space(partial, sum(map(int, needed.of_all)))
-        files = write_contents(own, state, model, program.content, contents, transport)
+        files = write_contents(own, state, model, program.content, contents, stored)
         if ranks:
             state_directory.sync_names(own)
         written.mine = files_to_bytes(files)
@@ -371,13 +382,13 @@ def _write_on_all(
 
 
 def _link(own: Path, target: Path, state: StateAccess, *, linked: bool) -> tuple[Contents, Stored]:
-    """What is kept, and how; links are made."""
+    """Divides the state by the way of keeping it, and makes the links. Raises StorageError."""
     contents = contents_of(state, may_link=linked)
     if not contents.linked:
         return contents, Stored()
-    transport = link_state(own, target, state, contents.linked)
-    if transport is not None:
-        return contents, transport
+    stored = link_state(own, target, state, contents.linked)
+    if stored is not None:
+        return contents, stored
     _log.warning("%s is a full copy: it cannot be linked to the swap files", target)
     return contents_of(state, may_link=False), Stored()
 
@@ -398,7 +409,7 @@ def _write_manifest(
 
 
 def _remove(engine: Engine, directory: Path, *, keep: int) -> None:
-    """Removes all but the newest checkpoints, and then lets go of what they held."""
+    """Removes all but the newest checkpoints, and then releases their frozen content."""
     volume = engine.store.volume
     try:
         with engine.collective_section("infinity.checkpoint: what is older goes") as removed:
@@ -411,11 +422,11 @@ def _remove(engine: Engine, directory: Path, *, keep: int) -> None:
         raise
     gone = {label_of(directory / name) for name in removed.of_all[0].decode().split()}
     if volume is not None:
-        thaw(volume, [each for each in volume.frozen if each.label in gone])
+        thaw(volume, [frozen for frozen in volume.frozen if frozen.label in gone])
 
 
 def _remove_commits(engine: Engine, commits: Path, own: Collection[str]) -> None:
-    """After a checkpoint, those of this run are not needed any more."""
+    """Removes the commits of this run, which a new checkpoint supersedes."""
     with engine.collective_section("infinity.checkpoint: commits of this run") as asked:
         asked.mine = b"mine" if own else b""
     if any(asked.of_all):
@@ -423,7 +434,7 @@ def _remove_commits(engine: Engine, commits: Path, own: Collection[str]) -> None
 
 
 def _remove_all(engine: Engine, directory: Path) -> None:
-    """Removes a directory of commits, with these."""
+    """Removes all commits of a directory, and the directory if it is empty then."""
     _remove(engine, directory, keep=0)
     if engine.rank == 0:
         with contextlib.suppress(OSError):
@@ -431,13 +442,15 @@ def _remove_all(engine: Engine, directory: Path) -> None:
 
 
 def pack_program(state: dict[str, Any]) -> bytes:
-    """Small state as torch.save writes it, tried at once whether it can be read without running
-    code. Raises ConfigError."""
+    """Packs the small state with torch.save, and tries that it loads without running code.
+
+    Raises ConfigError for values that need code.
+    """
     buffer = io.BytesIO()
     try:
         torch.save(state, buffer)
         torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
-    except Exception as error:  # Whatever an object makes pickle raise.
+    except Exception as error:  # An object may make pickle raise any error.
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ConfigError(
             "expected numbers, text, tensors, lists and dicts in `extra`, in param_groups and in "
