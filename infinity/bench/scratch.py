@@ -18,7 +18,8 @@ from infinity.bench import pattern
 from infinity.errors import CapacityError, StorageError
 from infinity.sizes import GIB, MIB
 from infinity.storage.arena import Arena
-from infinity.storage.engine import Priority, open_engine
+from infinity.storage.open import open_engine
+from infinity.storage.protocol import Priority
 from infinity.storage.volume import Extent, Volume, VolumePath
 
 DIRECTORY_NAME = "infinity-bench"

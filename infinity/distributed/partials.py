@@ -18,7 +18,7 @@ import torch
 from infinity.errors import CapacityError
 from infinity.observe import Counters
 from infinity.sizes import PAGE_NBYTES, align_up
-from infinity.storage.engine import Priority
+from infinity.storage.protocol import Priority
 from infinity.storage.scratch_space import Scratch, ScratchSpace
 from infinity.storage.volume import Volume
 from infinity.tiers.host import Block, HostTier

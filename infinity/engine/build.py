@@ -66,7 +66,8 @@ from infinity.state.store import StateStore
 from infinity.state.tiles import fit
 from infinity.state.units import TensorFacts, Unit, layout_unit
 from infinity.storage.arena import Arena, available_host_nbytes
-from infinity.storage.engine import StorageEngine, open_configured
+from infinity.storage.open import open_configured
+from infinity.storage.protocol import StorageEngine
 from infinity.storage.volume import Adopted, Volume, VolumePath
 from infinity.streaming.activations import ActivationStore
 from infinity.streaming.gradients import GradientStore

@@ -17,7 +17,7 @@ import torch
 from infinity.observe import Counters, Track
 from infinity.state.placement import Placement
 from infinity.state.units import StateKind, Unit
-from infinity.storage.engine import Priority, Ticket
+from infinity.storage.protocol import Priority, Ticket
 from infinity.storage.volume import Extent, Volume
 from infinity.tiers.device import FINISHED, DeviceAdapter
 from infinity.tiers.host import Block, HostTier

@@ -12,7 +12,7 @@ import mmap
 import time
 
 from infinity.sizes import MIB
-from infinity.storage.engine import Priority, Segment, StorageEngine
+from infinity.storage.protocol import Priority, Segment, StorageEngine
 
 SAMPLE_NBYTES = 32 * MIB
 _NUM_ROUNDS = 2

@@ -31,7 +31,6 @@ from infinity.storage.checksums import (
     PageChecksums,
     digest,
 )
-from infinity.storage.engine import Operation, Priority, Segment, StorageEngine, Ticket
 from infinity.storage.generations import (
     NOWHERE,
     GenerationMap,
@@ -39,6 +38,7 @@ from infinity.storage.generations import (
     choose_targets,
     split_by_frozen,
 )
+from infinity.storage.protocol import Operation, Priority, Segment, StorageEngine, Ticket
 from infinity.storage.swap_directory import SwapDirectory
 from infinity.storage.volume_layout import (
     SPARES_KEY,

@@ -45,7 +45,7 @@ from infinity.errors import CapacityError, StorageError
 from infinity.observe import Counters
 from infinity.state.store import DeviceLocation, HostLocation, StateStore, Transfer
 from infinity.state.units import StateKind, Unit
-from infinity.storage.engine import Priority
+from infinity.storage.protocol import Priority
 from infinity.streaming.access_order import AccessOrder
 from infinity.streaming.eviction import choose_victim
 from infinity.tiers.device import FINISHED, Copy, DeviceAdapter, Region
