@@ -376,12 +376,6 @@ def steps_per_print(value: Any, _: Facts) -> Outcome:
     return Outcome("same", "steps between log lines", {"train.log_every": steps})
 
 
-def accumulation_dtype(value: Any, _: Facts) -> Outcome:
-    if value in ("fp32", "float32", "torch.float32"):
-        return Outcome("mapped", "always so", {"precision.gradients": "float32"})
-    return Outcome("ignored", "gradients are summed in float32, which is more exact")
-
-
 def recompute(value: Any, _: Facts) -> Outcome:
     if not is_on(value):
         return Outcome("ignored", "it is off")

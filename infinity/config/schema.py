@@ -47,14 +47,15 @@ from infinity.sizes import GIB, KIB, MIB, PAGE_NBYTES
 
 SCHEMA = 1
 PYTHON_STDLIB = "python-stdlib"
-_AUTO_HOST_PERCENT = 50.0
+# The part of the free memory that "auto" takes, on the host and on a device. The rest is for what
+# the engine does not allocate: activations, gradients of autograd, the program's own tensors.
+_AUTO_PERCENT = 50.0
 _SEED = Integer(maximum=2**63 - 1)
 
 TierName = Literal["device", "host", "nvme"]
 DeviceKind = Literal["auto", "cpu", "cuda"]
 DirectIo = Literal["auto", "always", "never"]
 ComputeDtype = Literal["auto", "float32", "bfloat16"]
-GradientDtype = Literal["float32"]
 MomentFormat = Literal["float32", "8bit"]
 UpdatesMode = Literal["deferred", "at_step"]
 UpdateOn = Literal["auto", "host", "device"]
@@ -114,9 +115,14 @@ class DeviceTier(Section):
     capacity: Annotated[Capacity, Budget()] = Field(
         Capacity(),
         description="Device memory for resident parameters, the fetch window and state placed on "
-        "the device. A share is of the whole device memory. On cpu it bounds only the state "
-        'placed on the device. "auto" leaves it to the engine.',
+        "the device. A share is of the device memory that is free when the model is "
+        'offloaded; "auto" takes half of that. On cpu the capacity bounds only the state placed on '
+        'the device; "auto" means no bound there.',
     )
+
+    def budget_nbytes(self, free_nbytes: int) -> int:
+        """Returns the budget on a device with memory of its own, `free_nbytes` of it free."""
+        return self.capacity.resolve(free_nbytes, auto_percent=_AUTO_PERCENT)
 
 
 class HostTier(Section):
@@ -132,8 +138,8 @@ class HostTier(Section):
     )
 
     def budget_nbytes(self, available_nbytes: int) -> int:
-        """Bytes of the arena where `available_nbytes` of memory are there to be had."""
-        return self.capacity.resolve(available_nbytes, auto_percent=_AUTO_HOST_PERCENT)
+        """Returns the bytes of the arena on a machine with `available_nbytes` of free memory."""
+        return self.capacity.resolve(available_nbytes, auto_percent=_AUTO_PERCENT)
 
 
 class NvmeTier(Section):
@@ -354,7 +360,7 @@ class Distributed(Section):
 
 
 class Precision(Section):
-    """Number formats. The master weights are always float32."""
+    """Number formats. Master weights and accumulated gradients are always float32."""
 
     compute: Annotated[ComputeDtype, Choice(ComputeDtype)] = Field(
         "auto",
@@ -362,9 +368,6 @@ class Precision(Section):
         "`model.path` is in, by its config.json, and float32 for one of float16, which cannot be "
         "trained; `infinity.offload` keeps the dtypes of the model that it is given. bfloat16 "
         "narrows a model of float32 as transformers does; one that mixes dtypes keeps its own.",
-    )
-    gradients: Annotated[GradientDtype, Choice(GradientDtype)] = Field(
-        "float32", description="Accumulated gradients."
     )
     moments: Annotated[MomentFormat, Choice(MomentFormat)] = Field(
         "float32",

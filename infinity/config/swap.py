@@ -215,32 +215,6 @@ class SwapConfig(Section):
         return cls.from_table(table, origin)
 
     @classmethod
-    def from_deepspeed(
-        cls, source: str | os.PathLike[str] | Mapping[str, Any], *, skip_refused: bool = False
-    ) -> SwapConfig:
-        """The configuration that a DeepSpeed JSON file, or a dict of one, comes to.
-
-        What became of every key: `infinity.config.deepspeed.translate`, docs/DEEPSPEED.md. Raises
-        ConfigError naming every key that is refused or that DeepSpeed does not know, unless
-        `skip_refused`. `[train]` is there only where the file says the number of steps.
-        """
-        from infinity.config.deepspeed import configuration_of, translate
-
-        if isinstance(source, Mapping):
-            table, origin = dict(source), ConfigSource()
-        elif isinstance(source, (str, os.PathLike)):
-            table, origin = read_file(source)
-        else:
-            raise ConfigError(f"expected a path or a dict; got {type(source).__name__}")
-        found = translate(table)
-        if found.lost and not skip_refused:
-            raise problems.InvalidConfigError(
-                (problems.Problem(entry.key, entry.reason) for entry in found.lost),
-                name=origin.name,
-            )
-        return configuration_of(found, origin)
-
-    @classmethod
     def from_table(cls, table: dict[str, Any], source: ConfigSource) -> SwapConfig:
         """The configuration of a table that `read_file` gave, changed by the caller or not.
 

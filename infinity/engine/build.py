@@ -354,12 +354,12 @@ def _shares_host_memory(config: SwapConfig, device: OwnDevice | None) -> bool:
 
 
 def _device_nbytes(config: SwapConfig, *, is_given: bool) -> int | None:
-    capacity = config.tiers.device.capacity
     if is_given:
-        return capacity.nbytes  # A share of "device memory" means nothing here: unlimited.
+        return (
+            config.tiers.device.capacity.nbytes
+        )  # A share of "device memory" means nothing here: unlimited.
     free_nbytes, _ = torch.cuda.mem_get_info()
-    # Half of what is free: the rest is for activations, gradients and the user's own tensors.
-    return capacity.resolve(free_nbytes, auto_percent=50.0)
+    return config.tiers.device.budget_nbytes(free_nbytes)
 
 
 def _kind(config: SwapConfig) -> str:

@@ -33,8 +33,6 @@ from infinity.state.tiles import fit
 from infinity.state.units import Unit
 
 _CHECKPOINT_ITEM_NBYTES = 2
-# Of a device's memory, what the engine takes when the file leaves it to it.
-_DEVICE_PERCENT = 50.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,10 +297,9 @@ def _fitted(node: _Node, model: PlannedModel, window_nbytes: int | None) -> _Fit
 
 def _device_nbytes(config: SwapConfig, hardware: Hardware) -> int | None:
     """What one device may hold of the model; None where it computes on host memory."""
-    capacity = config.tiers.device.capacity
     if hardware.device.memory is None:
-        return capacity.nbytes
-    return capacity.resolve(hardware.device.memory, auto_percent=_DEVICE_PERCENT)
+        return config.tiers.device.capacity.nbytes
+    return config.tiers.device.budget_nbytes(hardware.device.memory)
 
 
 def _refuse_full_tiers(

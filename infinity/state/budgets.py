@@ -155,7 +155,7 @@ class Budgets:
         available_host_nbytes: int,
     ) -> int:
         capacity = config.tiers.host.capacity
-        asked_nbytes = capacity.resolve(available_host_nbytes, auto_percent=50.0)
+        asked_nbytes = config.tiers.host.budget_nbytes(available_host_nbytes)
         if not capacity.is_auto:
             return asked_nbytes
         # More than all state and comfortable working memory would never be touched.
