@@ -138,7 +138,8 @@ def check_room(roots: Sequence[Path], weights: Sequence[float], nbytes: int) -> 
                 "nvme",
                 needed_nbytes=needed_nbytes,
                 available_nbytes=max(0, free_nbytes),
-                key="--size, or free space on the drive",
+                key="tiers.nvme.path",
+                remedy="choose a smaller --size, or free space on the drive",
                 detail=f"the drive of {place} is too full to measure on",
             )
 

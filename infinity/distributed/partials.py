@@ -197,8 +197,9 @@ class PartialGradients:
             "host",
             needed_nbytes=nbytes,
             available_nbytes=max(0, self.budget_nbytes - self._kept_nbytes),
-            key="distributed.reduce_buffer, or place gradients on nvme, where what has no room "
-            "can go",
+            key="distributed.reduce_buffer",
+            remedy="raise distributed.reduce_buffer, or place gradients on nvme, where gradients "
+            "that do not fit can wait",
             detail=f"gradients that other ranks gave have waited {PATIENCE_S:.0f} s for a rank "
             "that is behind",
         )

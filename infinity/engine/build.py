@@ -355,9 +355,8 @@ def _shares_host_memory(config: SwapConfig, device: OwnDevice | None) -> bool:
 
 def _device_nbytes(config: SwapConfig, *, is_given: bool) -> int | None:
     if is_given:
-        return (
-            config.tiers.device.capacity.nbytes
-        )  # A share of "device memory" means nothing here: unlimited.
+        # A share of "device memory" means nothing here: unlimited.
+        return config.tiers.device.capacity.nbytes
     free_nbytes, _ = torch.cuda.mem_get_info()
     return config.tiers.device.budget_nbytes(free_nbytes)
 

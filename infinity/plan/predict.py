@@ -31,6 +31,7 @@ from infinity.state.placement import Placement, resting_nbytes
 from infinity.state.store import rewritten_nbytes
 from infinity.state.tiles import fit
 from infinity.state.units import Unit
+from infinity.storage.volume_layout import SPARES_REMEDY
 
 _CHECKPOINT_ITEM_NBYTES = 2
 
@@ -319,7 +320,7 @@ def _refuse_full_tiers(
         spares = f" with {format_nbytes(spare_nbytes)} of spare generations" if spare_nbytes else ""
         raise CapacityError(
             "nvme", needed_nbytes=placed["nvme"] + spare_nbytes, available_nbytes=drives_nbytes,
-            key="tiers.nvme" + (", checkpoint.keep or checkpoint.durability" if spares else ""),
+            key="tiers.nvme.capacity", remedy=SPARES_REMEDY if spares else "",
             detail=f"{model.name} does not fit the drives{part}{spares}",
         )  # fmt: skip
 

@@ -185,8 +185,9 @@ class Budgets:
                 "host",
                 needed_nbytes=least_nbytes,
                 available_nbytes=config.distributed.reduce_buffer,
-                key="distributed.reduce_buffer, or place a kind of state on nvme, where any size "
-                "will do",
+                key="distributed.reduce_buffer",
+                remedy="raise distributed.reduce_buffer, or place a kind of state on nvme, where "
+                "any size will do",
                 detail="gradients of other ranks need room for those of the largest unit, twice",
             )
         return config.distributed.reduce_buffer
@@ -211,7 +212,9 @@ class Budgets:
                 "host",
                 needed_nbytes=needed_nbytes,
                 available_nbytes=available_nbytes,
-                key=f"tiers.host.capacity to {align_up(needed_nbytes, MIB) // MIB}MiB or more",
+                key="tiers.host.capacity",
+                remedy="change tiers.host.capacity to "
+                f"{align_up(needed_nbytes, MIB) // MIB}MiB or more",
                 detail=(
                     f"the smallest host budget that works is {format_nbytes(needed_nbytes)}: "
                     f"{format_nbytes(host_view)} rest there by placement, "

@@ -32,7 +32,11 @@ _PLACING_ORDER = (
     *MOMENT_PIECES,
 )
 
-_BUDGET_KEYS = {"device": "tiers.device.capacity", "host": "tiers.host.capacity"}
+_BUDGET_KEYS = {
+    "device": "tiers.device.capacity",
+    "host": "tiers.host.capacity",
+    "nvme": "tiers.nvme.capacity",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +112,8 @@ def _no_room(
         last,
         needed_nbytes=resting_nbytes(unit, state_kind),
         available_nbytes=int(free_nbytes[last]),
-        key=f"{_BUDGET_KEYS.get(last, 'tiers.nvme')}, or add 'nvme' to placement.{state_kind.kind}",
+        key=_BUDGET_KEYS[last],
+        remedy=f"change {_BUDGET_KEYS[last]}, or add 'nvme' to placement.{state_kind.kind}",
         detail=f"{state_kind.value} of {unit.name!r} has no room "
         f"(all units: {format_nbytes(total_nbytes)})",
     )

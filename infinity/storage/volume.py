@@ -41,7 +41,7 @@ from infinity.storage.generations import (
 from infinity.storage.protocol import Operation, Priority, Segment, StorageEngine, Ticket
 from infinity.storage.swap_directory import SwapDirectory
 from infinity.storage.volume_layout import (
-    SPARES_KEY,
+    SPARES_REMEDY,
     Extent,
     PathSpace,
     share_with_spares,
@@ -497,7 +497,8 @@ class Volume:
             "nvme",
             needed_nbytes=needed_nbytes,
             available_nbytes=room_nbytes,
-            key=SPARES_KEY if self.num_spares else "tiers.nvme.capacity",
+            key="tiers.nvme.capacity",
+            remedy=SPARES_REMEDY if self.num_spares else "",
             detail=f"{what} of {directory.path!r} is too full "
             f"({format_nbytes(room_nbytes)} free{spares})",
         )

@@ -9,7 +9,7 @@ from infinity.errors import CapacityError, ConfigError
 from infinity.sizes import PAGE_NBYTES, align_down, align_up, format_nbytes
 
 # What decides how much is needed where there are spare generations.
-SPARES_KEY = "tiers.nvme.capacity, checkpoint.keep or checkpoint.durability"
+SPARES_REMEDY = "change tiers.nvme.capacity, checkpoint.keep or checkpoint.durability"
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,8 @@ def share_with_spares(
             "nvme",
             needed_nbytes=needed_nbytes + spare_nbytes,
             available_nbytes=available_nbytes,
-            key=SPARES_KEY,
+            key="tiers.nvme.capacity",
+            remedy=SPARES_REMEDY,
             detail=f"the swap paths are too small for {format_nbytes(needed_nbytes)} of state and "
             f"{num_spares} spare generations of what training rewrites, "
             f"{format_nbytes(spare_nbytes // num_spares)} each",
