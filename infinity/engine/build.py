@@ -60,7 +60,7 @@ from infinity.modules.param import OffloadedParam
 from infinity.modules.tiling.split import Tiling
 from infinity.observe import Counters
 from infinity.simulate.update_device import UpdateDevice
-from infinity.state.budgets import Budgets
+from infinity.state.budgets import Budgets, compute_budgets
 from infinity.state.moments import moments_of
 from infinity.state.store import StateStore
 from infinity.state.tiles import fit
@@ -344,7 +344,7 @@ def _budgets(
         "available_host_nbytes": available_host_nbytes(),
     }
     if sharding is None:
-        return Budgets(config, units, **sizes)
+        return compute_budgets(config, units, **sizes)
     sizes["available_host_nbytes"] //= sharding.sharing
     return sharding.budgets(config, **sizes)
 

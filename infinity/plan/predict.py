@@ -26,7 +26,7 @@ from infinity.simulate.rank_job import rank_loads
 from infinity.simulate.step import WRITE, Prediction, StepSpec, predict
 from infinity.simulate.update_device import UpdateDevice, choose, settled
 from infinity.sizes import format_nbytes
-from infinity.state.budgets import Budgets
+from infinity.state.budgets import Budgets, compute_budgets
 from infinity.state.placement import Placement, resting_nbytes
 from infinity.state.store import rewritten_nbytes
 from infinity.state.tiles import fit
@@ -286,7 +286,7 @@ def _fitted(node: _Node, model: PlannedModel, window_nbytes: int | None) -> _Fit
             "available_host_nbytes": hardware.host.memory * (node.count if takes_all else 1),
         }
         if sharding is None:
-            return tiled, None, Budgets(config, tiled.units, **sizes)
+            return tiled, None, compute_budgets(config, tiled.units, **sizes)
         return tiled, sharding, sharding.budgets(config, **sizes)
 
     def has_room_ahead(found: _Fitted) -> bool:
