@@ -18,7 +18,7 @@ class Raw(NamedTuple):
 class RegisteredBuffer(NamedTuple):
     """Memory that the ring has pinned, or a range of it."""
 
-    index: int
+    index: int  # type: ignore[assignment]  # Hides tuple.index, which no caller uses.
     address: int
     nbytes: int
 
@@ -32,7 +32,7 @@ class RegisteredBuffer(NamedTuple):
 class RegisteredFile(NamedTuple):
     """A file that the ring keeps open, by its index in the ring's table."""
 
-    index: int
+    index: int  # type: ignore[assignment]  # Hides tuple.index, which no caller uses.
 
 
 Memory: TypeAlias = "Buffer | Raw | RegisteredBuffer"
