@@ -46,7 +46,7 @@ class Entry:
 
     @property
     def is_lost(self) -> bool:
-        """Whether the file asks for something that the translation does not do."""
+        """Whether the file requests something that the translation does not do."""
         return self.verdict in ("refused", "unknown")
 
     def to_dict(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What the values of a DeepSpeed configuration come to: one pure function for each kind of key.
+"""Converts the values of a DeepSpeed configuration: one pure function for each kind of key.
 
 Each takes the value and the facts around it and gives an `Outcome`. Which key has which is the
 table of `infinity.config.deepspeed_keys`.
@@ -31,7 +31,7 @@ _ADAMS = ("adam", "adamw")
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What becomes of one key. `settings` are keys of a swap-tier file, dotted, and values."""
+    """The result for one key. `settings` are keys of a swap-tier file, dotted, and values."""
 
     verdict: Decision
     reason: str

@@ -240,7 +240,7 @@ class SwapConfig(Section):
 
     @property
     def checkpoint_directory(self) -> Path:
-        """Where `[checkpoint]` writes, or would."""
+        """The directory of `[checkpoint]`, or its default without that section."""
         chosen = self.checkpoint.directory if self.checkpoint is not None else None
         return chosen or self.output.directory / "checkpoints"
 
@@ -257,12 +257,12 @@ class SwapConfig(Section):
 
     @property
     def commit_directories(self) -> list[Path]:
-        """Every place in the first swap directory where steps may have been committed."""
+        """All directories of the first swap directory that may hold committed steps."""
         return [each for each in (self.commit_directory, self.copying_directory) if each]
 
     @property
     def source(self) -> ConfigSource:
-        """Where this configuration was read from."""
+        """The source of this configuration."""
         return self._source
 
     def require(self, *sections: SectionName) -> None:
@@ -279,7 +279,7 @@ class SwapConfig(Section):
         return self.model_dump(mode="json", by_alias=True)
 
     def resolved(self) -> list[Resolved]:
-        """Every value, where the file is silent too, and its origin. See `Resolved`."""
+        """Every value, defaults included, and its origin. See `Resolved`."""
         return [
             Resolved(problems.dotted(place), value, origin) for place, value, origin in self.walk()
         ]

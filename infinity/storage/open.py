@@ -32,8 +32,10 @@ _warned_fallbacks: set[str] = set()
 
 
 def open_configured(io: Io, arena: Arena | None, **changes: Any) -> StorageEngine:
-    """The engine that `[io]` describes; `changes` are options of `open_engine` that differ from it,
-    None where they do not."""
+    """Opens the engine that `[io]` describes.
+
+    `changes` are options of `open_engine` that replace those of `io`; None keeps the option.
+    """
     options: dict[str, Any] = {
         "block_nbytes": io.block_size,
         "queue_depth": io.queue_depth,
@@ -56,15 +58,15 @@ def open_engine(
     num_rings: int = 1,
     ring_flags: RingFlags = "auto",
 ) -> StorageEngine:
-    """Opens the engine `name`; "auto" takes io_uring, or threads with one warning that says why.
+    """Opens the engine `name`; "auto" takes io_uring, or threads with one warning and its cause.
 
     `arena` is registered with the rings when the memlock limit permits, and kept alive by the
     engine. `queue_depth` counts blocks of `block_nbytes` in flight per device; smaller ones are
-    issued until they weigh the same. `num_threads` threads serve one device in the thread engine.
+    issued until their bytes are as many. `num_threads` threads serve a device of the thread engine.
     `max_pending` bounds the unfinished requests per device and priority. `num_rings` rings share
     the window and the queue of one device, each with a thread; `ring_flags` are what they are set
-    up with, "auto" the best that the kernel grants (io/README.md); the thread engine has no use for
-    either. The environment variable INFINITY_IO_ENGINE overrides "auto" only.
+    up with, "auto" the best that the kernel grants (io/README.md); the thread engine uses
+    neither. The environment variable INFINITY_IO_ENGINE overrides "auto" only.
     Raises UnsupportedError when `name` is "io_uring" and the kernel refuses it, or when it refuses
     flags that were asked for by name.
     """

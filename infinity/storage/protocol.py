@@ -1,14 +1,13 @@
-"""The storage engine as everyone else sees it: segments in, a ticket out.
+"""The protocol of a storage engine: a request of segments goes in, a ticket comes out.
 
-A request is a list of segments with one ticket. The engine cuts it into blocks, and gathers small
-segments and small requests that go on where another ends in the file into one, wherever in memory
-they are. It keeps a few blocks in flight per device, most urgent first, and examines every
-completion. A buffer belongs to the
-request until its ticket is done, also when the request fails or is cancelled.
+A request is a list of segments with one ticket. The engine splits requests into blocks. It merges
+small segments and small requests that are adjacent in the file, wherever they are in memory. A few
+blocks are in flight per device, the most urgent first, and every completion is examined. A buffer
+belongs to the request until its ticket is done, also when the request fails or is cancelled.
 
-Requests that overlap in a file, one of them writing, are carried out in the order in which they
-were submitted, and the earlier one becomes as urgent as the later. All others go in any order, and
-so do the segments of one request.
+Requests that overlap in a file, one of them a write, run in the order of submission; the earlier
+one becomes as urgent as the later one. All other requests run in any order, and so do the segments
+of one request.
 """
 
 from __future__ import annotations
@@ -29,8 +28,11 @@ Operation = Literal["read", "write"]
 
 
 class Priority(IntEnum):
-    """Who goes first on a device. Smaller is more urgent; write-backs are slowed, never starved. A
-    copy has what is left over, or one block of 17 where nothing is."""
+    """Urgency of a request on its device. A smaller number is more urgent.
+
+    Write-backs are slowed, never starved. A copy gets the bandwidth that is left over, or one block
+    of 17 if nothing is left.
+    """
 
     FORWARD = 0
     BACKWARD = 1
@@ -53,14 +55,14 @@ class Segment:
 
 
 class Ticket(Protocol):
-    """The caller's end of one request. Any thread may use it; not a forked child."""
+    """The state of one request, for the caller. Any thread may use it; a forked child may not."""
 
     def done(self) -> bool:
-        """True when every block has completed, well or badly: the buffers are free again."""
+        """Returns whether every block has completed or failed: the buffers are free again."""
         ...
 
     def cancel(self) -> bool:
-        """Drops what has not been given to the device; what has cannot be called back.
+        """Drops the blocks that were not submitted to the device; the others continue.
 
         Returns whether anything was dropped: then wait() raises StorageError with ECANCELED, and a
         write has left its range torn between old and new. The buffers are free when done().
@@ -70,7 +72,7 @@ class Ticket(Protocol):
     def passages(self) -> Sequence[tuple[int, int, int, int]]:
         """(file, nbytes, issued_ns, completed_ns) of each file; empty until done().
 
-        From the first block given to the kernel to the last completion seen, both stamped by the
+        The times are those of the first block submitted and of the last completion, taken by the
         storage thread on CLOCK_MONOTONIC. A file that no block of the request reached is absent.
         """
         ...
@@ -78,8 +80,8 @@ class Ticket(Protocol):
     def wait(self, timeout_s: float | None = None) -> None:
         """Waits for done(). Raises StorageError with the first failure, every time it is called.
 
-        Raises TimeoutError when the time is up; the request goes on. Signals interrupt the wait
-        within about 50 ms, and the request goes on as well.
+        Raises TimeoutError after `timeout_s`; the request continues. Signals interrupt the wait
+        within about 50 ms; the request continues then, too.
         """
         ...
 
@@ -105,13 +107,13 @@ class StorageEngine(Protocol):
     ) -> Ticket:
         """Queues one request. Raises StorageError at once for an unknown file or bad alignment.
 
-        Waits while the device has as many unfinished requests of this priority as it takes; other
-        priorities are not held up by that.
+        Waits while the device has its maximum of unfinished requests of this priority. Requests of
+        other priorities do not wait for that.
         """
         ...
 
     def sync(self, file: int) -> None:
-        """fdatasync. Covers the requests that are done. After a failure nothing is certain."""
+        """Calls fdatasync, for the requests that are done. After a failure nothing is certain."""
         ...
 
     def drain(self) -> None:
