@@ -233,9 +233,9 @@ def plot(
 ) -> None:
     """Bytes per parameter over the number of ranks: counted as points, formulas as lines; and what
     comes to a device over its own link."""
-    from infinity.bench.plots import check
+    from infinity.observe.painter import find_pyplot
 
-    pyplot = check()
+    pyplot = find_pyplot()
     figure, (axis, crossed) = pyplot.subplots(1, 2, figsize=(10, 3.8))
     counts = sorted({row["ranks"] for row in rows})
     for stage in (1, 2, 3):
@@ -264,6 +264,8 @@ def plot(
             color=line.get_color(),
             label=exchange.replace("_", "-"),
         )
+    axis.set_title("State that rests on one rank")
+    crossed.set_title("Weights over the link of one device")
     axis.set_ylabel("bytes per parameter that rest on a rank")
     axis.legend(title="counted; formula dashed")
     crossed.set_ylabel("bytes per parameter and step to the device")

@@ -37,7 +37,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import infinity
 from infinity.config import SwapConfig
 from infinity.storage.arena import Arena
-from infinity.storage.engine import Priority, open_configured
+from infinity.storage.open import open_configured
+from infinity.storage.protocol import Priority
 from infinity.storage.volume import Volume, VolumePath
 from infinity.training.allocator import keep_freed_memory
 

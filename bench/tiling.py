@@ -206,9 +206,9 @@ def report(
 
 def draw(predicted: list[dict[str, Any]], found: list[dict[str, Any]], path: Path) -> None:
     """Hidden size over tiles, both axes by powers of two."""
-    from infinity.bench.plots import check
+    from infinity.observe.painter import find_pyplot
 
-    pyplot = check()
+    pyplot = find_pyplot()
     figure, axis = pyplot.subplots(figsize=(5.5, 4))
     for rows, label, marker in (
         (predicted, "predicted, 2 GiB", "o"), (found, "run, simulated device", "s"),
@@ -221,6 +221,7 @@ def draw(predicted: list[dict[str, Any]], found: list[dict[str, Any]], path: Pat
     axis.plot(list(PUBLISHED), list(PUBLISHED.values()), "k^--", label="ZeRO-Infinity, 2 GB pieces")
     axis.set_xscale("log", base=2)
     axis.set_yscale("log", base=2)
+    axis.set_title("Largest hidden size by number of tiles")
     axis.set_xlabel("tiles of the widest layer")
     axis.set_ylabel("largest hidden size")
     axis.legend()

@@ -55,11 +55,19 @@ class CapacityError(InfinityError, MemoryError):
     """A tier's budget is exhausted.
 
     `tier` is "device", "host" or "nvme"; sizes are bytes; `key` is the configuration key that
-    changes the budget.
+    changes the budget. `remedy` is the advice at the end of the message; without one the advice is
+    to change `key`.
     """
 
     def __init__(
-        self, tier: str, *, needed_nbytes: int, available_nbytes: int, key: str, detail: str
+        self,
+        tier: str,
+        *,
+        needed_nbytes: int,
+        available_nbytes: int,
+        key: str,
+        detail: str,
+        remedy: str = "",
     ) -> None:
         self.tier = tier
         self.needed_nbytes = needed_nbytes
@@ -67,7 +75,7 @@ class CapacityError(InfinityError, MemoryError):
         self.key = key
         super().__init__(
             f"{detail}: {format_nbytes(needed_nbytes)} needed on the {tier} tier, "
-            f"{format_nbytes(available_nbytes)} available; change {key}"
+            f"{format_nbytes(available_nbytes)} available; {remedy or f'change {key}'}"
         )
 
 

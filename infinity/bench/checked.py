@@ -18,7 +18,7 @@ from infinity.bench.scratch import DIRECTORY_NAME, check_room, remove_directory
 from infinity.bench.transfer import next_seed
 from infinity.sizes import format_nbytes
 from infinity.storage.arena import Arena
-from infinity.storage.engine import Priority
+from infinity.storage.protocol import Priority
 from infinity.storage.volume import Extent, Volume, VolumePath
 
 

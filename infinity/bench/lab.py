@@ -12,7 +12,9 @@ from infinity.bench.runner import run_group
 from infinity.config.schema import Io
 from infinity.sizes import GIB, MIB
 from infinity.storage.arena import Arena
-from infinity.storage.engine import RingFlags, StorageEngine, open_configured
+from infinity.storage.native import RingFlags
+from infinity.storage.open import open_configured
+from infinity.storage.protocol import StorageEngine
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,8 +23,8 @@ from infinity.bench.transfer import (
     plan_moves,
 )
 from infinity.sizes import MIB, format_nbytes
-from infinity.storage.engine import StorageEngine
 from infinity.storage.probe import explain_missing_uring
+from infinity.storage.protocol import StorageEngine
 from infinity.uring import is_built
 
 EXTENT_NBYTES = 16 * MIB

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from infinity.bench.report import Row
-from infinity.errors import UnsupportedError
+from infinity.observe.painter import find_pyplot
 from infinity.sizes import format_nbytes
 
 _OPERATIONS = ("read", "write", "mixed")
@@ -15,23 +15,12 @@ _CEILING = {"color": "black", "linestyle": "--", "linewidth": 1.2}
 _BAND_ALPHA = 0.15
 
 
-def check() -> Any:
-    """pyplot, drawing to files. Raises UnsupportedError when matplotlib is not installed."""
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise UnsupportedError(
-            "plots need matplotlib, which is not installed: pip install 'infinity-offload[plot]'"
-        ) from error
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
-    return pyplot
-
-
 def save(rows: Sequence[Row], directory: Path) -> list[Path]:
-    """Writes one PNG per kind of figure that the rows hold; returns them. Raises as `check`."""
-    pyplot = check()
+    """Writes one PNG per kind of figure that the rows hold; returns them.
+
+    Raises UnsupportedError without matplotlib.
+    """
+    pyplot = find_pyplot()
     directory.mkdir(parents=True, exist_ok=True)
     saved = []
     for name, draw in (("sizes", _sizes), ("stripes", _stripes), ("latency", _latency)):
@@ -81,6 +70,7 @@ def _sizes(pyplot: Any, rows: Sequence[Row]) -> Any:
         axis.set_xlabel("extent")
         axis.grid(alpha=0.3)
         axis.legend(fontsize="small", loc="lower right")
+    figure.suptitle("Bandwidth by size of extent and requests in flight", y=1.02)
     axes[0][0].set_ylabel("GB/s, median and spread")
     axes[0][0].set_ylim(bottom=0)  # Shared, and fixed from here on: after everything is drawn.
     return figure
@@ -112,6 +102,7 @@ def _stripes(pyplot: Any, rows: Sequence[Row]) -> Any:
             fio = [row.ceilings[0].gbps.median for row in line]
             axis.plot(counts, fio, linestyle="--", color=color, label=f"{kind}, ceiling")
     axis.set_xticks(sorted({int(row.labels["num_paths"]) for row in mine}))
+    axis.set_title("Bandwidth by number of paths")
     axis.set_xlabel("paths")
     axis.set_ylabel("GB/s, median and spread")
     axis.set_ylim(bottom=0)
@@ -121,7 +112,7 @@ def _stripes(pyplot: Any, rows: Sequence[Row]) -> Any:
 
 
 def _latency(pyplot: Any, rows: Sequence[Row]) -> Any:
-    """SpaceShare of requests answered within a time; one panel per extent size."""
+    """Share of requests answered within a time; one panel per extent size."""
     from matplotlib import ticker
 
     mine = [row for row in rows if row.section == "latency" and row.latency_s]
@@ -151,6 +142,7 @@ def _latency(pyplot: Any, rows: Sequence[Row]) -> Any:
         axis.set_xlabel("milliseconds")
         axis.grid(alpha=0.3, which="both")
         axis.legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.2))
+    figure.suptitle("Latency: share of requests answered within a time", y=1.02)
     axes[0][0].set_ylabel("share of requests answered")
     return figure
 

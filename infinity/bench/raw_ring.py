@@ -16,7 +16,7 @@ from infinity.bench.measure import Measurement, clock
 from infinity.bench.transfer import FileSet, TransferMove, compare, next_seed, prepare
 from infinity.errors import StorageError
 from infinity.sizes import GIB
-from infinity.storage.engine import Operation, Segment
+from infinity.storage.protocol import Operation, Segment
 from infinity.storage.volume_layout import slice_extents
 from infinity.uring import Raw, RegisteredBuffer, Ring, RingError, SetupFlag
 

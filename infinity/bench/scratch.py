@@ -18,7 +18,8 @@ from infinity.bench import pattern
 from infinity.errors import CapacityError, StorageError
 from infinity.sizes import GIB, MIB
 from infinity.storage.arena import Arena
-from infinity.storage.engine import Priority, open_engine
+from infinity.storage.open import open_engine
+from infinity.storage.protocol import Priority
 from infinity.storage.volume import Extent, Volume, VolumePath
 
 DIRECTORY_NAME = "infinity-bench"
@@ -137,7 +138,8 @@ def check_room(roots: Sequence[Path], weights: Sequence[float], nbytes: int) -> 
                 "nvme",
                 needed_nbytes=needed_nbytes,
                 available_nbytes=max(0, free_nbytes),
-                key="--size, or free space on the drive",
+                key="tiers.nvme.path",
+                remedy="choose a smaller --size, or free space on the drive",
                 detail=f"the drive of {place} is too full to measure on",
             )
 

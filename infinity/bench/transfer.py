@@ -22,7 +22,7 @@ from infinity.bench.scratch import STILL_SEED, BenchDirectory, RegionName
 from infinity.bench.statistics import quantiles
 from infinity.sizes import MIB, align_down
 from infinity.storage.arena import Arena
-from infinity.storage.engine import Operation, Priority, Segment, StorageEngine, Ticket
+from infinity.storage.protocol import Operation, Priority, Segment, StorageEngine, Ticket
 from infinity.storage.volume_layout import slice_extents
 
 TransferKind = Literal["read", "write", "mixed"]

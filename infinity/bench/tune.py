@@ -28,7 +28,7 @@ from infinity.bench.statistics import SampleSummary, cpu_s_per_gb, summarize, ve
 from infinity.bench.transfer import EngineTransfer, FileSet, TransferKind
 from infinity.errors import StorageError
 from infinity.sizes import MIB, PAGE_NBYTES, format_nbytes
-from infinity.storage.engine import RingFlags
+from infinity.storage.native import RingFlags
 from infinity.storage.probe import grants_ring_flags
 
 Who = TypeVar("Who", bound=Hashable)  # a Candidate or a RingSetup

@@ -87,8 +87,9 @@ def bench(
     sections = suite.check_sections(_split(only), quick=quick)
     if plot is not None:
         from infinity.bench import plots
+        from infinity.observe.painter import find_pyplot
 
-        plots.check()  # Before minutes are spent.
+        find_pyplot()  # Before minutes are spent.
     with stopping_at_sigterm(), open_lab(config, paths, effort, with_fio=not no_fio) as (lab, say):
         environment = machine.describe(lab.directories, lab.arena)
         results = list(suite.run(replace(lab, on_step=say), sections))

@@ -1,5 +1,6 @@
 """The swap-tier file: one frozen schema for TOML, YAML, JSON and a dict. Imports no torch."""
 
+from infinity.config.deepspeed import from_deepspeed
 from infinity.config.problems import InvalidConfigError, Problem
 from infinity.config.schema import (
     PYTHON_STDLIB,
@@ -52,4 +53,5 @@ __all__ = [
     "TierName",
     "Tiers",
     "Train",
+    "from_deepspeed",
 ]

@@ -9,18 +9,18 @@ Pure. What each key means is in `infinity.config.deepspeed_keys`.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from infinity.config.deepspeed_keys import RULES, Rule
 from infinity.config.deepspeed_values import AUTO, Facts, Outcome
 from infinity.config.problems import InvalidConfigError, Problem
-from infinity.config.source import ConfigSource
+from infinity.config.source import ConfigSource, read_file
+from infinity.config.swap import SwapConfig
 from infinity.config.values import nearest
-
-if TYPE_CHECKING:
-    from infinity.config.swap import SwapConfig
+from infinity.errors import ConfigError
 
 _BY_KEY = {rule.key: rule for rule in RULES}
 # Sections that only hold other keys; they need no entry of their own.
@@ -46,7 +46,7 @@ class Entry:
 
     @property
     def is_lost(self) -> bool:
-        """Whether the file asks for something that the translation does not do."""
+        """Whether the file requests something that the translation does not do."""
         return self.verdict in ("refused", "unknown")
 
     def to_dict(self) -> dict[str, Any]:
@@ -76,6 +76,29 @@ class Translation:
         return tuple(entry for entry in self.entries if entry.is_lost)
 
 
+def from_deepspeed(
+    source: str | os.PathLike[str] | Mapping[str, Any], *, skip_refused: bool = False
+) -> SwapConfig:
+    """Reads a DeepSpeed JSON file, or a dict of one, as a swap-tier configuration.
+
+    `translate` and docs/DEEPSPEED.md say what becomes of every key. The configuration has `[train]`
+    only if the file says the number of steps. Raises ConfigError that names every key which is
+    refused or which DeepSpeed does not know; with `skip_refused` these keys are left out.
+    """
+    if isinstance(source, Mapping):
+        table, origin = dict(source), ConfigSource()
+    elif isinstance(source, (str, os.PathLike)):
+        table, origin = read_file(source)
+    else:
+        raise ConfigError(f"expected a path or a dict; got {type(source).__name__}")
+    found = translate(table)
+    if found.lost and not skip_refused:
+        raise InvalidConfigError(
+            (Problem(entry.key, entry.reason) for entry in found.lost), name=origin.name
+        )
+    return configuration_of(found, origin)
+
+
 def translate(table: Mapping[str, Any]) -> Translation:
     """Walks every key of a DeepSpeed configuration through the table of rules."""
     facts = Facts(table)
@@ -93,8 +116,6 @@ def translate(table: Mapping[str, Any]) -> Translation:
 
 def configuration_of(found: Translation, source: ConfigSource) -> SwapConfig:
     """The configuration of a translation. Raises ConfigError that names both files' keys."""
-    from infinity.config.swap import SwapConfig
-
     try:
         return SwapConfig.from_table(found.settings, source)
     except InvalidConfigError as error:
@@ -185,7 +206,8 @@ _INTRODUCTION = """\
     infinity config import ds_config.json --out swap.toml     # the report, and the file
     infinity config import ds_config.json --report json       # both, for programs
 
-    config = infinity.SwapConfig.from_deepspeed("ds_config.json")      # in a program
+    from infinity.config import from_deepspeed                # in a program
+    config = from_deepspeed("ds_config.json")
 
 Every key of the file is named with what became of it:
 

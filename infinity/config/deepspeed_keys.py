@@ -122,8 +122,7 @@ RULES: tuple[Rule, ...] = (
         "auto_cast", "loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis",
         "consecutive_hysteresis", "min_loss_scale", "fp16_master_weights_and_grads", "fused_mode",
     )),
-    _mapped("data_types.grad_accum_dtype", "precision.gradients", "float32; others are ignored, "
-            "float32 is more exact", values.accumulation_dtype),
+    _ignored("data_types.grad_accum_dtype", "gradients are always summed in float32"),
     _ignored("data_types.param_dtype", "precision.compute decides"),
     _ignored("data_types.buffer_dtype", "buffers keep the model's dtype"),
     _refused("torch_autocast", "there is no autocast; precision.compute is the dtype of weights "

@@ -1,4 +1,4 @@
-"""What the values of a DeepSpeed configuration come to: one pure function for each kind of key.
+"""Converts the values of a DeepSpeed configuration: one pure function for each kind of key.
 
 Each takes the value and the facts around it and gives an `Outcome`. Which key has which is the
 table of `infinity.config.deepspeed_keys`.
@@ -31,7 +31,7 @@ _ADAMS = ("adam", "adamw")
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What becomes of one key. `settings` are keys of a swap-tier file, dotted, and values."""
+    """The result for one key. `settings` are keys of a swap-tier file, dotted, and values."""
 
     verdict: Decision
     reason: str
@@ -374,12 +374,6 @@ def steps_per_print(value: Any, _: Facts) -> Outcome:
     if not steps or steps > 1_000_000_000:  # 2000000000 is a customary "never".
         return Outcome("ignored", "it prints nothing")
     return Outcome("same", "steps between log lines", {"train.log_every": steps})
-
-
-def accumulation_dtype(value: Any, _: Facts) -> Outcome:
-    if value in ("fp32", "float32", "torch.float32"):
-        return Outcome("mapped", "always so", {"precision.gradients": "float32"})
-    return Outcome("ignored", "gradients are summed in float32, which is more exact")
 
 
 def recompute(value: Any, _: Facts) -> Outcome:

@@ -1,4 +1,4 @@
-"""What the extra `hf` of the distribution asks for, checked before it is needed."""
+"""Checks the packages of the extra `hf` before they are needed."""
 
 from __future__ import annotations
 

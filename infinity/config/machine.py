@@ -1,4 +1,4 @@
-"""What this machine has to give: the memory that a run may still take.
+"""The memory of this machine that a run may still take.
 
 Sources: proc_meminfo(5); the kernel's cgroup-v2 and cgroup-v1 memory controller documents.
 """
@@ -26,7 +26,7 @@ class HostMemory:
 
     @property
     def most_nbytes(self) -> int:
-        """What an arena may take of it: to populate all would end in the OOM killer."""
+        """The part that an arena may take: to populate all of it would end in the OOM killer."""
         return int(_MOST_OF_AVAILABLE * self.nbytes)
 
 
@@ -41,10 +41,11 @@ class _Controller:
 
 
 def host_memory(root: Path = Path("/")) -> HostMemory:
-    """What can be allocated without swapping: MemAvailable, or less inside a memory cgroup.
+    """Returns the memory that can be allocated without swapping.
 
-    A cgroup's room is its limit less what its processes hold; page cache that the kernel can drop
-    does not count as held. Every cgroup above the process limits it too.
+    It is MemAvailable, or less inside a memory cgroup. The space of a cgroup is its limit less
+    the memory of its processes; page cache that the kernel can drop does not count.
+    Every cgroup above the process limits the memory, too.
     """
     meminfo = dict(
         line.split(":", 1)
@@ -86,7 +87,7 @@ def _cgroup_rooms(root: Path) -> Iterator[HostMemory]:
 
 
 def _room(controller: _Controller, directory: Path) -> HostMemory | None:
-    """What is left in one cgroup; None where there is no limit or the files are not readable."""
+    """Memory left in one cgroup; None without a limit or if the files are not readable."""
     try:
         text = (directory / controller.limit).read_text().strip()
         if not text.isdigit():  # "max"

@@ -147,7 +147,7 @@ def sections_in(
 
 
 def suggest(table: str, key: str, keys: KnownKeys) -> str:
-    """What `key`, unknown in `table`, most likely stands for.
+    """Returns the key that `key`, unknown in `table`, most likely means.
 
     A close key of the same table comes first, then the tables that have a key of exactly this
     name, then other tools' names, then a close key anywhere, and at last what the table knows.

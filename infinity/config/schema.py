@@ -47,14 +47,15 @@ from infinity.sizes import GIB, KIB, MIB, PAGE_NBYTES
 
 SCHEMA = 1
 PYTHON_STDLIB = "python-stdlib"
-_AUTO_HOST_PERCENT = 50.0
+# The part of the free memory that "auto" takes, on the host and on a device. The rest is for what
+# the engine does not allocate: activations, gradients of autograd, the program's own tensors.
+_AUTO_PERCENT = 50.0
 _SEED = Integer(maximum=2**63 - 1)
 
 TierName = Literal["device", "host", "nvme"]
 DeviceKind = Literal["auto", "cpu", "cuda"]
 DirectIo = Literal["auto", "always", "never"]
 ComputeDtype = Literal["auto", "float32", "bfloat16"]
-GradientDtype = Literal["float32"]
 MomentFormat = Literal["float32", "8bit"]
 UpdatesMode = Literal["deferred", "at_step"]
 UpdateOn = Literal["auto", "host", "device"]
@@ -114,9 +115,14 @@ class DeviceTier(Section):
     capacity: Annotated[Capacity, Budget()] = Field(
         Capacity(),
         description="Device memory for resident parameters, the fetch window and state placed on "
-        "the device. A share is of the whole device memory. On cpu it bounds only the state "
-        'placed on the device. "auto" leaves it to the engine.',
+        "the device. A share is of the device memory that is free when the model is "
+        'offloaded; "auto" takes half of that. On cpu the capacity bounds only the state placed on '
+        'the device; "auto" means no bound there.',
     )
+
+    def budget_nbytes(self, free_nbytes: int) -> int:
+        """Returns the budget on a device with memory of its own, `free_nbytes` of it free."""
+        return self.capacity.resolve(free_nbytes, auto_percent=_AUTO_PERCENT)
 
 
 class HostTier(Section):
@@ -132,8 +138,8 @@ class HostTier(Section):
     )
 
     def budget_nbytes(self, available_nbytes: int) -> int:
-        """Bytes of the arena where `available_nbytes` of memory are there to be had."""
-        return self.capacity.resolve(available_nbytes, auto_percent=_AUTO_HOST_PERCENT)
+        """Returns the bytes of the arena on a machine with `available_nbytes` of free memory."""
+        return self.capacity.resolve(available_nbytes, auto_percent=_AUTO_PERCENT)
 
 
 class NvmeTier(Section):
@@ -144,8 +150,8 @@ class NvmeTier(Section):
     )
     capacity: Annotated[Capacity, Budget()] = Field(
         Capacity(),
-        description="Most bytes that swap files may take here. A share is of the file system's "
-        'free space; "auto" is the free space less a reserve.',
+        description="Most bytes that swap files may take here. A share is of the free space "
+        'of the file system; "auto" is the free space less a reserve.',
     )
     direct: Annotated[DirectIo, Choice(DirectIo)] = Field(
         "auto",
@@ -154,8 +160,9 @@ class NvmeTier(Section):
     )
     weight: Annotated[Literal["auto"] | float, AutoOr(Number(above=0))] = Field(
         "auto",
-        description="Share of the stripes that this path gets: its bandwidth in GB/s, or a number "
-        'proportional to it where every path has one. "auto" measures it, if there are several.',
+        description="Share of the stripes on this path: its bandwidth in GB/s, or a number "
+        'proportional to it if every path has one. "auto" measures the bandwidth if there are '
+        "several paths.",
     )
     read_gb_per_s: Annotated[float | None, OrOff(Number(above=0))] = Field(
         None,
@@ -163,10 +170,10 @@ class NvmeTier(Section):
         "measured.",
     )
     write_gb_per_s: Annotated[float | None, OrOff(Number(above=0))] = Field(
-        None, description="The same of writing."
+        None, description="Bandwidth of writing, likewise."
     )
     mixed_gb_per_s: Annotated[float | None, OrOff(Number(above=0))] = Field(
-        None, description="The same of reading and writing at once, in sum."
+        None, description="Bandwidth of reading and writing at once, in sum, likewise."
     )
 
 
@@ -200,10 +207,10 @@ _NVME_DEFAULT: dict[str, Any] = {"x-default": '`["nvme"]` with an nvme tier, els
 
 
 class Placement(Section):
-    """Which tiers hold each kind of training state.
+    """The tiers of each kind of training state.
 
     Each key is one tier or a list of tiers, filled in that order: a kind that does not fit the
-    first tier goes on in the next.
+    first tier continues in the next.
     """
 
     parameters: TierList = Field(
@@ -224,18 +231,19 @@ class Placement(Section):
     gradients: TierList = Field(("host",), description="Accumulated gradients.")
     activations: TierList = Field(
         ("device",),
-        description="Layer inputs that wait for the backward of `schedule.micro_batch`. On a "
-        "machine without a GPU, host is the same memory as device and not of the host budget.",
+        description="Layer inputs that wait for the backward of `schedule.micro_batch`. "
+        "Without a GPU, host and device are the same memory, and these inputs are outside the "
+        "host budget.",
     )
 
 
 class Io(Section):
-    """How bytes reach the drives."""
+    """Requests to the drives."""
 
     engine: Annotated[IoEngineName, Choice(IoEngineName)] = Field(
         "auto",
-        description='"auto" takes io_uring, and threads with a warning where it is forbidden. '
-        'The environment variable INFINITY_IO_ENGINE decides an "auto".',
+        description='"auto" takes io_uring, or threads with a warning if io_uring is '
+        'forbidden. The environment variable INFINITY_IO_ENGINE decides an "auto".',
     )
     block_size: Annotated[int, Size(minimum=64 * KIB, maximum=GIB, multiple=PAGE_NBYTES)] = Field(
         4 * MIB, description="Largest single request to a drive."
@@ -251,26 +259,29 @@ class Io(Section):
     )
     flags: Annotated[RingFlagsName, Choice(RingFlagsName)] = Field(
         "auto",
-        description='For experts: the flags of the rings. "auto" takes the first of the others, in '
-        "this order, that the kernel grants; one that is named and refused is an error.",
+        description='For experts: the flags of the rings. "auto" takes the first of the '
+        "others, in this order, that the kernel grants. Flags that are named and refused are "
+        "an error.",
     )
     threads: Annotated[int, Integer(1, 1024)] = Field(
         4, description="Workers of the thread engine."
     )
     stripe: Annotated[int, Size(minimum=PAGE_NBYTES, multiple=PAGE_NBYTES)] = Field(
-        4 * MIB, description="Consecutive bytes on one path before the next path's turn."
+        4 * MIB,
+        description="Consecutive bytes on one path before the bytes continue on the next path.",
     )
     verify: Annotated[bool, Flag()] = Field(
         True,
-        description="Keep a CRC32C of every page that is written and check what is read against "
-        "it: a page that has changed on the drive ends training with its place. Costs 1 MiB of "
-        "memory per GiB on the drives, and the time to go over the bytes. Without it such a page "
-        "is trained on, and saved, without a word; only what a commit holds is still checked.",
+        description="Keep a CRC32C of every page that is written, and compare it when the "
+        "page is read. A page that has changed on the drive ends training with an error that "
+        "names its place. The checksums cost 1 MiB of memory per GiB on the drives, and time "
+        "to compute. Without them a changed page is trained on and saved unnoticed; only the "
+        "contents of commits are still checked.",
     )
 
 
 class Schedule(Section):
-    """When bytes move."""
+    """The order in which bytes move."""
 
     prefetch: Annotated[bool, Flag()] = Field(
         True, description="Fetch parameters ahead of their use. Never changes a result."
@@ -280,102 +291,103 @@ class Schedule(Section):
     )
     updates: Annotated[UpdatesMode, Choice(UpdatesMode)] = Field(
         "deferred",
-        description='When `optimizer.step()` is carried out: "deferred" updates a unit right '
-        'before it is used next, overlapped with the forward; "at_step" all of them at once. Never '
-        "changes a result.",
+        description='When the work of `optimizer.step()` is done. "deferred" updates a unit '
+        'right before its next use, overlapped with the forward; "at_step" updates all units '
+        "at once. Never changes a result.",
     )
     update_on: Annotated[UpdateOn, Choice(UpdateOn)] = Field(
         "auto",
-        description='Who computes the update: the processor, "host", or "device", to which state '
-        'is streamed. "auto" times both, and the link, for half a second when a model is offloaded '
-        "to a device with memory of its own, and takes the device where it is clearly faster. "
-        "Moments of eight bits stay with the host. Never changes a result.",
+        description='Which processor computes the update: the "host", or the "device", to '
+        'which state is streamed. "auto" measures both, and the link, for half a second when '
+        "a model is offloaded to a device with memory of its own, and takes the device if it "
+        "is clearly faster. Updates with 8-bit moments run on the host. Never changes a "
+        "result.",
     )
     micro_batch: Annotated[int, Integer(1)] | None = Field(
         None,
-        description="Sequences of one micro-batch. All micro-batches of a batch of `[train]` run "
-        "through one block before the next, so that a block is fetched once per forward and "
-        "backward however many there are; its forward is repeated in the backward. Over ranks, in "
-        "stages 2 and 3, the host budget then keeps room for the gradients that are summed.",
+        description="Sequences of one micro-batch. All micro-batches of a batch of `[train]` "
+        "pass one block before the next block, so a block is fetched once per forward and "
+        "once per backward, whatever the number of micro-batches; its forward is repeated in "
+        "the backward. Over ranks, in stages 2 and 3, the host budget then reserves memory "
+        "for the gradients that are summed.",
     )
     tile: Annotated[Literal["auto"] | int | None, AutoOr(OrOff(Size(minimum=64 * KIB)))] = Field(
         "auto",
-        description="Linear layers and embeddings with a weight of more than this, and packed "
-        "experts of more than this together, run as tiles of at most this (one expert at the "
-        'least), each fetched and let go in turn. "auto" cuts only where the model does not fit '
-        "otherwise, into tiles that do; 0 never cuts. Results agree to rounding: the gradient of "
-        "a linear layer's input is summed over its tiles.",
+        description="Largest tile, in bytes. A linear layer or an embedding with a larger "
+        "weight, and packed experts that are larger together, run as tiles of at most this "
+        "size (at least one expert), which are fetched and released one after the other. "
+        '"auto" makes tiles only if the model does not fit otherwise; 0 makes none. Results '
+        "agree to rounding: the gradient of a linear layer's input is summed over its tiles.",
     )
     tile_micro_batches: Annotated[int, Integer(1)] = Field(
         4,
-        description="Micro-batches of `infinity.forward_backward` that go through a block with "
-        "tiles "
-        "together: each fetch of a tile serves all of them, and the activations of that one block "
-        "are in memory for all of them. Never changes a result.",
+        description="Micro-batches of `infinity.forward_backward` that pass a block with "
+        "tiles together. One fetch of a tile serves all of them; the activations of that "
+        "block are in memory for all of them. Never changes a result.",
     )
     update_chunk: Annotated[int, Size(minimum=2 * PAGE_NBYTES, multiple=2 * PAGE_NBYTES)] = Field(
-        16 * MIB, description="Bytes of each kind of state that one move of the optimizer takes."
+        16 * MIB, description="Bytes of each kind of state in one chunk of the optimizer's update."
     )
 
 
 class Distributed(Section):
-    """State divided over the ranks of torch.distributed. Of no effect where there is one rank."""
+    """Sharding over the ranks of torch.distributed. Has no effect with one rank."""
 
     zero_stage: Annotated[int, Integer(1, 3)] = Field(
         3,
-        description="What is divided, as in ZeRO: 1 the optimizer's state, 2 gradients as well, 3 "
-        "parameters as well.",
+        description="What is sharded, as in ZeRO: 1 the state of the optimizer, 2 gradients "
+        "too, 3 parameters too.",
     )
     budgets: Annotated[RankBudgets, Choice(RankBudgets)] = Field(
         "node",
-        description='Whom the capacities of host and nvme are for: "node" divides them evenly '
-        'among the ranks of a node, "rank" gives each rank all of them. The device is always one '
-        "rank's own.",
+        description='Whether the capacities of host and nvme are per node or per rank: "node" '
+        'divides them evenly among the ranks of a node, "rank" gives each rank all of them. '
+        "The capacity of the device is always per rank.",
     )
     reduce_dtype: Annotated[ReduceDtype, Choice(ReduceDtype)] = Field(
         "auto",
-        description='What gradients are sent in. "auto": their own dtype, sums of several float32. '
-        '"bfloat16" rounds them before they are sent, which is approximate and halves the bytes of '
-        "float32 ones. They are summed in float32 in any case.",
+        description='Dtype of gradients on the way to the rank that sums them. "auto": their '
+        'own dtype, and float32 for sums of several. "bfloat16" rounds them before they are '
+        "sent, which is approximate and halves the bytes of float32 gradients. The sum is "
+        "always computed in float32.",
     )
     exchange: Annotated[RankExchange, Choice(RankExchange)] = Field(
         "auto",
-        description="How weights (stage 3) and gradients (stages 2 and 3) go from rank to rank. "
-        '"collective": between the devices, where all ranks need the same, and one by one '
-        'otherwise. "one_sided": one by one, between the hosts. "auto": collective between CUDA '
-        "devices. The bits are the same.",
+        description="How weights (stage 3) and gradients (stages 2 and 3) move between ranks. "
+        '"collective": between the devices, by a collective operation, if all ranks need the '
+        'same unit, otherwise one by one. "one_sided": one by one, between the hosts. "auto": '
+        '"collective" between CUDA devices. The bits are the same.',
     )
     reduce_buffer: Annotated[Literal["auto"] | int, AutoOr(Size())] = Field(
         "auto",
-        description="Host bytes, of a rank's part, for gradients that other ranks gave and that "
-        "wait to be summed. What has no room waits on nvme where there is state, otherwise the "
-        'giver waits. "auto" takes up to an eighth of the budget.',
+        description="Host bytes, out of the budget of a rank, for gradients of other ranks "
+        "that wait to be summed. When the buffer is full, gradients wait on nvme if state "
+        'rests there, otherwise their sender waits. "auto" takes up to an eighth of the '
+        "budget.",
     )
 
 
 class Precision(Section):
-    """Number formats. The master weights are always float32."""
+    """Number formats. Master weights and accumulated gradients are always float32."""
 
     compute: Annotated[ComputeDtype, Choice(ComputeDtype)] = Field(
         "auto",
-        description='Weights and arithmetic of forward and backward. "auto" is the dtype that '
-        "`model.path` is in, by its config.json, and float32 for one of float16, which cannot be "
-        "trained; `infinity.offload` keeps the dtypes of the model that it is given. bfloat16 "
-        "narrows a model of float32 as transformers does; one that mixes dtypes keeps its own.",
-    )
-    gradients: Annotated[GradientDtype, Choice(GradientDtype)] = Field(
-        "float32", description="Accumulated gradients."
+        description='Dtype of weights and of arithmetic in forward and backward. "auto" is '
+        "the dtype in the config.json of `model.path`, and float32 for a model in float16, "
+        "which cannot be trained; `infinity.offload` keeps the dtypes of its model. "
+        '"bfloat16" narrows a float32 model as transformers does; a model of mixed dtypes '
+        "keeps them.",
     )
     moments: Annotated[MomentFormat, Choice(MomentFormat)] = Field(
         "float32",
-        description='The optimizer\'s moments. "8bit" is approximate: blocks of 256 elements share '
-        "a scale, and a step reads and writes 6 bytes per parameter less. Chunks of the update are "
-        "then whole MiB.",
+        description='Format of the optimizer\'s moments. "8bit" is approximate: blocks of 256 '
+        "elements share a scale, and a step reads and writes 6 bytes per parameter less. "
+        "Chunks of the update are then whole MiB.",
     )
 
     @property
     def compute_dtype(self) -> Literal["float32", "bfloat16"]:
-        """What float32 parameters are kept in: themselves, where no model directory has said."""
+        """The dtype of float32 parameters while training: float32, unless `compute` is bfloat16."""
         return "bfloat16" if self.compute == "bfloat16" else "float32"
 
 
@@ -409,9 +421,9 @@ class Optimizer(Section):
 
     name: Annotated[OptimizerName, Choice(OptimizerName)] = Field(
         "adamw",
-        description="The update rule, and with it the moments that are kept of every trainable "
-        'parameter: two of "adamw" and "adam", one of "lion"; of "sgd" one with `momentum`, none '
-        "without.",
+        description="The update rule. It decides which moments are kept per trainable "
+        'parameter: two for "adamw" and "adam", one for "lion", one for "sgd" with '
+        '`momentum`, none for "sgd" without.',
     )
     lr: Annotated[float, Number(minimum=0)] = Field(1e-4, description="Peak learning rate.")
     betas: Annotated[

@@ -215,32 +215,6 @@ class SwapConfig(Section):
         return cls.from_table(table, origin)
 
     @classmethod
-    def from_deepspeed(
-        cls, source: str | os.PathLike[str] | Mapping[str, Any], *, skip_refused: bool = False
-    ) -> SwapConfig:
-        """The configuration that a DeepSpeed JSON file, or a dict of one, comes to.
-
-        What became of every key: `infinity.config.deepspeed.translate`, docs/DEEPSPEED.md. Raises
-        ConfigError naming every key that is refused or that DeepSpeed does not know, unless
-        `skip_refused`. `[train]` is there only where the file says the number of steps.
-        """
-        from infinity.config.deepspeed import configuration_of, translate
-
-        if isinstance(source, Mapping):
-            table, origin = dict(source), ConfigSource()
-        elif isinstance(source, (str, os.PathLike)):
-            table, origin = read_file(source)
-        else:
-            raise ConfigError(f"expected a path or a dict; got {type(source).__name__}")
-        found = translate(table)
-        if found.lost and not skip_refused:
-            raise problems.InvalidConfigError(
-                (problems.Problem(entry.key, entry.reason) for entry in found.lost),
-                name=origin.name,
-            )
-        return configuration_of(found, origin)
-
-    @classmethod
     def from_table(cls, table: dict[str, Any], source: ConfigSource) -> SwapConfig:
         """The configuration of a table that `read_file` gave, changed by the caller or not.
 
@@ -266,7 +240,7 @@ class SwapConfig(Section):
 
     @property
     def checkpoint_directory(self) -> Path:
-        """Where `[checkpoint]` writes, or would."""
+        """The directory of `[checkpoint]`, or its default without that section."""
         chosen = self.checkpoint.directory if self.checkpoint is not None else None
         return chosen or self.output.directory / "checkpoints"
 
@@ -283,12 +257,12 @@ class SwapConfig(Section):
 
     @property
     def commit_directories(self) -> list[Path]:
-        """Every place in the first swap directory where steps may have been committed."""
+        """All directories of the first swap directory that may hold committed steps."""
         return [each for each in (self.commit_directory, self.copying_directory) if each]
 
     @property
     def source(self) -> ConfigSource:
-        """Where this configuration was read from."""
+        """The source of this configuration."""
         return self._source
 
     def require(self, *sections: SectionName) -> None:
@@ -305,7 +279,7 @@ class SwapConfig(Section):
         return self.model_dump(mode="json", by_alias=True)
 
     def resolved(self) -> list[Resolved]:
-        """Every value, where the file is silent too, and its origin. See `Resolved`."""
+        """Every value, defaults included, and its origin. See `Resolved`."""
         return [
             Resolved(problems.dotted(place), value, origin) for place, value, origin in self.walk()
         ]

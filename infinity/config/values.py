@@ -123,7 +123,7 @@ class Capacity:
 
 @dataclass(frozen=True, slots=True)
 class Loading:
-    """What one reading depends on, and what it notes.
+    """The context of one reading, and its record.
 
     Relative paths start at `directory`; `environment` collects the keys that an environment
     variable decided.
@@ -485,7 +485,7 @@ def _expand_variables(text: str) -> str:
 
 @dataclass(frozen=True)
 class AutoOr(ValueType):
-    """What `kind` reads, or the word "auto"."""
+    """A value of `kind`, or the word "auto"."""
 
     kind: ValueType = field(default_factory=Size)
 
@@ -506,7 +506,7 @@ class AutoOr(ValueType):
 
 @dataclass(frozen=True)
 class OrOff(ValueType):
-    """What `kind` reads, or None for 0, null and "none". Written back as 0: TOML has no null."""
+    """A value of `kind`, or None for 0, null and "none". Written back as 0: TOML has no null."""
 
     kind: ValueType = field(default_factory=Size)
 

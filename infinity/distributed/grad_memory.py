@@ -71,8 +71,9 @@ class SumsMemory:
                 "host",
                 needed_nbytes=self._needed_nbytes,
                 available_nbytes=self._working_nbytes,
-                key="schedule.micro_batch to the sequences of a micro-batch: room is then kept "
-                f"when the model is offloaded, of a tiers.host.capacity of {least} or more",
+                key="schedule.micro_batch",
+                remedy="set schedule.micro_batch to the sequences of a micro-batch: the memory is "
+                f"then reserved at the start, of a tiers.host.capacity of {least} or more",
                 detail="infinity.forward_backward over ranks sums the gradients of a block, and "
                 "of what "
                 "is outside of blocks, in float32 before they are sent, and works in the rest of "

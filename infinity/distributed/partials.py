@@ -18,7 +18,7 @@ import torch
 from infinity.errors import CapacityError
 from infinity.observe import Counters
 from infinity.sizes import PAGE_NBYTES, align_up
-from infinity.storage.engine import Priority
+from infinity.storage.protocol import Priority
 from infinity.storage.scratch_space import Scratch, ScratchSpace
 from infinity.storage.volume import Volume
 from infinity.tiers.host import Block, HostTier
@@ -198,8 +198,9 @@ class PartialGradients:
             "host",
             needed_nbytes=nbytes,
             available_nbytes=max(0, self.budget_nbytes - self._kept_nbytes),
-            key="distributed.reduce_buffer, or place gradients on nvme, where what has no room "
-            "can go",
+            key="distributed.reduce_buffer",
+            remedy="raise distributed.reduce_buffer, or place gradients on nvme, where gradients "
+            "that do not fit can wait",
             detail=f"gradients that other ranks gave have waited {PATIENCE_S:.0f} s for a rank "
             "that is behind",
         )

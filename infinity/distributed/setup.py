@@ -23,7 +23,7 @@ from infinity.distributed.store import DistributedStore, serving_nbytes
 from infinity.distributed.unshard import DeviceUnshard, UnshardedWeights
 from infinity.errors import ConfigError, StorageError
 from infinity.observe import Counters
-from infinity.state.budgets import Budgets
+from infinity.state.budgets import Budgets, compute_budgets
 from infinity.state.partition import Partition, partition
 from infinity.state.units import Unit
 from infinity.streaming.weight_source import TierWeights, WeightSource
@@ -74,10 +74,10 @@ class ShardingPlan:
         return Buffers(self.partition.count, largest_nbytes)
 
     def budgets(self, config: SwapConfig, *, device_nbytes: int | None, **sizes: Any) -> Budgets:
-        """This rank's; `sizes` are those of `Budgets` that ranks do not change."""
+        """This rank's; `sizes` are those of `compute_budgets` that ranks do not change."""
         if device_nbytes is not None and self.buffers is not None:
             device_nbytes -= self.buffers.nbytes
-        return Budgets(
+        return compute_budgets(
             config,
             self.partition.units,
             device_nbytes=device_nbytes,

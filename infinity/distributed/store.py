@@ -21,7 +21,7 @@ from infinity.sizes import KIB, MIB, PAGE_NBYTES, align_down, align_up
 from infinity.state.partition import Partition, Shard, ShardSegment
 from infinity.state.store import StateStore, Transfer
 from infinity.state.units import StateKind, Unit
-from infinity.storage.engine import Priority
+from infinity.storage.protocol import Priority
 from infinity.storage.volume import Volume
 from infinity.tiers.host import Block, HostTier
 

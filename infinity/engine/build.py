@@ -60,13 +60,14 @@ from infinity.modules.param import OffloadedParam
 from infinity.modules.tiling.split import Tiling
 from infinity.observe import Counters
 from infinity.simulate.update_device import UpdateDevice
-from infinity.state.budgets import Budgets
+from infinity.state.budgets import Budgets, compute_budgets
 from infinity.state.moments import moments_of
 from infinity.state.store import StateStore
 from infinity.state.tiles import fit
 from infinity.state.units import TensorFacts, Unit, layout_unit
 from infinity.storage.arena import Arena, available_host_nbytes
-from infinity.storage.engine import StorageEngine, open_configured
+from infinity.storage.open import open_configured
+from infinity.storage.protocol import StorageEngine
 from infinity.storage.volume import Adopted, Volume, VolumePath
 from infinity.streaming.activations import ActivationStore
 from infinity.streaming.gradients import GradientSink, GradientStore
@@ -345,7 +346,7 @@ def _budgets(
         "available_host_nbytes": available_host_nbytes(),
     }
     if sharding is None:
-        return Budgets(config, units, **sizes)
+        return compute_budgets(config, units, **sizes)
     sizes["available_host_nbytes"] //= sharding.sharing
     return sharding.budgets(config, **sizes)
 
@@ -355,12 +356,11 @@ def _shares_host_memory(config: SwapConfig, device: OwnDevice | None) -> bool:
 
 
 def _device_nbytes(config: SwapConfig, *, is_given: bool) -> int | None:
-    capacity = config.tiers.device.capacity
     if is_given:
-        return capacity.nbytes  # A share of "device memory" means nothing here: unlimited.
+        # A share of "device memory" means nothing here: unlimited.
+        return config.tiers.device.capacity.nbytes
     free_nbytes, _ = torch.cuda.mem_get_info()
-    # Half of what is free: the rest is for activations, gradients and the user's own tensors.
-    return capacity.resolve(free_nbytes, auto_percent=50.0)
+    return config.tiers.device.budget_nbytes(free_nbytes)
 
 
 def _kind(config: SwapConfig) -> str:

@@ -23,7 +23,7 @@ from infinity.state.units import (
     chunk_unit,
     weight_of,
 )
-from infinity.storage.engine import Priority
+from infinity.storage.protocol import Priority
 from infinity.streaming.gradients import GradientSink
 from infinity.streaming.parameters import WeightCache
 from infinity.tiers.pool import HostPool

@@ -22,7 +22,7 @@ from infinity.modules.param_table import ParamTable
 from infinity.modules.process import OwnProcess
 from infinity.observe import Tracer, Track
 from infinity.state.units import Unit
-from infinity.storage.engine import Priority
+from infinity.storage.protocol import Priority
 from infinity.streaming.gradients import GradientSink
 from infinity.streaming.optimizer_step import StepRunner
 from infinity.streaming.parameters import WeightCache

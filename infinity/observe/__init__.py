@@ -1,4 +1,4 @@
-"""What a run says of itself: counters always, a timeline while somebody traces."""
+"""Observation of a run: counters always, a timeline while a trace is on."""
 
 from infinity.observe.counters import Counters
 from infinity.observe.tracer import Count, Span, Tracer, Track

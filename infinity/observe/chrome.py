@@ -1,8 +1,8 @@
 """Traces as files: Chrome's trace event format, which Perfetto and chrome://tracing open. Pure.
 
-  lanes of the training thread   complete events ("X"), a thread per lane, named by metadata ("M")
+  tracks of the training thread  complete events ("X"), a thread per track, named by metadata ("M")
   transfers                      nestable asynchronous events ("b", "e"), as many overlap: the outer
-                                 pair from the request to its completion, named after the lane; the
+                                 pair from the request to its completion, named after the track; the
                                  inner one from the first block given to the drive, named after the
                                  bytes
   gauges                         counter events ("C")
@@ -44,7 +44,7 @@ _KINDS_OF_LANES = frozenset(map(str, Track))
 
 
 def to_document(spans: Sequence[Span], counts: Sequence[Count]) -> dict[str, Any]:
-    """What the file holds, from what a tracer recorded."""
+    """Makes the content of the file from the recording of a tracer."""
     shown = laid_out(spans)
     at_ns = [span.start_ns for span in shown] + [count.at_ns for count in counts]
     origin_ns = min(at_ns, default=0)
@@ -96,7 +96,7 @@ def read(path: Path) -> list[Span]:
 
 
 def from_document(document: dict[str, Any]) -> list[Span]:
-    """What `to_document` showed: the spans, by start. Raises MalformedError for anything else."""
+    """Reads the spans of `to_document`, by start. Raises MalformedError for anything else."""
     tracks: dict[int, str] = {}
     spans: list[Span] = []
     pairs: dict[str, list[dict[str, Any]]] = {}
@@ -150,10 +150,10 @@ def _thread(event: dict[str, Any]) -> int:
 
 
 def _track(value: Any) -> str:
-    """A lane's name: a lane, or one of a drive, such as "reads /mnt/swap"."""
-    track = text_of(value, "the name of a lane")
+    """Reads the name of a track: one of `Track`, or one of a drive, such as "reads /mnt/swap"."""
+    track = text_of(value, "the name of a track")
     if track not in _KINDS_OF_LANES and track.partition(" ")[0] not in _KINDS_OF_LANES:
-        raise MalformedError(f"there is no lane {track!r}")
+        raise MalformedError(f"there is no track {track!r}")
     return track
 
 
@@ -167,7 +167,7 @@ def _time(event: dict[str, Any], key: str) -> int:
 
 
 def _tracks(spans: Iterable[Span]) -> list[str]:
-    """Lanes from top to bottom: the thread's own in their order, then the drives'."""
+    """Tracks from top to bottom: those of the thread in their order, then those of drives."""
     found = {str(span.track) for span in spans}
     first = [str(track) for track in _ORDER if track in found]
     return first + sorted(found - set(first))

@@ -1,8 +1,8 @@
-"""What a trace says of each step: shares of the lanes, the largest stalls, the bound. Pure.
+"""Summary of each step of a trace: shares of the tracks, largest stalls, the bound. Pure.
 
-A lane is busy while a span of it is there; a drive's lane while blocks of a request are with the
+A track is busy while it has a span; the track of a drive while blocks of a request are with the
 drive (from the first that was issued to the last that completed), not while requests merely wait
-their turn. Lanes that share a resource (the training thread; one drive's reads and writes; copies)
+their turn. Tracks that share a resource (the training thread; one drive's reads and writes; copies)
 are also counted together, without counting a moment twice.
 """
 
@@ -21,7 +21,7 @@ _THREAD = "training thread"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrackUse:
-    """How much of a step a lane was busy. `nbytes` of the transfers that began in the step."""
+    """Busy time of a track in a step. `nbytes`: of transfers that began in the step."""
 
     track: str
     busy_s: float
@@ -59,7 +59,7 @@ class Cause:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bound:
-    """What the step could not be shorter than: the busiest resource, and its busiest lane."""
+    """The lower bound of a step: the busiest resource, and its busiest track."""
 
     name: str  # "compute-bound", "read-bound", ...
     resource: str
@@ -69,7 +69,7 @@ class Bound:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSummary:
-    """One step. `other_s` is time of the training thread in no lane: data, loss, norms, logging."""
+    """One step. `other_s` is time of the thread on no track: data, loss, norms, logging."""
 
     step: str
     start_ns: int
@@ -128,7 +128,7 @@ def _summarize(step: Span, spans: Sequence[Span], num_stalls: int) -> StepSummar
 
 
 def busy_by_track(spans: Iterable[Span], window: Interval) -> dict[str, list[Interval]]:
-    """When each lane was busy within the window; the lanes that only name stretches left out."""
+    """The busy intervals of each track in the window, without tracks that only name stretches."""
     found: dict[str, list[Interval]] = {}
     for span in spans:
         if span.track not in (Track.STEPS, Track.PHASES):
@@ -205,7 +205,7 @@ def _bound(busy: dict[str, list[Interval]], length_s: float) -> Bound | None:
 
 
 def _resource(track: str) -> str | None:
-    """What a lane keeps busy. A stall keeps nothing busy: that is what is wrong with it."""
+    """The resource that a track keeps busy. A stall keeps no resource busy."""
     if track == Track.STALLS:
         return None
     if track in THREAD_LANES:

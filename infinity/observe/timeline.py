@@ -1,9 +1,9 @@
-"""From what was recorded to what a picture shows: every moment of the training thread once. Pure.
+"""Derives disjoint tracks from a recording: every moment of the training thread once. Pure.
 
 The training thread is, at any moment, stalled, updating, busy in the engine, or running the model's
-own code at a site. Records overlap: entering a site covers the stall in it, and in a backward a
-site may still be open when the next begins. Here they are laid out so that the lanes `stalls`,
-`updates`, `engine` and `compute` are disjoint, of themselves and of each other.
+own code in a hooked module. Records overlap: a use of a module covers the stall in it, and in a
+backward a use may still be open when the next begins. `laid_out` makes the tracks `stalls`,
+`updates`, `engine` and `compute` disjoint, each in itself and from the others.
 """
 
 from __future__ import annotations

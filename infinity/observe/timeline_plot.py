@@ -1,12 +1,12 @@
-"""A step as a picture: one bar row per lane, over the milliseconds of the step."""
+"""A recorded step as a picture: a row of bars per track, over the milliseconds of the step."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from infinity.errors import ConfigError, UnsupportedError
+from infinity.errors import ConfigError
+from infinity.observe.painter import Bars, NamedStretch, TrackPicture, paint
 from infinity.observe.step_summary import StepSummary, busy_by_track
 from infinity.observe.tracer import Span, Track
 
@@ -20,26 +20,12 @@ _COLORS = {
     Track.READS: "#1d6fa5",
     Track.WRITES: "#7a4419",
 }
+_OTHER_COLOR = "#577590"
 _PHASE_COLORS = ("#dde5e8", "#eef2f3")
-_BAR_HEIGHT = 0.8
-
-
-def find_pyplot() -> Any:
-    """pyplot, drawing to files. Raises UnsupportedError when matplotlib is not installed."""
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise UnsupportedError(
-            "plots need matplotlib, which is not installed: pip install 'infinity-offload[plot]'"
-        ) from error
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
-    return pyplot
 
 
 def choose(steps: Sequence[StepSummary], number: int | None) -> StepSummary:
-    """The step of that number, or the last. Raises ConfigError when it is not in the trace."""
+    """Returns step `number`, or the last step. Raises ConfigError for one not in the trace."""
     if not steps:
         raise ConfigError("the trace is empty: no step was over when it was written")
     if number is None:
@@ -52,48 +38,51 @@ def choose(steps: Sequence[StepSummary], number: int | None) -> StepSummary:
 
 
 def draw(spans: Sequence[Span], step: StepSummary, path: Path) -> None:
-    """Writes the picture; its format is that of the path's suffix. Raises as `find_pyplot`."""
-    pyplot = find_pyplot()
-    window = step.start_ns, step.start_ns + round(step.length_s * 1e9)
-    busy = busy_by_track(spans, window)
-    rows = [Track.PHASES, *busy]
-    figure, axis = pyplot.subplots(figsize=(12, 0.9 + 0.45 * len(rows)))
-    _draw_phases(axis, spans, step)
-    for row, track in enumerate(busy, start=1):
-        bars = [((start - step.start_ns) / 1e6, (end - start) / 1e6) for start, end in busy[track]]
-        color = _COLORS.get(
-            Track(track.partition(" ")[0]) if track not in _COLORS else Track(track)
-        )
-        axis.broken_barh(bars, (row - _BAR_HEIGHT / 2, _BAR_HEIGHT), color=color, linewidth=0)
+    """Writes the picture of one step, in the format of the suffix. Raises as `paint`."""
+    busy = busy_by_track(spans, (step.start_ns, _end_ns(step)))
     shares = {use.track: use.share for use in step.tracks}
-    labels = [f"{track}  {shares[track]:.0%}" for track in busy]
-    axis.set_yticks(range(len(rows)), ["", *labels])
-    axis.set_ylim(len(rows) - 0.5, -0.6)
-    axis.set_xlim(0, step.length_s * 1e3)
-    axis.set_xlabel("milliseconds")
     bound = f", {step.bound.name}" if step.bound is not None else ""
-    axis.set_title(f"{step.step}: {step.length_s:.3g} s{bound}", loc="left")
-    axis.grid(axis="x", alpha=0.3)
-    try:
-        figure.savefig(path, dpi=130, bbox_inches="tight")
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot write the picture {str(path)!r}: {error}") from None
-    finally:
-        pyplot.close(figure)
+    picture = TrackPicture(
+        title=f"{step.step} as recorded: {step.length_s:.3g} s{bound} "
+        "(%: share of the step that a track was busy)",
+        time_label="milliseconds from the start of the step",
+        tracks=[
+            (f"{track}  {shares[track]:.0%}", [Bars(_color(track), _bars(busy[track], step))])
+            for track in busy
+        ],
+        stretches=_phases(spans, step),
+        end=step.length_s * 1e3,
+    )
+    paint(picture, path)
 
 
-def _draw_phases(axis: Any, spans: Sequence[Span], step: StepSummary) -> None:
-    end_ns = step.start_ns + round(step.length_s * 1e9)
+def _end_ns(step: StepSummary) -> int:
+    return step.start_ns + round(step.length_s * 1e9)
+
+
+def _color(track: str) -> str:
+    kind = Track(track) if track in _COLORS else Track(track.partition(" ")[0])
+    return _COLORS.get(kind, _OTHER_COLOR)
+
+
+def _bars(intervals: Sequence[tuple[int, int]], step: StepSummary) -> list[tuple[float, float]]:
+    return [((start - step.start_ns) / 1e6, (end - start) / 1e6) for start, end in intervals]
+
+
+def _phases(spans: Sequence[Span], step: StepSummary) -> list[NamedStretch]:
     phases = [
         span
         for span in spans
-        if span.track == Track.PHASES and span.end_ns > step.start_ns and span.start_ns < end_ns
+        if span.track == Track.PHASES
+        and span.end_ns > step.start_ns
+        and span.start_ns < _end_ns(step)
     ]
-    for number, span in enumerate(phases):
-        start_ms = (span.start_ns - step.start_ns) / 1e6
-        length_ms = (span.end_ns - span.start_ns) / 1e6
-        color = _PHASE_COLORS[number % len(_PHASE_COLORS)]
-        axis.broken_barh([(start_ms, length_ms)], (-0.4, _BAR_HEIGHT), color=color, linewidth=0)
-        if length_ms > 60 * step.length_s:  # Below 6 % of the step a name has no room.
-            middle_ms = start_ms + length_ms / 2
-            axis.text(middle_ms, 0, span.name, ha="center", va="center", fontsize=8, clip_on=True)
+    return [
+        NamedStretch(
+            span.name,
+            (span.start_ns - step.start_ns) / 1e6,
+            (span.end_ns - span.start_ns) / 1e6,
+            _PHASE_COLORS[number % len(_PHASE_COLORS)],
+        )
+        for number, span in enumerate(phases)
+    ]

@@ -1,7 +1,7 @@
-"""The timeline of a run: spans in lanes, recorded while somebody asks for it.
+"""The timeline of a run: spans on tracks, recorded while a trace is on.
 
-Facts are recorded as they happen, raw: a stay at a site, a stall, a transfer. What can be derived
-from them (the compute lane, shares, the bound) is derived by whoever reads them
+Facts are recorded as they happen, raw: a use of a hooked module, a stall, a transfer. What can be
+derived from them (the compute track, shares, the bound) is derived by the reader
 (`infinity.observe.timeline`). Off, a tracer costs one look at `is_on` per event.
 
 All times are nanoseconds of CLOCK_MONOTONIC, the clock of the storage engine's own stamps.
@@ -26,7 +26,7 @@ _NOTHING = nullcontext()
 
 
 class Track(StrEnum):
-    """Where a span is shown. Lanes of drives are named after these and their path."""
+    """The tracks of spans. Tracks of drives are named after these and their path."""
 
     STEPS = "steps"
     PHASES = "phases"  # forward, backward, optimizer
@@ -43,7 +43,7 @@ class Track(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One stretch of time in a lane. `transfer` marks those that may overlap others of their lane.
+    """One stretch of time on a track. With `transfer` it may overlap others of its track.
 
     A transfer's `start_ns` is when it was asked for; `args["issued_ns"]` when its first block was
     given to the drive.
@@ -110,7 +110,7 @@ class Tracer:
         self.is_on = True
 
     def forget(self) -> None:
-        """Lets go of everything recorded."""
+        """Drops everything recorded."""
         with self._lock:
             self._spans, self._counts, self._transfers, self._open = [], [], {}, {}
 
@@ -120,7 +120,7 @@ class Tracer:
 
     @property
     def is_settled(self) -> bool:
-        """Whether every transfer that was recorded is over."""
+        """Returns whether every recorded transfer is over."""
         with self._lock:
             return all(each.watched.done() for each in self._transfers.values())
 
@@ -168,7 +168,7 @@ class Tracer:
     def watch(
         self, watched: Watched, tracks: Callable[[int], str], name: str, start_ns: int
     ) -> None:
-        """A transfer was asked for at `start_ns`; `tracks` gives the lane of each of its files."""
+        """A transfer was asked for at `start_ns`; `tracks` gives the track of each of its files."""
         if self.is_on:
             with self._lock:
                 number = len(self._transfers) + 1

@@ -18,7 +18,7 @@ from infinity.ops.exact import fma, to_fp32
 
 @dataclass(frozen=True, slots=True)
 class AdamSettings:
-    """What one step of one parameter group uses. `step` counts from 1."""
+    """Settings of one step of one parameter group. `step` counts from 1."""
 
     lr: float | torch.Tensor
     beta1: float

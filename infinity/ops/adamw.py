@@ -26,7 +26,7 @@ from infinity.ops.span import StateSpan, check_spans
 
 @dataclass(frozen=True, slots=True)
 class AdamWSettings:
-    """What one step of one parameter group uses. `step` counts from 1."""
+    """Settings of one step of one parameter group. `step` counts from 1."""
 
     lr: float | torch.Tensor
     beta1: float
@@ -55,7 +55,7 @@ class AdamWSettings:
 
 
 class MomentSettings(Protocol):
-    """What AdamW and Adam have in common."""
+    """Settings that AdamW and Adam have in common."""
 
     lr: float | torch.Tensor
     beta1: float
@@ -65,8 +65,10 @@ class MomentSettings(Protocol):
 
 
 def moment_coefficients(settings: MomentSettings) -> tuple[float, ...]:
-    """What AdamW and Adam share: (1 - beta1, beta2, 1 - beta2, sqrt(1 - beta2^step), eps,
-    lr / (1 - beta1^step)), in fp64."""
+    """Returns the coefficients of AdamW and Adam, in fp64.
+
+    (1 - beta1, beta2, 1 - beta2, sqrt(1 - beta2^step), eps, lr / (1 - beta1^step)).
+    """
     return (
         1 - settings.beta1,
         settings.beta2,
@@ -161,7 +163,7 @@ def torch_adamw_(
 
 @functools.cache
 def has_torch_bits() -> bool:
-    """Whether this torch's CPU kernel rounds as the native one does, found by comparing them.
+    """Returns whether the CPU kernel of this torch rounds as the native one, by comparing them.
 
     Another processor, compiler or release may contract other sums. An fp32 update must have the
     bits of the torch that it stands in for, so where they differ torch's kernel is used.

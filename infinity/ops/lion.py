@@ -19,7 +19,7 @@ from infinity.ops.exact import fma, one_minus_product, to_fp32
 
 @dataclass(frozen=True, slots=True)
 class LionSettings:
-    """What one step of one parameter group uses. `step` counts from 1 and is not looked at."""
+    """Settings of one step of one parameter group. `step` counts from 1 and is not looked at."""
 
     lr: float | torch.Tensor
     beta1: float

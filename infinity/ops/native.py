@@ -20,7 +20,7 @@ SIMD_VARIABLE = "INFINITY_SIMD"
 
 
 def instruction_sets() -> list[str]:
-    """Those that this processor and this build have, the widest first. The first one is used."""
+    """The instruction sets of this processor and build, the widest first. The first is used."""
     return list(_core.update.instruction_sets())
 
 

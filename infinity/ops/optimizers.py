@@ -26,7 +26,7 @@ _CANONICAL_NAN = torch.tensor(0xFFC00000 - 2**32, dtype=torch.int32).view(torch.
 
 
 class Settings(Protocol):
-    """What one step of one parameter group uses. Frozen and hashable; `step` counts from 1."""
+    """Settings of one step of one parameter group. Frozen and hashable; `step` counts from 1."""
 
     @property
     def rule(self) -> str:

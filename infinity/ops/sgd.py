@@ -18,7 +18,7 @@ from infinity.ops.exact import fma, to_fp32
 
 @dataclass(frozen=True, slots=True)
 class SGDSettings:
-    """What one step of one parameter group uses. `step` counts from 1; the first one starts the
+    """Settings of one step of one parameter group. `step` counts from 1; the first one starts the
     momentum with the gradient. Without momentum there is no state."""
 
     lr: float | torch.Tensor

@@ -1,4 +1,4 @@
-"""What one update works on: a tensor, or a part of one, and the state that goes with it."""
+"""The operands of one update: a tensor, or a part of one, and its state."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class StateSpan:
 
     @property
     def format(self) -> tuple[object, ...]:
-        """What all spans of a call have in common."""
+        """The properties that all spans of a call have in common."""
         return self.is_split, self.gradient.dtype, self.is_8bit
 
 

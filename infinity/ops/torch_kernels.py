@@ -37,7 +37,7 @@ _PROBED: dict[type, tuple[_Settings, ...]] = {
 
 
 def is_native(settings: object) -> bool:
-    """Whether the native rule may stand in for torch's kernel in an fp32 update."""
+    """Returns whether the native rule may replace torch's kernel in an fp32 update."""
     if isinstance(settings, AdamWSettings):
         return has_torch_bits()
     return type(settings) not in _PROBED or _has_bits(type(settings))

@@ -30,7 +30,7 @@ from infinity.plan.rehearsal import Rehearsed, rehearse, timed_shape
 from infinity.simulate.job import Batch, tuned_gb_per_s
 from infinity.sizes import MIB
 from infinity.storage.arena import Arena, available_host_nbytes
-from infinity.storage.engine import open_configured
+from infinity.storage.open import open_configured
 from infinity.training.allocator import keep_freed_memory
 
 _ARENA_NBYTES = 256 * MIB

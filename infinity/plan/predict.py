@@ -26,15 +26,14 @@ from infinity.simulate.rank_job import rank_loads
 from infinity.simulate.step import WRITE, Prediction, StepSpec, predict
 from infinity.simulate.update_device import UpdateDevice, choose, settled
 from infinity.sizes import format_nbytes
-from infinity.state.budgets import Budgets
+from infinity.state.budgets import Budgets, compute_budgets
 from infinity.state.placement import Placement, resting_nbytes
 from infinity.state.store import rewritten_nbytes
 from infinity.state.tiles import fit
 from infinity.state.units import Unit
+from infinity.storage.volume_layout import SPARES_REMEDY
 
 _CHECKPOINT_ITEM_NBYTES = 2
-# Of a device's memory, what the engine takes when the file leaves it to it.
-_DEVICE_PERCENT = 50.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,7 +286,7 @@ def _fitted(node: _Node, model: PlannedModel, window_nbytes: int | None) -> _Fit
             "available_host_nbytes": hardware.host.memory * (node.count if takes_all else 1),
         }
         if sharding is None:
-            return tiled, None, Budgets(config, tiled.units, **sizes)
+            return tiled, None, compute_budgets(config, tiled.units, **sizes)
         return tiled, sharding, sharding.budgets(config, **sizes)
 
     def has_room_ahead(found: _Fitted) -> bool:
@@ -299,10 +298,9 @@ def _fitted(node: _Node, model: PlannedModel, window_nbytes: int | None) -> _Fit
 
 def _device_nbytes(config: SwapConfig, hardware: Hardware) -> int | None:
     """What one device may hold of the model; None where it computes on host memory."""
-    capacity = config.tiers.device.capacity
     if hardware.device.memory is None:
-        return capacity.nbytes
-    return capacity.resolve(hardware.device.memory, auto_percent=_DEVICE_PERCENT)
+        return config.tiers.device.capacity.nbytes
+    return config.tiers.device.budget_nbytes(hardware.device.memory)
 
 
 def _refuse_full_tiers(
@@ -322,7 +320,7 @@ def _refuse_full_tiers(
         spares = f" with {format_nbytes(spare_nbytes)} of spare generations" if spare_nbytes else ""
         raise CapacityError(
             "nvme", needed_nbytes=placed["nvme"] + spare_nbytes, available_nbytes=drives_nbytes,
-            key="tiers.nvme" + (", checkpoint.keep or checkpoint.durability" if spares else ""),
+            key="tiers.nvme.capacity", remedy=SPARES_REMEDY if spares else "",
             detail=f"{model.name} does not fit the drives{part}{spares}",
         )  # fmt: skip
 

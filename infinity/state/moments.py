@@ -1,4 +1,4 @@
-"""Which moments the configured optimizer keeps, and in which format."""
+"""The moments that the configured optimizer keeps, and their format."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""How a moment of eight bits per element lies in its piece: docs/formats/moments_8bit.md.
+"""The layout of a moment of eight bits per element: docs/formats/moments_8bit.md.
 
-A piece is a row of granules. A granule is the codes of up to GRANULE_NUMEL elements, then their
-scales, each padded to a page. The scales of a whole granule fill a page exactly, so nothing is
-wasted but in a unit's last granule, and a run of granules is one sequential extent of whole pages.
+Such a moment is a row of granules. A granule is the codes of up to GRANULE_NUMEL elements, then
+their scales, each padded to a page. The scales of a whole granule fill a page exactly, so
+nothing is wasted but in the last granule of a unit. A run of granules is one sequential extent of
+whole pages.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which rank owns what: every unit cut into one contiguous shard per rank.
+"""Ownership by rank: every unit is divided into one contiguous shard per rank.
 
 Bandwidth-centric, as in ZeRO-Infinity: each rank owns 1/N of every unit, so that all ranks' links
 pull at the same time. The cut is made in the unit's arrays of state, at multiples of STATE_GRANULE;
@@ -60,7 +60,7 @@ class ShardSlice:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Shard:
-    """What one rank owns of one unit: elements [start, stop) of its arrays of state.
+    """The part of one unit that one rank owns: elements [start, stop) of its arrays of state.
 
     `shares` are of trainable tensors, `frozen` of the others.
     """

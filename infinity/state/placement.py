@@ -1,11 +1,11 @@
-"""Which tier each piece of each unit rests on: a pure function of sizes and budgets.
+"""Chooses the tier of each state kind of each unit: a pure function of sizes and budgets.
 
-`[placement]` gives, per state kind, an ordered list of tiers. Pieces are placed unit by unit in
-model order, and a piece goes to the first tier of its list that still has room; so a kind that does
-not fit the host is split: the first units on the host, the rest on NVMe. Trained units come before
-frozen ones: they are written as well as read, and adapters are small. Kinds that may not go to
-NVMe are placed first, so that a kind that may never takes their room; among the others those that
-travel more often come first, because a resident byte of theirs saves more traffic.
+`[placement]` gives, per state kind, an ordered list of tiers. Units are placed in model order, each
+on the first tier of the list that still has space; so a kind that does not fit the host is divided:
+the first units rest on the host, the others on NVMe. Trained units come before
+frozen ones: they are written as well as read, and adapters are small. Kinds that may not go to NVMe
+are placed first, so that a kind that may go there never takes their space; of the other kinds,
+those that travel more often come first, because a resident byte of theirs saves more traffic.
 """
 
 from __future__ import annotations
@@ -32,12 +32,16 @@ _PLACING_ORDER = (
     *MOMENT_PIECES,
 )
 
-_BUDGET_KEYS = {"device": "tiers.device.capacity", "host": "tiers.host.capacity"}
+_BUDGET_KEYS = {
+    "device": "tiers.device.capacity",
+    "host": "tiers.host.capacity",
+    "nvme": "tiers.nvme.capacity",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """tier name by (unit index, piece), and the bytes placed on each tier."""
+    """Tier names by (unit index, state kind), and the bytes placed on each tier."""
 
     tiers: Mapping[tuple[int, StateKind], str]
     placed_nbytes: Mapping[str, int]
@@ -46,7 +50,7 @@ class Placement:
         return self.tiers[unit.index, state_kind]
 
     def travelling(self) -> tuple[StateKind, ...]:
-        """Pieces of state that come to the optimizer through host memory, for some unit."""
+        """State kinds that reach the optimizer through host memory, for at least one unit."""
         away = {state_kind for (_, state_kind), tier in self.tiers.items() if tier != "host"}
         return tuple(state_kind for state_kind in STATE_KINDS if state_kind in away)
 
@@ -58,7 +62,7 @@ def place(
     host_nbytes: int,
     device_nbytes: int | None,
 ) -> Placement:
-    """Chooses a tier for every piece.
+    """Chooses a tier for every state kind of every unit.
 
     `preferences` maps kind to tier names. `host_nbytes` and `device_nbytes` are what may be filled
     for good (None: unlimited); working memory is already subtracted. NVMe is not limited here: the
@@ -90,7 +94,7 @@ def place(
 
 
 def resting_nbytes(unit: Unit, state_kind: StateKind) -> int:
-    """Bytes the piece takes where it rests, rounding included; 0 when there is none."""
+    """Bytes that the state kind takes where it rests, rounded up; 0 if the unit has none of it."""
     nbytes = unit.nbytes(state_kind)
     return rounded_nbytes(nbytes) if nbytes else 0
 
@@ -108,7 +112,8 @@ def _no_room(
         last,
         needed_nbytes=resting_nbytes(unit, state_kind),
         available_nbytes=int(free_nbytes[last]),
-        key=f"{_BUDGET_KEYS.get(last, 'tiers.nvme')}, or add 'nvme' to placement.{state_kind.kind}",
+        key=_BUDGET_KEYS[last],
+        remedy=f"change {_BUDGET_KEYS[last]}, or add 'nvme' to placement.{state_kind.kind}",
         detail=f"{state_kind.value} of {unit.name!r} has no room "
         f"(all units: {format_nbytes(total_nbytes)})",
     )
@@ -117,8 +122,8 @@ def _no_room(
 # What the optimizer moves at a time at the very least; below this, requests get too small.
 _SMALLEST_CHUNK_NBYTES = 16 * PAGE_NBYTES
 _GRANULE_NBYTES = STATE_GRANULE * STATE_ITEM_NBYTES
-_LEAST_BERTHS = 3  # One being read, one updated, one written, where there is room.
-_SMOOTH_BERTHS = 12
+_LEAST_SLOTS = 3  # One being read, one updated, one written, if they fit.
+_SMOOTH_SLOTS = 12
 _EFFICIENT_CHUNK_NBYTES = 2 << 20  # Smaller requests cost bandwidth and CPU.
 STATE_KINDS = (StateKind.GRADIENTS, *MOMENT_PIECES, StateKind.MASTER)
 
@@ -133,8 +138,8 @@ def least_chunk_nbytes(units: Sequence[Unit]) -> int:
 def staging_nbytes(
     units: Sequence[Unit], kinds: Sequence[StateKind], chunk_nbytes: int
 ) -> dict[StateKind, int]:
-    """Room that a berth has for each piece: what a chunk of `chunk_nbytes` of fp32 has of it at
-    most. Worked example: chunks of 16 MiB need 16 MiB of each moment, 8 MiB of a residual."""
+    """Bytes of a staging slot per state kind: the most that a chunk of `chunk_nbytes` of fp32
+    has. Worked example: chunks of 16 MiB need 16 MiB of each moment, 8 MiB of a residual."""
     numel = chunk_nbytes // STATE_ITEM_NBYTES
     return {
         state_kind: max(unit.nbytes(state_kind, min(numel, unit.state_numel)) for unit in units)
@@ -198,16 +203,16 @@ def plan_staging_slots(
     travelling_nbytes: int,
     granule_nbytes: int = _GRANULE_NBYTES,
 ) -> tuple[int, int]:
-    """(bytes of a chunk, berths) of the optimizer's pipeline in `free_nbytes`.
+    """(bytes of a chunk, staging slots) of the optimizer's pipeline in `free_nbytes`.
 
     Chunks are measured by what fp32 would take, as is the largest unit (`unit_nbytes`), and are
-    whole granules; for each granule `travelling_nbytes` travel. Wanted are berths for two units,
-    one being written back while the next is read, in at most half of what is free. Chunks are at
-    most `chunk_nbytes`, and smaller where that gives the ring enough berths to turn smoothly. With
-    little memory there are three small berths (one being read, one updated, one written), and
+    whole granules; for each granule `travelling_nbytes` travel. The goal is slots for two units,
+    one being written back while the next is read, in at most half of the free memory. Chunks are at
+    most `chunk_nbytes`, and smaller where that gives the ring enough slots to turn smoothly. With
+    little memory there are three small slots (one being read, one updated, one written), and
     fewer when chunks would get too small. Worked example: moments and gradients of fp32, units of
-    48 MiB, chunks of 16 MiB: 2 GiB free give 6 berths of 3 x 16 MiB; 512 MiB free allow 256 MiB,
-    which are 12 berths of 3 x 7.1 MiB, in whole granules.
+    48 MiB, chunks of 16 MiB: 2 GiB free give 6 slots of 3 x 16 MiB; 512 MiB free allow 256 MiB,
+    which are 12 slots of 3 x 7.1 MiB, in whole granules.
     """
     if free_nbytes >= HUGE_PAGE_NBYTES:
         free_nbytes = align_down(free_nbytes, HUGE_PAGE_NBYTES)
@@ -222,13 +227,13 @@ def plan_staging_slots(
     def share(ring_nbytes: int, staging_slots: int) -> int:
         return ring_nbytes // (staging_slots * travelling_nbytes) * granule_nbytes
 
-    if share(free_nbytes, _LEAST_BERTHS) < smallest_nbytes:
+    if share(free_nbytes, _LEAST_SLOTS) < smallest_nbytes:
         return smallest_nbytes, max(1, free_nbytes // slot(smallest_nbytes))
     ring_nbytes = min(free_nbytes // 2, 2 * slot(align_up(unit_nbytes, chunk_nbytes)))
     efficient_nbytes = min(chunk_nbytes, _EFFICIENT_CHUNK_NBYTES)
-    size_nbytes = min(chunk_nbytes, max(efficient_nbytes, share(ring_nbytes, _SMOOTH_BERTHS)))
+    size_nbytes = min(chunk_nbytes, max(efficient_nbytes, share(ring_nbytes, _SMOOTH_SLOTS)))
     size_nbytes = max(align_down(size_nbytes, granule_nbytes), granule_nbytes)
     staging_slots = ring_nbytes // slot(size_nbytes)
-    if staging_slots >= _LEAST_BERTHS:
+    if staging_slots >= _LEAST_SLOTS:
         return size_nbytes, staging_slots
-    return min(chunk_nbytes, share(free_nbytes, _LEAST_BERTHS)), _LEAST_BERTHS
+    return min(chunk_nbytes, share(free_nbytes, _LEAST_SLOTS)), _LEAST_SLOTS

@@ -1,8 +1,8 @@
-"""Where every piece of training state rests, and moving ranges of it through host blocks.
+"""Keeps the locations of all training state, and moves ranges of it through host blocks.
 
-The store knows nothing of time: what to move and when is the schedule's business. A piece rests in
-exactly one home. Reads bring a range of a piece into a host block, writes take it back; a piece
-whose home the host can address itself is reached by `host_view`, without a copy.
+The callers decide what moves and when. A state kind of a unit rests in exactly one location. A read
+copies a range into a host block, a write copies it back. `host_view` returns state that the host
+can address where it rests, without a copy.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from infinity.observe import Counters, Track
 from infinity.state.placement import Placement
 from infinity.state.units import StateKind, Unit
-from infinity.storage.engine import Priority, Ticket
+from infinity.storage.protocol import Priority, Ticket
 from infinity.storage.volume import Extent, Volume
 from infinity.tiers.device import FINISHED, DeviceAdapter
 from infinity.tiers.host import Block, HostTier
@@ -71,7 +71,7 @@ def show(
 
 
 class StateStore:
-    """The homes of all pieces. Owns the blocks, extents and device memory they rest in."""
+    """The locations of all state. Owns the blocks, extents and device memory of it."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class StateStore:
         self._settle(placement)
 
     def _settle(self, placement: Placement) -> None:
-        """Takes the space of every piece. Fresh pieces read as zeros on every tier."""
+        """Allocates the space of all state. Fresh state reads as zeros on every tier."""
         on_nvme: list[tuple[Unit, StateKind]] = []
         for (index, kind), tier in placement.tiers.items():
             unit = self.units[index]
@@ -103,7 +103,7 @@ class StateStore:
                 self._locations[index, kind] = DeviceLocation(self._device.allocate(nbytes))
             else:
                 block = self._host.allocate(nbytes, f"{kind.value} of {unit.name}")
-                assert block is not None, "the placement fitted the budget, so the arena has room"
+                assert block is not None, "the placement fitted the budget, so the arena has space"
                 self._host.tensor(block).zero_()
                 self._locations[index, kind] = HostLocation(block)
         if on_nvme:
@@ -117,11 +117,11 @@ class StateStore:
 
     @property
     def volume(self) -> Volume | None:
-        """Where the pieces on NVMe are; None when there are none."""
+        """The volume with the state on NVMe; None when no state rests there."""
         return self._volume
 
     def location(self, unit: Unit, kind: StateKind) -> StateLocation | None:
-        """Where the piece rests; None when the unit has no such piece."""
+        """The location of a state kind of a unit; None when the unit has none of it."""
         return self._locations.get((unit.index, kind))
 
     # INV-7: the location of bytes is known here alone; arithmetic does not depend on it.
@@ -144,7 +144,7 @@ class StateStore:
         offset_nbytes: int = 0,
         nbytes: int | None = None,
     ) -> Transfer:
-        """Starts bringing a range of the piece to the start of `block`. Whole pages only."""
+        """Starts reading a range of the state into the start of `block`. Whole pages only."""
         location = self._locations[unit.index, kind]
         length = unit.nbytes(kind) - offset_nbytes if nbytes is None else nbytes
         if isinstance(location, NvmeLocation):
@@ -175,7 +175,7 @@ class StateStore:
         offset_nbytes: int = 0,
         nbytes: int | None = None,
     ) -> Transfer:
-        """Starts writing the start of `block` to a range of the piece. Whole pages only.
+        """Starts writing the start of `block` to a range of the state. Whole pages only.
 
         The block must stay lent and unchanged until the transfer is done.
         """
@@ -203,7 +203,7 @@ class StateStore:
     def _copy(
         self, location: StateLocation, offset_nbytes: int, host: torch.Tensor, *, inward: bool
     ) -> Transfer:
-        """Between a host range and a home that is not on NVMe."""
+        """Copies between a host range and a location that is not on NVMe."""
         if isinstance(location, HostLocation):
             rest = self._host.tensor(location.block, offset_nbytes, host.numel())
             _ = rest.copy_(host) if inward else host.copy_(rest)

@@ -1,4 +1,4 @@
-"""How a parameter that is too large is cut into tiles: rows, limits, and the search for a limit.
+"""Divides a parameter that is too large into tiles: rows, limits, and the search for a limit.
 
 Pure. The engine cuts modules by it, the planner shapes.
 """

@@ -1,6 +1,6 @@
-"""What training state is: units, the pieces of a unit, and where each tensor lies in a piece.
+"""Training state: units, the state kinds of a unit, and the offset of each tensor.
 
-A unit is the set of parameters that move together. Its state is flattened, per piece, into one
+A unit is the set of parameters that move together. Its state is flattened, per state kind, into one
 contiguous run of bytes, so that a unit is a handful of large transfers and not thousands of small
 ones. Everything here is a pure function of shapes and dtypes.
 
@@ -41,7 +41,7 @@ _TRAINABLE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class MomentFormat(StrEnum):
-    """How a moment is kept, by the words of `[precision]`."""
+    """The format of a moment, in the words of `[precision]`."""
 
     FLOAT32 = "float32"
     EIGHT_BIT = "8bit"  # Approximate.
@@ -69,7 +69,7 @@ MOMENT_PIECES = (StateKind.EXP_AVG, StateKind.EXP_AVG_SQ, StateKind.MOMENTUM_BUF
 
 @dataclass(frozen=True, slots=True)
 class Moments:
-    """What an optimizer keeps of every trainable element, beside the master."""
+    """State that an optimizer keeps per trainable element, beside the master."""
 
     kinds: tuple[StateKind, ...] = (StateKind.EXP_AVG, StateKind.EXP_AVG_SQ)
     format: MomentFormat = MomentFormat.FLOAT32
@@ -84,7 +84,7 @@ OF_ADAM = Moments()
 
 @dataclass(frozen=True, slots=True)
 class TensorFacts:
-    """What the layout needs to know of one parameter."""
+    """The facts about one parameter that decide the layout."""
 
     name: str
     shape: tuple[int, ...]
@@ -95,7 +95,7 @@ class TensorFacts:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TensorSpec:
-    """One parameter and its place in the unit's pieces."""
+    """One parameter and its place in the buffers of the unit."""
 
     facts: TensorFacts
     numel: int
@@ -130,7 +130,7 @@ class Unit:
         return self.master_dtype is torch.int16
 
     def dtype(self, kind: StateKind) -> torch.dtype | None:
-        """Of the elements of a piece of state; None when the unit has none of it."""
+        """The dtype of the elements of a state kind; None when the unit has none of it."""
         if kind.kind == "moments" and kind not in self.moments.kinds:
             return None
         if self.is_8bit(kind):
@@ -138,12 +138,12 @@ class Unit:
         return self.master_dtype if kind is StateKind.MASTER else torch.float32
 
     def is_8bit(self, kind: StateKind) -> bool:
-        """Whether the piece is codes with scales among them."""
+        """Returns whether the state kind is stored as codes with scales among them."""
         return kind in self.moments.kinds and self.moments.is_8bit
 
     @property
     def granule_numel(self) -> int:
-        """Chunks start at multiples of this: there every piece is at a page."""
+        """Chunks start at multiples of this; every state kind is at a page there."""
         return moments_8bit.GRANULE_NUMEL if self.moments.is_8bit else STATE_GRANULE
 
     @property

@@ -72,7 +72,7 @@ class Arena:
         return memoryview(self.core)[offset_nbytes : offset_nbytes + nbytes]
 
     def close(self) -> None:
-        """Lets go of the memory. Idempotent."""
+        """Unmaps the memory. Idempotent."""
         self._core = None
 
 
@@ -119,7 +119,7 @@ class Window:
         return memoryview(self._live())[offset_nbytes : offset_nbytes + nbytes]
 
     def close(self) -> None:
-        """Lets go of the addresses. Pages that are still mapped are lost. Idempotent."""
+        """Unmaps the addresses. Pages that are still mapped are lost. Idempotent."""
         self._core = None
 
     def _live(self) -> _core.Window:
@@ -130,7 +130,7 @@ class Window:
 
 @functools.cache
 def can_remap() -> bool:
-    """Whether the kernel moves pages as Window needs it, found by doing it. False: copy instead."""
+    """Returns whether the kernel moves pages as `Window` needs, found by trying. Else: copy."""
     return _core.can_remap()
 
 

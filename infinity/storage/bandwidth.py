@@ -1,4 +1,4 @@
-"""What bandwidth a path has, found by moving bytes: the weights that several paths are striped by.
+"""Measures the bandwidth of paths, by moving bytes: the weights for striping over several paths.
 
 A stripe is written once and read once or more per step, so a path's bandwidth is what it needs for
 both, one after the other. The engine measures with the same blocks and depth that it will work
@@ -12,7 +12,7 @@ import mmap
 import time
 
 from infinity.sizes import MIB
-from infinity.storage.engine import Priority, Segment, StorageEngine
+from infinity.storage.protocol import Priority, Segment, StorageEngine
 
 SAMPLE_NBYTES = 32 * MIB
 _NUM_ROUNDS = 2

@@ -17,8 +17,8 @@ from errno import EBADMSG
 from infinity import _core
 from infinity.errors import CorruptionError
 from infinity.sizes import PAGE_NBYTES
-from infinity.storage.engine import Ticket
 from infinity.storage.generations import GenerationMap, GenerationRun
+from infinity.storage.protocol import Ticket
 
 CHECKSUM_NBYTES = 4
 

@@ -1,4 +1,4 @@
-"""Which of several files of one layout holds the current bytes of each offset: pure decisions.
+"""Maps from offsets to the file, out of several of one layout, with the current bytes. Pure.
 
 A volume with spare files has, per path, files of *generations* 0, 1, ... Every extent has the same
 offset in all of them. A map says, for each offset, which generation holds its current bytes. A
@@ -80,7 +80,7 @@ class GenerationMap:
         return runs
 
     def put(self, run: GenerationRun) -> None:
-        """From now on the run's generation holds its range."""
+        """Records that the generation of `run` holds its range."""
         if not run.nbytes:
             return
         start, end = run.offset_nbytes, run.end_nbytes

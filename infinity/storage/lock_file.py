@@ -120,7 +120,7 @@ def write_holder(fd: int, path: str, holder: dict[str, Any]) -> None:
 
 
 def try_lock(fd: int, path: str, operation: int = fcntl.LOCK_EX) -> bool:
-    """Whether the lock was taken; False where somebody else holds it. Does not wait.
+    """Takes the lock; returns False if another process holds it. Does not wait.
 
     Raises StorageError where file locks do not work.
     """
@@ -136,7 +136,7 @@ def try_lock(fd: int, path: str, operation: int = fcntl.LOCK_EX) -> bool:
 
 
 def is_same_file(fd: int, path: str) -> bool:
-    """Whether the name still is that of the open file."""
+    """Returns whether the name still belongs to the open file."""
     try:
         there = os.lstat(path)
     except FileNotFoundError:

@@ -7,13 +7,16 @@ import os
 import resource
 from collections.abc import Sequence
 from errno import EINVAL, ENOMEM
+from typing import Literal
 
 from infinity import _core
 from infinity.errors import StorageError
 from infinity.sizes import format_nbytes
 from infinity.storage.arena import Arena
-from infinity.storage.engine import Operation, Priority, RingFlags, Segment, Ticket
+from infinity.storage.protocol import Operation, Priority, Segment, Ticket
 from infinity.storage.statistics import DeviceStats, EngineStats, FileStats, histogram
+
+RingFlags = Literal["auto", "defer_taskrun", "coop_taskrun", "none"]
 
 _log = logging.getLogger(__name__)
 
@@ -77,7 +80,7 @@ class NativeEngine:
         *,
         timeout_s: float | None = None,
     ) -> Ticket:
-        """As the protocol says; raises TimeoutError when the queue is full for `timeout_s`."""
+        """As in the protocol. Raises TimeoutError when the queue is full for `timeout_s`."""
         if operation not in ("read", "write"):
             raise ValueError(f"{operation=}, expected 'read' or 'write'")
         fields = [(each.file, each.offset_nbytes, each.address, each.nbytes) for each in segments]

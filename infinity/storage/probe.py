@@ -1,4 +1,4 @@
-"""Whether io_uring works here, and if not, why and what to do; what direct I/O asks for."""
+"""Tests for io_uring, with the cause of a refusal and its remedy; alignment of direct I/O."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def probe_uring() -> _core.UringProbe:
 
 @functools.cache
 def grants_ring_flags(ring_flags: str) -> bool:
-    """Whether a ring can be set up with what `[io] flags` names."""
+    """Returns whether the kernel grants a ring with the flags that `[io] flags` names."""
     return _core.probe_uring(ring_flags)["errno"] != errno.EINVAL
 
 
@@ -58,7 +58,7 @@ def explain_refused_rings(code: int, step: str) -> Refusal:
 
 
 def memlock_nbytes() -> int | None:
-    """What RLIMIT_MEMLOCK lets this process pin; None without a limit."""
+    """Returns the bytes that RLIMIT_MEMLOCK lets this process pin; None without a limit."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return None if soft == resource.RLIM_INFINITY else soft
 
@@ -72,7 +72,7 @@ def explain_missing_uring() -> str | None:
 def judge_probe_failure(
     *, code: int, step: str, sysctl: str | None, kernel: str, memlock_nbytes: int | None = None
 ) -> Refusal:
-    """What one failed probe means. `sysctl` is the value of kernel.io_uring_disabled, if any."""
+    """Explains one failed probe. `sysctl` is the value of kernel.io_uring_disabled, if any."""
     if step == "build":
         return Refusal(
             "this build has no liburing",

@@ -1,4 +1,4 @@
-"""What a storage engine has seen: bytes, latencies, queue depth, stalls, processor time.
+"""Statistics of a storage engine: bytes, latencies, queue depth, stalls, processor time.
 
 Numbers only grow; subtract two snapshots to see what happened in between.
 """
@@ -29,7 +29,7 @@ class LatencyHistogram:
 
     @staticmethod
     def bounds_s() -> tuple[float, ...]:
-        """Where each bucket but the first starts, in seconds."""
+        """The lower bounds of all buckets but the first, in seconds."""
         return tuple(
             _FIRST_BOUND_S * 2 ** (index // 4) * (1 + index % 4 / 4)
             for index in range(_NUM_BUCKETS - 1)
@@ -64,7 +64,7 @@ class LatencyHistogram:
 
 @dataclass(frozen=True, slots=True)
 class FileStats:
-    """What one file, hence one swap path, has seen. Reads and writes count blocks, not requests.
+    """Statistics of one file, hence of one swap path. Reads and writes count blocks, not requests.
 
     `busy_s` is the time with at least one block in flight, `in_flight_s` the time in flight summed
     over blocks. Latencies run from the issue of a block to its completion.
@@ -93,7 +93,7 @@ class FileStats:
 
 @dataclass(frozen=True, slots=True)
 class DeviceStats:
-    """What the queue of one device has seen, over all its files.
+    """Statistics of the queue of one device, over all its files.
 
     `device` is the st_dev of stat(2); `num_pending` requests and `num_in_flight` blocks are of this
     moment. `cpu_s` is the processor time of the engine's own threads; kernel workers, to which some
@@ -134,6 +134,6 @@ class EngineStats:
 
 
 def histogram(counts: Sequence[int]) -> LatencyHistogram:
-    """From the native engine's counts."""
+    """Makes a histogram of the native engine's counts."""
     assert len(counts) == _NUM_BUCKETS
     return LatencyHistogram(tuple(counts))

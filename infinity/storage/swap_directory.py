@@ -199,7 +199,7 @@ class DirectoryLock:
         _held_locks.add(self)
 
     def _holder_before(self) -> dict[str, object]:
-        """What the last holder wrote; nothing of a file that a crash has cut short."""
+        """Reads what the last holder wrote; empty for a file that a crash has cut short."""
         holder = read_holder(self._fd)
         schema = holder.get("schema", SCHEMA)
         if type(schema) is not int or schema > SCHEMA:
@@ -301,7 +301,7 @@ def job_of(name: str) -> str | None:
 
 
 def is_swap_name(name: str) -> bool:
-    """Whether a file of this name in a swap directory is ours."""
+    """Returns whether a file of this name in a swap directory belongs to this package."""
     return _SWAP_NAME.fullmatch(name) is not None
 
 

@@ -1,4 +1,4 @@
-"""What is in a swap directory, seen from outside, and the explicit removal of what a crash left."""
+"""Lists the contents of a swap directory, without its lock, and removes what a crash left."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class SwapContents:
 
 
 def examine(path: str) -> SwapContents | None:
-    """What there is; None when the directory has neither a lock nor a swap file of ours."""
+    """Returns the contents; None when the directory has neither a lock nor a swap file."""
     try:
         names = sorted(os.listdir(path))
     except OSError as error:

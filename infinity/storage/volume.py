@@ -1,6 +1,6 @@
-"""A volume: pieces of bytes striped over one swap directory per path.
+"""A volume: buffers of bytes striped over one swap directory per path.
 
-Pieces are reserved once, then read and written in ranges. A volume belongs to one job and holds
+Buffers are reserved once, then read and written in ranges. A volume belongs to one job and holds
 scratch data: nothing in it outlives close(), unless the files are asked to stay, or are linked to
 while they are frozen.
 
@@ -31,7 +31,6 @@ from infinity.storage.checksums import (
     PageChecksums,
     digest,
 )
-from infinity.storage.engine import Operation, Priority, Segment, StorageEngine, Ticket
 from infinity.storage.generations import (
     NOWHERE,
     GenerationMap,
@@ -39,9 +38,10 @@ from infinity.storage.generations import (
     choose_targets,
     split_by_frozen,
 )
+from infinity.storage.protocol import Operation, Priority, Segment, StorageEngine, Ticket
 from infinity.storage.swap_directory import SwapDirectory
 from infinity.storage.volume_layout import (
-    SPARES_KEY,
+    SPARES_REMEDY,
     Extent,
     PathSpace,
     share_with_spares,
@@ -81,7 +81,7 @@ class FileRange:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Frozen:
-    """What the volume held at one moment, and for whom. Its maps are never changed."""
+    """The contents of the volume at one moment, with a label. Its maps are never changed."""
 
     label: str
     maps: tuple[GenerationMap, ...]
@@ -89,10 +89,10 @@ class Frozen:
 
 @dataclass(frozen=True, slots=True)
 class Adopted:
-    """Swap files of a job that is gone, to go on with.
+    """Swap files of a job that has ended, which this job continues to use.
 
-    `jobs`: whose they are, by path as configured. `contents`: by label, the ranges of them that are
-    frozen.
+    `jobs`: the job of the files, by path as configured. `contents`: by label, the ranges of the
+    files that are frozen.
     """
 
     jobs: Mapping[str, str]
@@ -100,7 +100,7 @@ class Adopted:
 
 
 class Volume:
-    """Pieces on NVMe: reserve, read, write, close; freeze, thaw, restore.
+    """Buffers on NVMe: reserve, read, write, close; freeze, thaw, restore.
 
     One thread at a time reserves and closes; reads and writes may come from any thread. After a
     write has failed, every call raises that first error: what is on the path is not known any more.
@@ -189,7 +189,7 @@ class Volume:
     def reserve(
         self, sizes_nbytes: Sequence[int], *, spared_nbytes: Sequence[int | None] | None = None
     ) -> list[tuple[Extent, ...]]:
-        """Reserves one piece per size, rounded up to 4096 bytes, and preallocates the files.
+        """Reserves one buffer per size, rounded up to 4096 bytes, and preallocates the files.
 
         Of each piece the first `spared_nbytes` (default: all of it) are preallocated in the spare
         files too. The rest may be written while something is frozen as well, but finds its space
@@ -244,7 +244,7 @@ class Volume:
         priority: Priority,
         label: str = "",
     ) -> Ticket:
-        """Reads a range of a piece into memory. Offset, length and address: multiples of 4096.
+        """Reads a range of a buffer into memory. Offset, length and address: multiples of 4096.
         `label` says what the bytes are, in the error of a page that has changed."""
         return self._submit(
             "read", extents, offset_nbytes=offset_nbytes, nbytes=nbytes, address=address,
@@ -260,7 +260,7 @@ class Volume:
         address: int,
         priority: Priority,
     ) -> Ticket:
-        """Writes memory to a range of a piece. It must not change until the ticket is done."""
+        """Writes memory, which must not change until the ticket is done, to a range of a buffer."""
         ticket = self._submit(
             "write", extents, offset_nbytes=offset_nbytes, nbytes=nbytes, address=address,
             priority=priority,
@@ -284,14 +284,14 @@ class Volume:
 
     @property
     def frozen(self) -> tuple[Frozen, ...]:
-        """The contents that are frozen; at most `num_spares` leave room for writes."""
+        """The frozen contents. With more than `num_spares` of them no write has a target."""
         with self._lock:
             return tuple(self._frozen)
 
     def freeze(self, label: str = "") -> Frozen:
-        """Keeps what every piece holds now as it is, until `thaw`; later writes go elsewhere.
+        """Keeps the present bytes of every buffer until `thaw`; later writes go elsewhere.
 
-        The tickets of all writes are done. Durable is only what was synced since.
+        The tickets of all writes are done. The bytes are durable only after a sync.
         """
         self._check_usable()
         with self._lock:
@@ -305,9 +305,9 @@ class Volume:
         return frozen
 
     def restore(self, frozen: Frozen) -> None:
-        """Every piece holds what it held when `frozen` was frozen; it stays frozen. No byte moves.
+        """Sets every buffer back to the bytes of `frozen`, which stays frozen. No byte moves.
 
-        Nothing is in flight, and nobody keeps what was read since. Scratch is as it is.
+        No request is in flight, and the caller drops what was read since. Scratch is unchanged.
         """
         self._check_usable()
         with self._lock:
@@ -317,7 +317,7 @@ class Volume:
                 self._forget_checksums(index, before, current)
 
     def _forget_checksums(self, index: int, before: GenerationMap, after: GenerationMap) -> None:
-        """Of ranges of a path whose current bytes are others now; `put_checksums` brings them."""
+        """Drops the checksums of ranges whose current bytes changed; see `put_checksums`."""
         assert self._checksums is not None
         for run in after.of(0, self._directories[index].size_nbytes):
             for part, is_same in split_by_frozen(run, [before]):
@@ -325,7 +325,7 @@ class Volume:
                     self._checksums[index].forget(part.offset_nbytes, part.nbytes)
 
     def put_checksums(self, extents: Sequence[Extent], checksums: bytes) -> None:
-        """Of a piece that was restored: what `checksums` gave when it was frozen."""
+        """Sets the checksums of a restored buffer, as `checksums` gave them when it was frozen."""
         assert self._checksums is not None
         at = 0
         for extent in extents:
@@ -336,13 +336,15 @@ class Volume:
             at += nbytes
 
     def thaw(self, frozen: Frozen) -> None:
-        """Gives a content up: its space may be written again. Idempotent."""
+        """Drops frozen contents: their space may be written again. Idempotent."""
         with self._lock:
             self._frozen = [each for each in self._frozen if each is not frozen]
 
     def locate(self, extents: Sequence[Extent], frozen: Frozen | None = None) -> list[FileRange]:
-        """Where the bytes of a piece are, in their order: the current ones, or those of `frozen`,
-        whose path is empty where it has none."""
+        """Returns the file ranges of a buffer, in order: the current ones, or those of `frozen`.
+
+        The path of a range that `frozen` does not have is empty.
+        """
         found: list[FileRange] = []
         maps = self._maps if frozen is None else frozen.maps
         for extent in extents:
@@ -368,7 +370,7 @@ class Volume:
         return maps
 
     def checksums(self, extents: Sequence[Extent]) -> bytes:
-        """CRC32C of each page that was written last to a piece, 4 bytes each in native order.
+        """CRC32C of each page as last written to a buffer, 4 bytes each in native order.
 
         Only with spares or `verify`. The tickets of the writes are done.
         """
@@ -451,7 +453,7 @@ class Volume:
         )
 
     def _spaces(self) -> list[PathSpace]:
-        """What each path may still grow. Paths on one device share its free space by weight."""
+        """The bytes by which each path may grow. Paths on one device share its space by weight."""
         spaces = []
         together = list(zip(self._paths, self._directories, self._weights, strict=True))
         for path, directory, weight in together:
@@ -497,7 +499,8 @@ class Volume:
             "nvme",
             needed_nbytes=needed_nbytes,
             available_nbytes=room_nbytes,
-            key=SPARES_KEY if self.num_spares else "tiers.nvme.capacity",
+            key="tiers.nvme.capacity",
+            remedy=SPARES_REMEDY if self.num_spares else "",
             detail=f"{what} of {directory.path!r} is too full "
             f"({format_nbytes(room_nbytes)} free{spares})",
         )

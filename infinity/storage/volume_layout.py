@@ -1,4 +1,4 @@
-"""Which byte of a piece lives where: pure functions, no file is touched."""
+"""The place of every byte of a buffer on the paths: pure functions that touch no file."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from infinity.errors import CapacityError, ConfigError
 from infinity.sizes import PAGE_NBYTES, align_down, align_up, format_nbytes
 
 # What decides how much is needed where there are spare generations.
-SPARES_KEY = "tiers.nvme.capacity, checkpoint.keep or checkpoint.durability"
+SPARES_REMEDY = "change tiers.nvme.capacity, checkpoint.keep or checkpoint.durability"
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class Extent:
 
 @dataclass(frozen=True, slots=True)
 class PathSpace:
-    """What one path offers: the next free offset of its file, the bytes it may still grow, and its
+    """Space of one path: the next free offset of its file, the bytes by which it may grow, and its
     weight, a number proportional to its bandwidth."""
 
     start_nbytes: int
@@ -34,14 +34,14 @@ class PathSpace:
 def stripe(
     sizes_nbytes: Sequence[int], spaces: Sequence[PathSpace], *, stripe_nbytes: int
 ) -> list[tuple[Extent, ...]]:
-    """Lays pieces out over paths: extents of each, in order, that cover it rounded up to 4096.
+    """Lays buffers out over paths: extents of each, in order, that cover it rounded up to 4096.
 
     Every stripe goes to the path that would have the least bytes per weight with it, so that any
     run of stripes is shared in proportion to the weights until a path is full. Worked example:
     weights 2 and 1, a piece of 3 stripes: path 0, 1, 0 or 0, 0, 1, never 1, 1, 0. Neighbouring
     stripes on one path become one extent.
 
-    Raises CapacityError when the pieces do not fit all paths together.
+    Raises CapacityError when the buffers do not fit all paths together.
     """
     if not spaces:
         raise ConfigError("a volume needs at least one path")
@@ -87,7 +87,8 @@ def share_with_spares(
             "nvme",
             needed_nbytes=needed_nbytes + spare_nbytes,
             available_nbytes=available_nbytes,
-            key=SPARES_KEY,
+            key="tiers.nvme.capacity",
+            remedy=SPARES_REMEDY,
             detail=f"the swap paths are too small for {format_nbytes(needed_nbytes)} of state and "
             f"{num_spares} spare generations of what training rewrites, "
             f"{format_nbytes(spare_nbytes // num_spares)} each",
@@ -101,7 +102,7 @@ def share_with_spares(
 
 
 class _Cursor:
-    """The fill of each path while pieces are laid out."""
+    """The fill of each path while buffers are laid out."""
 
     def __init__(self, spaces: Sequence[PathSpace], rooms: Sequence[int]) -> None:
         self._spaces = spaces

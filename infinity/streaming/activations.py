@@ -26,7 +26,7 @@ from infinity.errors import StorageError
 from infinity.observe import Counters, Track
 from infinity.sizes import PAGE_NBYTES, align_up
 from infinity.state.store import show
-from infinity.storage.engine import Priority, Ticket
+from infinity.storage.protocol import Priority, Ticket
 from infinity.storage.scratch_space import Scratch, ScratchSpace
 from infinity.storage.volume import Volume
 from infinity.tiers.device import FINISHED, Copy, DeviceAdapter

@@ -31,7 +31,7 @@ from infinity.observe import Counters
 from infinity.state.budgets import STAGED_NBYTES
 from infinity.state.store import DeviceLocation, NvmeLocation, StateStore, Transfer
 from infinity.state.units import STATE_ITEM_NBYTES, StateKind, TensorSpec, Unit
-from infinity.storage.engine import Priority
+from infinity.storage.protocol import Priority
 from infinity.streaming.gradient_sums import (
     PooledSumBlocks,
     SumBlocks,

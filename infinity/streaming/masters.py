@@ -15,7 +15,7 @@ from infinity.ops.split_master import join, split
 from infinity.sizes import PAGE_NBYTES, align_down, align_up
 from infinity.state.store import StateStore
 from infinity.state.units import StateKind, TensorSpec, Unit
-from infinity.storage.engine import Priority
+from infinity.storage.protocol import Priority
 from infinity.tiers.pool import HostPool
 
 # Splitting makes a few temporaries of the elements it works on.

@@ -34,7 +34,7 @@ from infinity.state.moments_8bit import states_within
 from infinity.state.placement import STATE_KINDS, staging_nbytes
 from infinity.state.store import StateStore, Transfer
 from infinity.state.units import Chunk, Slice, StateKind, TensorSpec, Unit, chunk_unit
-from infinity.storage.engine import Priority
+from infinity.storage.protocol import Priority
 from infinity.streaming.device_update import can_update_on_device, update_on_device
 from infinity.streaming.gradients import GradientStore
 from infinity.tiers.device import DeviceAdapter

@@ -44,7 +44,7 @@ from infinity.errors import CapacityError, StorageError
 from infinity.observe import Counters
 from infinity.state.store import DeviceLocation, HostLocation, StateStore, Transfer
 from infinity.state.units import StateKind, Unit
-from infinity.storage.engine import Priority
+from infinity.storage.protocol import Priority
 from infinity.streaming.access_order import AccessOrder
 from infinity.streaming.eviction import choose_victim
 from infinity.streaming.weight_source import Arrival, TierWeights, WeightSource

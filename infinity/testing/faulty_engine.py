@@ -15,13 +15,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from infinity.errors import StorageError
-from infinity.storage.engine import (
-    Operation,
-    Priority,
-    Segment,
-    StorageEngine,
-    Ticket,
-)
+from infinity.storage.protocol import Operation, Priority, Segment, StorageEngine, Ticket
 from infinity.testing.wrapped_engine import WrappedEngine
 
 FaultyOperation = Literal["read", "write", "open", "sync", "any"]

@@ -8,13 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from infinity.storage.engine import (
-    Operation,
-    Priority,
-    Segment,
-    StorageEngine,
-    Ticket,
-)
+from infinity.storage.protocol import Operation, Priority, Segment, StorageEngine, Ticket
 from infinity.testing.wrapped_engine import WrappedEngine
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from infinity.storage.engine import EngineStats, Operation, Priority, Segment, StorageEngine, Ticket
+from infinity.storage.protocol import Operation, Priority, Segment, StorageEngine, Ticket
+from infinity.storage.statistics import EngineStats
 
 
 class WrappedEngine:

@@ -1,4 +1,4 @@
-"""Where compute happens: one small adapter, and what every implementation promises.
+"""The protocol of a device: one small adapter, and the guarantees of every implementation.
 
 A *region* is the permanent identity of one unit's weights on the device: the tensors made over it
 live as long as the model, while the memory behind them comes and goes. That is what keeps views

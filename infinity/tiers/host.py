@@ -92,7 +92,7 @@ class HostTier:
         return self._bytes[start : start + length]
 
     def owns(self, tensor: torch.Tensor) -> bool:
-        """Whether the tensor lies in the arena."""
+        """Returns whether the memory of the tensor is in the arena."""
         start = self.arena.address
         return start <= tensor.data_ptr() < start + self.capacity_nbytes
 

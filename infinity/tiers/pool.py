@@ -35,11 +35,11 @@ class HostPool:
         self._reclaimers.append(reclaim)
 
     def try_allocate(self, nbytes: int, label: str) -> Block | None:
-        """A block to be used ahead of time, if there is room right now."""
+        """Allocates a block for use ahead of time; None when no space is free now."""
         return None if self.is_tight else self._host.allocate(nbytes, label)
 
     def require(self, nbytes: int, label: str) -> Block:
-        """A block, at the price of reclaiming. Raises CapacityError when nothing is left to
+        """Allocates a block, and reclaims memory for it. Raises CapacityError when none is left to
         reclaim."""
         while self.is_tight and self._reclaim(nbytes):
             pass

@@ -1,8 +1,8 @@
-"""Which byte ranges of an arena are free: a pure first-fit allocator.
+"""The free byte ranges of an arena: a pure first-fit allocator.
 
 Large ranges come from the bottom, aligned to huge pages; small ones come from the top, aligned to
 pages. Kept apart like this a small range never splits a huge page that a large one needs whole,
-and long-lived small pieces do not scatter over the space large ones are taken from.
+and long-lived small ranges do not scatter over the space large ones are taken from.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ from infinity.tiers.host import Block, HostTier
 
 
 class Event(Protocol):
-    """As `torch.Event`."""
+    """The part of `torch.Event` that is used."""
 
     def record(self, stream: Any) -> None: ...
     def query(self) -> bool: ...
@@ -54,7 +54,7 @@ class Event(Protocol):
 
 
 class Stream(Protocol):
-    """As `torch.Stream`: hashable, equal to itself however it was come by."""
+    """The part of `torch.Stream` that is used: hashable; two objects of one stream are equal."""
 
     def wait_event(self, event: Any) -> None: ...
 
@@ -139,7 +139,7 @@ class StreamCopy:
         self._keep = None
 
     def order_stream(self, stream: Stream) -> None:
-        """What is issued on the stream from now on comes after the copy."""
+        """Orders all later work of `stream` after the copy."""
         stream.wait_event(self._event)
 
     def wait(self) -> None:
@@ -147,7 +147,7 @@ class StreamCopy:
         self._keep = None
 
     def release_memory(self) -> None:
-        """Of what is kept; the copy is over."""
+        """Drops the memory that the copy kept alive. The copy is over."""
         self._keep = None
 
     def passages(self) -> Sequence[tuple[int, int, int, int]]:
@@ -173,7 +173,7 @@ class _DeviceClock:
 
 @dataclass(frozen=True, slots=True)
 class _TracedCopy:
-    """What a trace wants to know of a copy."""
+    """The facts about a copy that a trace records."""
 
     clock: _DeviceClock
     begun: Event
@@ -223,7 +223,7 @@ class StreamDevice:
             self.note_use(region, self.streams.current())
 
     def note_use(self, region: StreamRegion, stream: Stream) -> None:
-        """What was issued on the stream so far is all that it does with the region for now."""
+        """Records that the work issued so far is the stream's last use of the region for now."""
         event = self.streams.new_event()
         event.record(stream)
         region.uses[stream] = event

@@ -133,6 +133,7 @@ def identity_of(config: SwapConfig, batches: Batches, *, num_ranks: int = 1) -> 
     table = config.to_dict()
     facts = {f"optimizer.{key}": table["optimizer"][key] for key in config.optimizer.keys}
     facts |= {f"precision.{key}": value for key, value in table["precision"].items()}
+    facts["precision.gradients"] = "float32"  # Checkpoints of 0.1 have it; no key any more.
     facts |= {f"data.{key}": table["data"][key] for key in _DATA_KEYS}
     facts |= {f"train.{key}": table["train"][key] for key in _TRAIN_KEYS}
     facts[_BATCHES_KEY] = table["train"]["gradient_accumulation_steps"] * num_ranks

@@ -2,7 +2,7 @@
 
 cffi in API mode: a C compiler reads the installed liburing.h, so that structures have their true
 layout and inline functions (nearly all of the `prep` family) can be called. Only what every
-liburing since 2.0 has is named here; newer kernel features are numbers, in `infinity/uring.py`.
+liburing since 2.0 has is named here; newer kernel features are numbers, in `infinity/uring/`.
 """
 
 from __future__ import annotations

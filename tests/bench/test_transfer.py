@@ -22,8 +22,8 @@ from infinity.bench.transfer import (
 )
 from infinity.errors import StorageError
 from infinity.sizes import KIB, MIB
-from infinity.storage.engine import Priority
 from infinity.storage.probe import explain_missing_uring
+from infinity.storage.protocol import Priority
 from infinity.testing.faulty_engine import FaultyEngine
 
 NBYTES = 8 * MIB

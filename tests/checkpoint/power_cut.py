@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from infinity.sizes import PAGE_NBYTES
-from infinity.storage.engine import Operation, Priority, Segment, StorageEngine, Ticket
+from infinity.storage.protocol import Operation, Priority, Segment, StorageEngine, Ticket
 from infinity.testing.wrapped_engine import WrappedEngine
 
 # -- What can happen -------------------------------------------------------------------------------

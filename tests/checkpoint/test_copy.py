@@ -15,7 +15,7 @@ from infinity.checkpoint import Saving
 from infinity.checkpoint.run.copy import Pace
 from infinity.engine import durability
 from infinity.errors import ConfigError, CorruptionError, InfinityError, StorageError
-from infinity.storage.engine import Priority
+from infinity.storage.protocol import Priority
 from infinity.testing.wrapped_engine import WrappedEngine
 
 from .harness import Run, assert_same, content, durable, run

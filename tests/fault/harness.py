@@ -23,7 +23,7 @@ from infinity.config import SwapConfig
 from infinity.engine.build import build
 from infinity.engine.engine import Engine
 from infinity.errors import CapacityError, InfinityError, StorageError
-from infinity.storage.engine import Operation, Priority, Segment, StorageEngine, Ticket
+from infinity.storage.protocol import Operation, Priority, Segment, StorageEngine, Ticket
 from infinity.testing.models import Mlp
 from infinity.testing.wrapped_engine import WrappedEngine
 

@@ -17,11 +17,11 @@ from infinity.distributed.partials import Fill, PartialGradients
 from infinity.errors import CapacityError
 from infinity.observe import Counters
 from infinity.sizes import MIB
-from infinity.state.budgets import Budgets
+from infinity.state.budgets import Budgets, compute_budgets
 from infinity.state.partition import partition
 from infinity.state.units import TensorFacts, layout_unit
 from infinity.storage.arena import Arena
-from infinity.storage.engine import open_engine
+from infinity.storage.open import open_engine
 from infinity.storage.scratch_space import SLOT_NBYTES
 from infinity.storage.volume import Volume, VolumePath
 from infinity.tiers.host import HostTier
@@ -144,7 +144,7 @@ def budgets(reduce_buffer: str, *, host: str = "64MiB", placement: str = "host")
         "tiers": {"host": {"capacity": host}, "nvme": [{"path": "/swap"}]},
         "placement": dict.fromkeys(("parameters", "master", "moments"), placement),
     }
-    return Budgets(
+    return compute_budgets(
         SwapConfig.load(config),
         divided.units,
         held_nbytes=4 * MIB,

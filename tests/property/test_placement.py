@@ -90,7 +90,8 @@ def test_each_state_kind_lies_on_the_first_tier_of_its_list_with_room(
         last = preferences[kind][-1]
         assert error.value.tier == last
         assert error.value.available_nbytes < error.value.needed_nbytes
-        assert f"placement.{kind}" in error.value.key and f"tiers.{last}" in error.value.key
+        assert error.value.key == f"tiers.{last}.capacity"
+        assert f"placement.{kind}" in str(error.value) and f"tiers.{last}" in str(error.value)
         return
     found = placed(units, preferences, host, device)
     assert dict(found.tiers) == expected

@@ -14,8 +14,9 @@ import pytest
 
 from infinity.sizes import MIB
 from infinity.storage.arena import Arena
-from infinity.storage.engine import StorageEngine, open_engine
+from infinity.storage.open import open_engine
 from infinity.storage.probe import explain_missing_uring
+from infinity.storage.protocol import StorageEngine
 from infinity.testing.faulty_engine import FaultyEngine
 
 BLOCK_NBYTES = 64 << 10

@@ -14,7 +14,7 @@ import pytest
 from infinity.errors import CapacityError, ConfigError
 from infinity.sizes import HUGE_PAGE_NBYTES, KIB, MIB, PAGE_NBYTES, TIB
 from infinity.storage.arena import Arena, Window, available_host_nbytes, can_remap
-from infinity.storage.engine import Priority, Segment
+from infinity.storage.protocol import Priority, Segment
 
 needs_remap = pytest.mark.skipif(
     not can_remap(), reason="this kernel cannot move pages: mremap(MREMAP_DONTUNMAP), Linux 5.7"

@@ -25,8 +25,8 @@ from hypothesis import strategies as st
 from infinity.errors import StorageError
 from infinity.sizes import KIB, MIB, PAGE_NBYTES
 from infinity.storage.arena import Arena
-from infinity.storage.engine import Priority, Segment, StorageEngine
 from infinity.storage.probe import explain_missing_uring
+from infinity.storage.protocol import Priority, Segment, StorageEngine
 from infinity.uring import Raw, Ring
 
 BLOCK_NBYTES = 64 * KIB  # Of the engines under test: most operations below are cut.

@@ -19,9 +19,10 @@ from hypothesis import strategies as st
 from infinity.errors import ConfigError, StorageError, UnsupportedError
 from infinity.sizes import GIB, KIB, MIB, PAGE_NBYTES
 from infinity.storage.arena import Arena
-from infinity.storage.engine import Priority, Segment, StorageEngine, Ticket, open_engine
 from infinity.storage.native import NativeEngine
+from infinity.storage.open import open_engine
 from infinity.storage.probe import explain_missing_uring, grants_ring_flags
+from infinity.storage.protocol import Priority, Segment, StorageEngine, Ticket
 from tests.forked import TIME_LIMIT_S
 from tests.memory import resident_nbytes
 
@@ -315,7 +316,7 @@ def test_flags_that_the_kernel_refuses_are_named(
 ) -> None:
     if explain_missing_uring() is not None:
         pytest.skip("io_uring does not work here")
-    monkeypatch.setattr("infinity.storage.probe.grants_ring_flags", lambda flags: False)
+    monkeypatch.setattr("infinity.storage.open.grants_ring_flags", lambda flags: False)
     with pytest.raises(UnsupportedError, match="refuses rings with defer_taskrun"):
         open_engine("io_uring", arena=arena, ring_flags="defer_taskrun")
 

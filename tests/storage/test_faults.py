@@ -13,7 +13,7 @@ import pytest
 from infinity.errors import StorageError
 from infinity.sizes import KIB, MIB
 from infinity.storage.arena import Arena
-from infinity.storage.engine import Priority, Segment, StorageEngine
+from infinity.storage.protocol import Priority, Segment, StorageEngine
 from infinity.storage.volume import Volume, VolumePath
 from infinity.testing.faulty_engine import Fault, FaultyEngine
 

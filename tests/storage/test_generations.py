@@ -13,7 +13,7 @@ import pytest
 from infinity.errors import CapacityError, CorruptionError, StorageError, UnsupportedError
 from infinity.sizes import KIB, MIB, PAGE_NBYTES
 from infinity.storage.arena import Arena
-from infinity.storage.engine import Priority
+from infinity.storage.protocol import Priority
 from infinity.storage.swap_directory import job_of
 from infinity.storage.volume import Adopted, Extent, Frozen, Volume, VolumePath
 

@@ -22,7 +22,7 @@ import pytest
 from infinity.errors import CapacityError, StorageError
 from infinity.sizes import KIB, MIB, PAGE_NBYTES
 from infinity.storage.arena import Arena
-from infinity.storage.engine import Priority, Segment, StorageEngine
+from infinity.storage.protocol import Priority, Segment, StorageEngine
 from infinity.storage.volume import Volume, VolumePath
 from tests.forked import TIME_LIMIT_S
 

@@ -12,7 +12,7 @@ from infinity.sizes import KIB, MIB
 from infinity.storage import bandwidth
 from infinity.storage.arena import Arena
 from infinity.storage.bandwidth import SAMPLE_NBYTES, measure_bandwidth
-from infinity.storage.engine import Priority, StorageEngine
+from infinity.storage.protocol import Priority, StorageEngine
 from infinity.storage.volume import Volume, VolumePath
 from infinity.testing.throttled_engine import Clock, ThrottledEngine
 

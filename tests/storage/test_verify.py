@@ -15,7 +15,7 @@ from infinity.errors import CorruptionError, StorageError
 from infinity.sizes import KIB, MIB, PAGE_NBYTES
 from infinity.storage.arena import Arena
 from infinity.storage.checksums import PageChecksums, digest
-from infinity.storage.engine import Priority, StorageEngine
+from infinity.storage.protocol import Priority, StorageEngine
 from infinity.storage.volume import Extent, Volume, VolumePath
 from infinity.testing.faulty_engine import Fault, FaultyEngine
 

@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from infinity.cli import app
-from infinity.config import InvalidConfigError, SwapConfig
+from infinity.config import InvalidConfigError, SwapConfig, from_deepspeed
 from infinity.config.deepspeed import rule_of, to_markdown, translate
 from infinity.config.deepspeed_keys import RULES
 from infinity.config.problems import known_keys
@@ -132,7 +132,7 @@ def test_keys_of_ours_that_rules_name_exist() -> None:
 
 
 def test_one_trillion_comes_out_as_it_was_meant() -> None:
-    config = SwapConfig.from_deepspeed(FILES / "infinity_stage3_1t.json")
+    config = from_deepspeed(FILES / "infinity_stage3_1t.json")
     assert [str(tier.path) for tier in config.tiers.nvme] == ["/mnt/nvme0/swap", "/mnt/nvme1/swap"]
     assert config.placement.parameters == config.placement.moments == ("nvme",)
     assert config.placement.gradients == ("host",)
@@ -150,7 +150,7 @@ def test_one_trillion_comes_out_as_it_was_meant() -> None:
 
 
 def test_without_offload_all_state_stays_on_the_device() -> None:
-    config = SwapConfig.from_deepspeed({"zero_optimization": {"stage": 3}})
+    config = from_deepspeed({"zero_optimization": {"stage": 3}})
     assert {tiers for _, tiers in config.placement} == {("device",)}
 
 
@@ -180,15 +180,15 @@ def test_two_of_three_say_the_batch(
 def test_what_the_optimizer_leaves_out_is_deepspeeds_default(
     params: dict[str, Any], weight_decay: float, lr: float
 ) -> None:
-    config = SwapConfig.from_deepspeed({"optimizer": {"type": "Adam", "params": params}})
+    config = from_deepspeed({"optimizer": {"type": "Adam", "params": params}})
     assert (config.optimizer.weight_decay, config.optimizer.lr) == (weight_decay, lr)
 
 
 def test_weight_decay_as_an_l2_term_is_that_of_adam() -> None:
     params = {"weight_decay": 0.1, "adam_w_mode": False}
-    found = SwapConfig.from_deepspeed({"optimizer": {"params": params, "type": "Adam"}}).optimizer
+    found = from_deepspeed({"optimizer": {"params": params, "type": "Adam"}}).optimizer
     assert (found.name, found.weight_decay) == ("adam", 0.1)
-    found = SwapConfig.from_deepspeed({"optimizer": {"type": "Adam"}}).optimizer
+    found = from_deepspeed({"optimizer": {"type": "Adam"}}).optimizer
     assert found.name == "adamw", "without a weight decay the two are one"
 
 
@@ -197,30 +197,30 @@ def test_the_scheduler_overrules_the_learning_rate_whatever_the_order() -> None:
         "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.02}},
         "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
     }
-    assert SwapConfig.from_deepspeed(table).optimizer.lr == 0.02
+    assert from_deepspeed(table).optimizer.lr == 0.02
 
 
 def test_refused_keys_are_one_error_and_may_be_skipped() -> None:
     with pytest.raises(InvalidConfigError) as caught:
-        SwapConfig.from_deepspeed(FILES / "refused.json")
+        from_deepspeed(FILES / "refused.json")
     places = {problem.place for problem in caught.value.problems}
     assert {"fp16.enabled", "gradient_acumulation_steps", "optimizer.type"} <= places
     assert "progressive_layer_drop" not in places, "what is off is not refused"
-    config = SwapConfig.from_deepspeed(FILES / "refused.json", skip_refused=True)
+    config = from_deepspeed(FILES / "refused.json", skip_refused=True)
     assert config.optimizer.lr == 1e-5
 
 
 def test_a_wrong_value_is_an_error_that_names_both_keys() -> None:
     said = r"optimizer\.params\.lr, our optimizer\.lr: expected a number >= 0"
     with pytest.raises(InvalidConfigError, match=said):
-        SwapConfig.from_deepspeed({"optimizer": {"type": "Adam", "params": {"lr": "fast"}}})
+        from_deepspeed({"optimizer": {"type": "Adam", "params": {"lr": "fast"}}})
 
 
 def test_what_is_no_file_and_no_dict_is_refused() -> None:
     with pytest.raises(ConfigError, match="expected a path or a dict; got list"):
-        SwapConfig.from_deepspeed([1])  # type: ignore[arg-type]
+        from_deepspeed([1])  # type: ignore[arg-type]
     with pytest.raises(InvalidConfigError, match="expected a table"):
-        SwapConfig.from_deepspeed({"zero_optimization": 3})
+        from_deepspeed({"zero_optimization": 3})
 
 
 def test_the_written_file_is_what_the_library_reads(tmp_path: Path) -> None:
@@ -228,7 +228,7 @@ def test_the_written_file_is_what_the_library_reads(tmp_path: Path) -> None:
         out = tmp_path / f"{name}.toml"
         result = infinity("config", "import", FILES / f"{name}.json", "--out", out)
         assert result.exit_code == 0 and "mapped" in result.stdout
-        written, direct = SwapConfig.load(out), SwapConfig.from_deepspeed(FILES / f"{name}.json")
+        written, direct = SwapConfig.load(out), from_deepspeed(FILES / f"{name}.json")
         for section in ("tiers", "placement", "io", "schedule", "precision", "optimizer", "train"):
             assert getattr(written, section) == getattr(direct, section), (name, section)
 

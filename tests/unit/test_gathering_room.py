@@ -8,7 +8,7 @@ from typing import Any
 from infinity.distributed.unshard import UnshardedWeights
 from infinity.observe import Counters
 from infinity.state.store import NvmeLocation
-from infinity.storage.engine import Priority
+from infinity.storage.protocol import Priority
 from infinity.streaming.parameters import WeightCache, WeightState
 from infinity.tiers.device import FINISHED
 

@@ -44,7 +44,7 @@ from infinity.checkpoint.run.manifest import FileEntry, StoredRange
 from infinity.errors import InfinityError, StorageError
 from infinity.sizes import MIB, PAGE_NBYTES
 from infinity.storage.checksums import CHECKSUM_NBYTES, ExpectedRange
-from infinity.storage.engine import Priority, Segment, StorageEngine, Ticket
+from infinity.storage.protocol import Priority, Segment, StorageEngine, Ticket
 
 _BLOCK_NBYTES = 4 * MIB
 _POLL_S = 0.01

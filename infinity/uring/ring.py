@@ -1,141 +1,32 @@
-"""The kernel's io_uring as it is: one ring, its operations, its answers. A binding of liburing.
-
-    with Ring(8) as ring:
-        ring.read(fd, buffer, 0, token="header")
-        ring.read(fd, other, 4096)
-        for completion in ring.wait(2):
-            print(completion.token, completion.nbytes)
-
-It cuts, retries and judges nothing, and shares no code with the storage engine: `infinity doctor`
-asks through it what the kernel can do, benchmarks take the ceiling of a raw ring with it, tests
-compare the engine with it. Training never uses it. Numbers are those of include/uapi/linux/
-io_uring.h, which never change; see io_uring(7), io_uring_setup(2), io_uring_enter(2).
-"""
+"""One ring: a submission queue, a completion queue, and the operations in flight."""
 
 from __future__ import annotations
 
 import errno
-import mmap
 import os
 import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import IntFlag
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any
 
-from infinity.errors import InfinityError, UnsupportedError
+from infinity.errors import UnsupportedError
+from infinity.uring.binding import RingError, check, load
+from infinity.uring.buffers import File, Memory, Raw, RegisteredBuffer, RegisteredFile
+from infinity.uring.flags import OPCODES, Feature, SetupFlag
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 _MAX_UNSIGNED = 2**32 - 1
 _MAX_OFFSET = 2**64 - 1
-
-
-class SetupFlag(IntFlag):
-    """How a ring is set up: IORING_SETUP_*. Those that change the ring's layout are left out."""
-
-    NONE = 0
-    IOPOLL = 1 << 0
-    SQPOLL = 1 << 1
-    CLAMP = 1 << 4
-    SUBMIT_ALL = 1 << 7
-    COOP_TASKRUN = 1 << 8
-    TASKRUN_FLAG = 1 << 9
-    SINGLE_ISSUER = 1 << 12
-    DEFER_TASKRUN = 1 << 13
-
-
-# What a flag is refused without.
-_COMPANIONS = {
-    SetupFlag.TASKRUN_FLAG: SetupFlag.COOP_TASKRUN,
-    SetupFlag.DEFER_TASKRUN: SetupFlag.SINGLE_ISSUER,
-}
-_CQSIZE = 1 << 3  # Set by asking for `num_completions`.
-
-
-class Feature(IntFlag):
-    """What this kernel's rings can do: IORING_FEAT_*. Bits of newer kernels are kept."""
-
-    NONE = 0
-    SINGLE_MMAP = 1 << 0
-    NODROP = 1 << 1
-    SUBMIT_STABLE = 1 << 2
-    RW_CUR_POS = 1 << 3
-    CUR_PERSONALITY = 1 << 4
-    FAST_POLL = 1 << 5
-    POLL_32BITS = 1 << 6
-    SQPOLL_NONFIXED = 1 << 7
-    EXT_ARG = 1 << 8
-    NATIVE_WORKERS = 1 << 9
-    RSRC_TAGS = 1 << 10
-    CQE_SKIP = 1 << 11
-    LINKED_FILE = 1 << 12
-    REG_REG_RING = 1 << 13
-    RECVSEND_BUNDLE = 1 << 14
-    MIN_TIMEOUT = 1 << 15
-    RW_ATTR = 1 << 16
-    NO_IOWAIT = 1 << 17
-
-
-# IORING_OP_*, in the kernel's order, as of Linux 6.18.
-OPCODES = (
-    "NOP", "READV", "WRITEV", "FSYNC", "READ_FIXED", "WRITE_FIXED", "POLL_ADD", "POLL_REMOVE",
-    "SYNC_FILE_RANGE", "SENDMSG", "RECVMSG", "TIMEOUT", "TIMEOUT_REMOVE", "ACCEPT", "ASYNC_CANCEL",
-    "LINK_TIMEOUT", "CONNECT", "FALLOCATE", "OPENAT", "CLOSE", "FILES_UPDATE", "STATX", "READ",
-    "WRITE", "FADVISE", "MADVISE", "SEND", "RECV", "OPENAT2", "EPOLL_CTL", "SPLICE",
-    "PROVIDE_BUFFERS", "REMOVE_BUFFERS", "TEE", "SHUTDOWN", "RENAMEAT", "UNLINKAT", "MKDIRAT",
-    "SYMLINKAT", "LINKAT", "MSG_RING", "FSETXATTR", "SETXATTR", "FGETXATTR", "GETXATTR", "SOCKET",
-    "URING_CMD", "SEND_ZC", "SENDMSG_ZC", "READ_MULTISHOT", "WAITID", "FUTEX_WAIT", "FUTEX_WAKE",
-    "FUTEX_WAITV", "FIXED_FD_INSTALL", "FTRUNCATE", "BIND", "LISTEN", "RECV_ZC", "EPOLL_WAIT",
-    "READV_FIXED", "WRITEV_FIXED", "PIPE",
-)  # fmt: skip
-
-
-class RingError(InfinityError, OSError):
-    """The ring itself refused a call. A failed operation is a Completion, not an exception."""
-
-    def __init__(self, code: int, call: str, remedy: str = "") -> None:
-        self.call = call
-        advice = f"; {remedy}" if remedy else ""
-        super().__init__(code, f"{call} failed: {os.strerror(code)}{advice}")
-
-
-class Raw(NamedTuple):
-    """Memory by its address. The caller keeps it alive, and writable, until the completion."""
-
-    address: int
-    nbytes: int
-
-
-class RegisteredBuffer(NamedTuple):
-    """Memory that the ring has pinned, or a part of it."""
-
-    index: int
-    address: int
-    nbytes: int
-
-    def part(self, offset_nbytes: int, nbytes: int) -> RegisteredBuffer:
-        """A range of this buffer. Raises ValueError when it is not inside."""
-        if offset_nbytes < 0 or nbytes < 0 or offset_nbytes + nbytes > self.nbytes:
-            raise ValueError(f"{offset_nbytes=}, {nbytes=} is outside a buffer of {self.nbytes}")
-        return RegisteredBuffer(self.index, self.address + offset_nbytes, nbytes)
-
-
-class RegisteredFile(NamedTuple):
-    """A file that the ring holds open, by its place in the ring's table."""
-
-    index: int
-
-
-Memory: TypeAlias = "Buffer | Raw | RegisteredBuffer"
-File: TypeAlias = int | RegisteredFile
+_CQSIZE = 1 << 3  # Set when `num_completions` is given.
+_ALL_SETUP_FLAGS = sum(SetupFlag)
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """The kernel's answer to one operation: `result` is what came back, or minus an errno."""
+    """The end of one operation. `result` is the kernel's: a count, or minus an errno."""
 
     token: Any
     result: int
@@ -143,23 +34,23 @@ class Completion:
 
     @property
     def errno(self) -> int:
-        """0 when the operation succeeded."""
+        """The errno of a failed operation, 0 of a successful one."""
         return max(0, -self.result)
 
     @property
     def nbytes(self) -> int:
-        """Bytes moved: fewer than asked for at the end of a file. Raises OSError for a failure."""
+        """Bytes moved; fewer than requested at the end of a file. Raises OSError on failure."""
         if self.result < 0:
             raise OSError(self.errno, os.strerror(self.errno))
         return self.result
 
 
 class Ring:
-    """One submission and one completion queue. Used by one thread at a time, not after a fork.
+    """One submission queue and one completion queue. One thread at a time; not after a fork.
 
     `num_entries` operations can be prepared before a submit; the kernel rounds up to a power of
-    two. `num_completions` sizes the completion queue, twice that by default. Memory given to an
-    operation is kept alive by the ring until its completion is taken.
+    two. `num_completions` sizes the completion queue: twice `num_entries` by default. The ring
+    keeps the memory of an operation alive until the completion is taken.
 
     Raises RingError when the kernel refuses, UnsupportedError when the binding was not built.
     """
@@ -172,13 +63,13 @@ class Ring:
         num_completions: int | None = None,
     ) -> None:
         self._is_open = False
-        self._ffi, self._lib = _binding()
+        self._ffi, self._lib = load()
         self._next_id = 0
         self._num_prepared = 0
-        # What each operation that is not taken yet was called, and the memory it uses.
+        # (token, memory) of every operation whose completion was not taken yet.
         self._operations: dict[int, tuple[Any, Any]] = {}
         self._registered: list[Any] = []
-        if unknown := flags & ~_all(SetupFlag):
+        if unknown := flags & ~_ALL_SETUP_FLAGS:
             raise ValueError(f"{flags=}: {unknown:#x} is not a SetupFlag")
         params = self._ffi.new("struct io_uring_params *")
         params.flags = flags
@@ -187,7 +78,7 @@ class Ring:
             params.cq_entries = num_completions
         self._ring = self._ffi.new("struct io_uring *")
         answer = self._lib.io_uring_queue_init_params(num_entries, self._ring, params)
-        _check(answer, "io_uring_setup")
+        check(answer, "io_uring_setup")
         self._is_open = True
         self._pid = os.getpid()
         self._lib.io_uring_ring_dontfork(self._ring)
@@ -210,16 +101,16 @@ class Ring:
 
     @property
     def num_free_entries(self) -> int:
-        """Operations that can be prepared now."""
+        """Operations that can be prepared before the next submit."""
         return self._lib.io_uring_sq_space_left(self._live())
 
     @property
     def num_in_flight(self) -> int:
-        """Operations that the kernel has, or whose completion was not taken yet."""
+        """Operations that were submitted and whose completion was not taken yet."""
         return len(self._operations) - self._num_prepared
 
     def opcodes(self) -> frozenset[str]:
-        """Names of the operations that this kernel knows; "op 70" for one we have no name for."""
+        """Returns the names of the operations of this kernel; "op 70" for one without a name."""
         found = self._lib.io_uring_get_probe_ring(self._live())
         if not found:
             raise RingError(errno.EINVAL, "io_uring_register(PROBE)", "Linux 5.6 is needed")
@@ -233,16 +124,16 @@ class Ring:
             self._lib.io_uring_free_probe(found)
 
     def register_buffers(self, buffers: Sequence[Buffer | Raw]) -> list[RegisteredBuffer]:
-        """Pins writable memory, all of the ring's at once, until `unregister_buffers`.
+        """Pins writable memory until `unregister_buffers`. One call names all buffers of the ring.
 
-        ENOMEM is the memlock limit; at most 1 GiB each. Raises RingError.
+        A buffer has at most 1 GiB. Raises RingError; its errno is ENOMEM above the memlock limit.
         """
         ring = self._live()
         memories = [self._memory(each, is_written=True) for each in buffers]
         vectors = self._ffi.new("struct iovec[]", len(memories))
         for vector, (pointer, nbytes) in zip(vectors, memories, strict=True):
             vector.iov_base, vector.iov_len = pointer, nbytes
-        _check(
+        check(
             self._lib.io_uring_register_buffers(ring, vectors, len(memories)),
             "io_uring_register(BUFFERS)",
         )
@@ -253,21 +144,21 @@ class Ring:
         ]
 
     def unregister_buffers(self) -> None:
-        """Unpins. Nothing that uses them may be in flight. Raises RingError."""
+        """Unpins all buffers, which no operation in flight may use. Raises RingError."""
         answer = self._lib.io_uring_unregister_buffers(self._live())
-        _check(answer, "io_uring_register(UNREGISTER_BUFFERS)")
+        check(answer, "io_uring_register(UNREGISTER_BUFFERS)")
         self._registered = []
 
     def register_files(self, fds: Sequence[int]) -> list[RegisteredFile]:
-        """Gives the ring its own hold on open files. Raises RingError."""
+        """Adds a reference of the ring to every file of `fds`. Raises RingError."""
         answer = self._lib.io_uring_register_files(self._live(), list(fds), len(fds))
-        _check(answer, "io_uring_register(FILES)")
+        check(answer, "io_uring_register(FILES)")
         return [RegisteredFile(index) for index in range(len(fds))]
 
     def unregister_files(self) -> None:
-        """Lets go of them. Raises RingError."""
+        """Drops the references to registered files. Raises RingError."""
         answer = self._lib.io_uring_unregister_files(self._live())
-        _check(answer, "io_uring_register(UNREGISTER_FILES)")
+        check(answer, "io_uring_register(UNREGISTER_FILES)")
 
     def nop(self, *, token: Any = None) -> None:
         """Prepares an operation that does nothing."""
@@ -276,15 +167,15 @@ class Ring:
         self._finish(entry, token)
 
     def read(self, file: File, memory: Memory, offset_nbytes: int, *, token: Any = None) -> None:
-        """Prepares a read of as many bytes as `memory` has. Raises RingError, full queue: EBUSY."""
+        """Prepares a read that fills `memory`. Raises RingError (EBUSY) when the queue is full."""
         self._transfer(file, memory, offset_nbytes, token, is_write=False)
 
     def write(self, file: File, memory: Memory, offset_nbytes: int, *, token: Any = None) -> None:
-        """Prepares a write of all of `memory`. Raises RingError, full queue: EBUSY."""
+        """Prepares a write of all of `memory`. Raises RingError (EBUSY) when the queue is full."""
         self._transfer(file, memory, offset_nbytes, token, is_write=True)
 
     def fsync(self, file: File, *, data_only: bool = False, token: Any = None) -> None:
-        """Prepares an fsync, or fdatasync. It does not wait for operations of the same ring."""
+        """Prepares an fsync, or an fdatasync. It is not ordered after other operations."""
         fd = _descriptor(file)
         entry = self._entry()
         flags = self._lib.IORING_FSYNC_DATASYNC if data_only else 0
@@ -292,20 +183,20 @@ class Ring:
         self._finish(entry, token, file=file)
 
     def submit(self) -> int:
-        """Gives the kernel what is prepared; returns how many it took. Raises RingError."""
+        """Submits the prepared operations. Returns how many the kernel took. Raises RingError."""
         answer = self._lib.io_uring_submit(self._live())
-        _check(answer, "io_uring_enter")
-        # With SQPOLL the answer counts also what an earlier submit left for the kernel's thread.
+        check(answer, "io_uring_enter")
+        # With SQPOLL the result also counts operations that an earlier submit left for the kernel.
         num_taken = min(answer, self._num_prepared)
         self._num_prepared -= num_taken
         return num_taken
 
     def wait(self, num: int = 1, *, timeout_s: float | None = None) -> list[Completion]:
-        """Submits, waits until `num` completions are there, and takes all that are.
+        """Submits, waits for at least `num` completions, and takes all that have arrived.
 
-        With `num` 0 it only looks. Raises TimeoutError, with every completion left in place;
-        ValueError when it would wait forever: for more operations than there are, or more
-        completions than their queue holds.
+        With `num` 0 the call does not wait. Raises TimeoutError, and takes no completion then;
+        ValueError for a wait without end: `num` is more than the operations in flight, or more
+        than the completion queue holds.
         """
         ring = self._live()
         most = min(len(self._operations), self.num_completions)
@@ -318,20 +209,20 @@ class Ring:
             raise UnsupportedError("waiting with a timeout needs Linux 5.11")
         self.submit()
         if num == 0:
-            _check(self._lib.get_events(ring), "io_uring_enter")
+            check(self._lib.get_events(ring), "io_uring_enter")
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
         while self._lib.io_uring_cq_ready(ring) < num:
             self._wait_once(num, deadline_s)
         return self._take()
 
     def close(self) -> None:
-        """Waits for what is in flight, since it uses memory, then ends the ring. Idempotent.
+        """Waits for the operations in flight, which use memory, then ends the ring. Idempotent.
 
         Operations that were prepared and not submitted are dropped.
         """
         if not self._is_open:
             return
-        if os.getpid() != self._pid:  # The parent's mappings are not here; the descriptor is.
+        if os.getpid() != self._pid:  # A child has the descriptor, not the mappings.
             os.close(self._ring.ring_fd)
         else:
             while self.num_in_flight:
@@ -355,7 +246,7 @@ class Ring:
     def _transfer(
         self, file: File, memory: Memory, offset_nbytes: int, token: Any, *, is_write: bool
     ) -> None:
-        # All arguments are checked before an entry is taken: an entry cannot be given back.
+        # Arguments are checked before an entry is taken: an entry cannot be returned.
         if not 0 <= offset_nbytes <= _MAX_OFFSET:
             raise ValueError(f"{offset_nbytes=}, expected 0..2**64 - 1")
         fd = _descriptor(file)
@@ -374,7 +265,7 @@ class Ring:
         self._finish(entry, token, file=file, memory=pointer)
 
     def _memory(self, memory: Memory, *, is_written: bool) -> tuple[Any, int]:
-        """A pointer that keeps the memory alive, when that is not the caller's part; its size."""
+        """Returns a pointer, which keeps memory with the buffer protocol alive, and the size."""
         if isinstance(memory, (Raw, RegisteredBuffer)):
             pointer, nbytes = self._ffi.cast("void *", memory.address), memory.nbytes
         else:
@@ -405,7 +296,7 @@ class Ring:
         self._num_prepared += 1
 
     def _wait_once(self, num: int, deadline_s: float | None) -> None:
-        """One call of the kernel; a signal ends it, so that Python's handlers run in between."""
+        """Waits in the kernel once. A signal ends the wait, so that Python's handlers can run."""
         span = self._ffi.NULL
         if deadline_s is not None:
             left_s = deadline_s - time.monotonic()
@@ -416,7 +307,7 @@ class Ring:
         first = self._ffi.new("struct io_uring_cqe **")
         answer = self._lib.io_uring_wait_cqes(self._ring, first, num, span, self._ffi.NULL)
         if answer not in (-errno.EINTR, -errno.ETIME):
-            _check(answer, "io_uring_enter")
+            check(answer, "io_uring_enter")
 
     def _take(self) -> list[Completion]:
         num = self._lib.io_uring_peek_batch_cqe(self._ring, self._cqes, self.num_completions)
@@ -429,105 +320,8 @@ class Ring:
         return taken
 
 
-@dataclass(frozen=True, slots=True)
-class Probe:
-    """What this kernel, in this sandbox, lets us do. All but `errno` is empty when it is not 0."""
-
-    errno: int
-    features: Feature = Feature.NONE
-    setup_flags: SetupFlag = SetupFlag.NONE
-    opcodes: frozenset[str] = frozenset()
-    max_num_entries: int = 0
-
-    @property
-    def is_usable(self) -> bool:
-        return self.errno == 0
-
-
-def is_built() -> bool:
-    """Whether the binding is part of this installation."""
-    try:
-        _binding()
-    except UnsupportedError:
-        return False
-    return True
-
-
-def probe() -> Probe:
-    """Asks the kernel by trying; a refusal is an answer, `Probe.errno`.
-
-    Raises UnsupportedError when the binding was not built.
-    """
-    try:
-        with Ring(4) as ring:
-            features, opcodes = ring.features, ring.opcodes()
-    except RingError as error:
-        return Probe(error.errno or errno.EINVAL)
-    granted = SetupFlag.NONE
-    for flag in SetupFlag:
-        if _sets_up(4, flag | _COMPANIONS.get(flag, SetupFlag.NONE)):
-            granted |= flag
-    return Probe(0, features, granted, opcodes, _max_num_entries())
-
-
-def try_registering(nbytes: int) -> int:
-    """Pins that much fresh memory as one buffer and lets go. 0, or the errno of the refusal.
-
-    Raises RingError when there is no ring at all.
-    """
-    with mmap.mmap(-1, nbytes) as memory, Ring(4) as ring:
-        try:
-            ring.register_buffers([memory])
-        except RingError as error:
-            return error.errno or errno.EINVAL
-        ring.unregister_buffers()
-        return 0
-
-
-def _max_num_entries() -> int:
-    num_entries = 1 << 16
-    while num_entries > 4:
-        try:
-            with Ring(num_entries, SetupFlag.CLAMP) as ring:
-                return ring.num_entries
-        except RingError:  # ENOMEM: before 5.12 the queues count against the memlock limit.
-            num_entries //= 2
-    return num_entries
-
-
-def _sets_up(num_entries: int, flags: SetupFlag) -> bool:
-    try:
-        Ring(num_entries, flags).close()
-    except RingError:
-        return False
-    return True
-
-
-def _binding() -> tuple[Any, Any]:
-    try:
-        from infinity import _uring
-    except ImportError as error:
-        raise UnsupportedError(
-            "infinity.uring is not part of this build: liburing or cffi was missing. Install "
-            "liburing-dev and cffi, then build infinity-offload again"
-        ) from error
-    return _uring.ffi, _uring.lib
-
-
-def _check(answer: int, call: str) -> None:
-    if answer < 0:
-        raise RingError(-answer, call)
-
-
 def _descriptor(file: File) -> int:
     fd = file.index if isinstance(file, RegisteredFile) else file
     if not -(2**31) <= fd < 2**31:
         raise ValueError(f"{fd} cannot be a file descriptor")
     return fd
-
-
-def _all(kind: type[SetupFlag]) -> int:
-    total = 0
-    for flag in kind:
-        total |= flag
-    return total

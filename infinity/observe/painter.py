@@ -1,0 +1,122 @@
+"""Pictures by matplotlib: finds it, and paints bars on tracks over time.
+
+`infinity trace --plot` paints a recorded step with it, `infinity plan --plot` a simulated one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from infinity.errors import ConfigError, UnsupportedError
+
+_BAR_HEIGHT = 0.8
+_LEAST_NAMED_SHARE = 0.06  # Of the width; the name of a shorter stretch does not fit.
+
+
+@dataclass(frozen=True, slots=True)
+class Bars:
+    """Bars of one color on one track: (start, length) in the unit of the time axis."""
+
+    color: str
+    bars: Sequence[tuple[float, float]]
+
+
+@dataclass(frozen=True, slots=True)
+class NamedStretch:
+    """A stretch of the row above the tracks, with its name where the name fits."""
+
+    name: str
+    start: float
+    length: float
+    color: str
+
+
+@dataclass(frozen=True, slots=True)
+class TrackPicture:
+    """A picture of tracks over time, from the top down.
+
+    `tracks` are (label, bars). `stretches`, if any, make a row above the tracks. `edges` are
+    vertical lines. `legend` gives the meaning of colors. `end` is the right end of the time axis;
+    None: the last bar.
+    """
+
+    title: str
+    time_label: str
+    tracks: Sequence[tuple[str, Sequence[Bars]]]
+    stretches: Sequence[NamedStretch] = ()
+    edges: Sequence[float] = ()
+    legend: Mapping[str, str] = field(default_factory=dict)
+    end: float | None = None
+
+
+def find_pyplot() -> Any:
+    """Returns pyplot, set to paint files. Raises UnsupportedError without matplotlib."""
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise UnsupportedError(
+            "plots need matplotlib, which is not installed: pip install 'infinity-offload[plot]'"
+        ) from error
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def paint(picture: TrackPicture, path: Path) -> None:
+    """Writes the picture in the format of the suffix of `path`.
+
+    Raises UnsupportedError without matplotlib, ConfigError when the file cannot be written.
+    """
+    pyplot = find_pyplot()
+    first = 1 if picture.stretches else 0
+    num_rows = first + len(picture.tracks)
+    figure, axis = pyplot.subplots(figsize=(12, 1.1 + 0.45 * num_rows))
+    for stretch in picture.stretches:
+        _paint_stretch(axis, stretch, _length_of(picture))
+    for row, (_, groups) in enumerate(picture.tracks, start=first):
+        for group in groups:
+            place = (row - _BAR_HEIGHT / 2, _BAR_HEIGHT)
+            axis.broken_barh(group.bars, place, color=group.color, linewidth=0)
+    axis.set_yticks(range(first, num_rows), [label for label, _ in picture.tracks])
+    axis.set_ylim(num_rows - 0.5, -0.6)
+    if picture.end is not None:
+        axis.set_xlim(0, picture.end)
+    for edge in picture.edges:
+        axis.axvline(edge, color="black", linewidth=0.8)
+    axis.set_xlabel(picture.time_label)
+    axis.set_title(picture.title, loc="left")
+    axis.grid(axis="x", alpha=0.3)
+    axis.set_axisbelow(True)
+    if picture.legend:
+        _paint_legend(axis, picture.legend)
+    try:
+        figure.savefig(path, dpi=130, bbox_inches="tight")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot write the picture {str(path)!r}: {error}") from None
+    finally:
+        pyplot.close(figure)
+
+
+def _length_of(picture: TrackPicture) -> float:
+    if picture.end is not None:
+        return picture.end
+    return max((stretch.start + stretch.length for stretch in picture.stretches), default=0.0)
+
+
+def _paint_stretch(axis: Any, stretch: NamedStretch, width: float) -> None:
+    bar = (stretch.start, stretch.length)
+    axis.broken_barh([bar], (-_BAR_HEIGHT / 2, _BAR_HEIGHT), color=stretch.color, linewidth=0)
+    if stretch.length > _LEAST_NAMED_SHARE * width:
+        middle = stretch.start + stretch.length / 2
+        axis.text(middle, 0, stretch.name, ha="center", va="center", fontsize=8, clip_on=True)
+
+
+def _paint_legend(axis: Any, legend: Mapping[str, str]) -> None:
+    from matplotlib.patches import Patch
+
+    patches = [Patch(color=color, label=label) for label, color in legend.items()]
+    axis.legend(handles=patches, loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False)
