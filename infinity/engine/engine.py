@@ -46,13 +46,12 @@ from infinity.modules.hooks import (
     outside_graphs,
 )
 from infinity.modules.interrupts import uninterrupted
-from infinity.modules.param import OffloadedParam
-from infinity.modules.param_table import ParamTable
+from infinity.modules.param import OffloadedParam, ParamTable
 from infinity.modules.process import OwnProcess
 from infinity.modules.state_values import is_value_of, plain_value
-from infinity.modules.strangers import Strangers
 from infinity.modules.tiling.split import tiles_of
 from infinity.modules.tiling.tiled_param import TiledParam
+from infinity.modules.unmanaged_params import UnmanagedParams
 from infinity.modules.uses import UnitUses
 from infinity.observe import Counters, Track
 from infinity.simulate.update_device import UpdateDevice
@@ -117,7 +116,7 @@ class Engine:
     def __post_init__(self) -> None:
         self._tracer = self.counters.tracer
         self._process = OwnProcess()
-        self._strangers = Strangers(self.model)
+        self._unmanaged_params = UnmanagedParams(self.model)
         self._lock = threading.RLock()
         self._param_table = ParamTable(self.model, self.params)
         self._changes = WeightEdits(
@@ -481,7 +480,7 @@ class Engine:
     def begin_step(self) -> None:
         """All ranks enter the optimizer's step; from here on gradients are those of all of them."""
         self.refuse_closed("optimizer.step()")
-        self._strangers.refuse_untrained()
+        self._unmanaged_params.refuse_untrained()
         if self.num_ranks == 1:
             return
         with self._lock, self._tracer.during(Track.PHASES, "all ranks enter the step"):

@@ -120,13 +120,13 @@ def _transformers_models(root: nn.Module) -> list[Any]:
 def _marked(engine: Engine, names: set[str]) -> Iterator[None]:
     """Within, parameters that have their values carry the mark that transformers' initialisation
     passes over."""
-    param_table = [
+    parameters = [
         (tensor, param.name) for param in engine.params for tensor in (param.handle, param.compute)
     ]
-    for tensor, name in param_table:
+    for tensor, name in parameters:
         tensor._is_hf_initialized = name not in names  # type: ignore[union-attr]
     try:
         yield
     finally:
-        for tensor, _ in param_table:
+        for tensor, _ in parameters:
             del tensor._is_hf_initialized  # type: ignore[union-attr]

@@ -179,5 +179,5 @@ def _tile_class(kind: type[nn.Module]) -> type[nn.Module]:
 @cache
 def tiled_class(kind: type[nn.Module], attributes: tuple[str, ...]) -> type[Tiled]:
     """The class of experts of a kind once their parameters, those `attributes`, are tiles."""
-    param_table = {attribute: tensor_of(attribute) for attribute in attributes}
-    return type(f"Tiled{kind.__name__}", (TiledExperts, kind), param_table)
+    parameters = {attribute: tensor_of(attribute) for attribute in attributes}
+    return type(f"Tiled{kind.__name__}", (TiledExperts, kind), parameters)
