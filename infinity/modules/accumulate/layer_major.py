@@ -1,42 +1,46 @@
-"""Many micro-batches through one block before the next block: `accumulate`.
+"""The layer-major schedule: all micro-batches pass a block before the next block is fetched.
 
-Plain accumulation runs forward and backward of one micro-batch after the other and so fetches every
-weight once per micro-batch and direction. Here every micro-batch is a *strand*: the unmodified
-model's forward, in a thread of its own, of which one runs at a time. A strand stops where it comes
-to a block. When all have come, the block's units are held once and each strand runs through it, to
-its end. From there it goes on when the block is not held any more.
+Plain accumulation runs forward and backward of one micro-batch after the other, and so fetches
+every weight once per micro-batch and direction. The layer-major schedule runs every micro-batch as
+a *fiber*: the forward of the unmodified model, in a thread of its own, one fiber at a time. A fiber
+stops where it reaches a block. When all fibers have reached the block, the schedule acquires the
+block's units once, and every fiber runs through the block to its end. The fibers continue behind
+the block after its units are released.
 
-Note [Cuts]
-  A block's own graph is dropped as soon as its forward is over, and its outputs are given a single
-  node, the *cut*. What a strand computes between blocks (embedding, residuals, head, loss) keeps
-  its graph, which therefore ends at cuts. The backward of a strand's tail runs when its loss is
-  there, so that no two micro-batches have logits at once. Then the blocks are gone through in
-  reverse: a block is held once, and for each strand, in order, its forward is repeated from the
-  inputs that were put aside, with the random numbers of the first time, and its backward run.
+Note [Boundaries]
+  The graph of a block is dropped as soon as its forward is over. The outputs of the block get a
+  single node, the *boundary*. The graph that a fiber makes between blocks (embedding, residuals,
+  head, loss) is kept and ends at boundaries. The backward of a fiber's tail runs as soon as its
+  loss exists, so that only one micro-batch has logits at a time. Then the schedule visits the
+  blocks in reverse. It acquires a block once. For each fiber, in order, it repeats the block's
+  forward from the saved inputs, with the random numbers of the first forward, and runs its
+  backward.
 
 Note [Same sums]
-  Within one strand gradients meet in the order of plain autograd: what flows into a cut is passed
-  on only when all uses of its outputs have been seen, by one call into autograd. A parameter's
-  gradients are added in the order of the strands. So the sums are those of plain accumulation, bit
-  for bit, but for a parameter with several uses in one micro-batch (tied weights, shared
-  blocks): plain autograd adds the uses first, here they are added as they come.
+  Within a fiber, gradients are summed in the order of plain autograd: the gradients of a boundary
+  are passed on by one call into autograd, after all uses of its outputs have delivered theirs. The
+  gradients of a parameter are added in the order of the fibers. The sums therefore have the bits
+  of plain accumulation. One exception: if a parameter has several uses in one micro-batch (tied
+  weights, shared blocks), plain autograd adds the uses first, and this schedule adds them in the
+  order of arrival.
 
 Note [Random numbers]
-  Each strand draws from a generator state of its own; the first goes on from the caller's. So
-  results do not depend on where state lives or on what is prefetched, but dropout differs from that
-  of plain accumulation when there is more than one strand.
+  Each fiber draws from its own generator state; the first fiber continues the caller's. Results
+  therefore do not depend on placement or prefetching. With more than one fiber, dropout differs
+  from that of plain accumulation.
 
-Note [Turns at tiles]
-  A block with tiles (`modules/tiling/split.py`) is more than is fetched at once. So strands stop
-  in it as
-  well, wherever they come to a tile, and one fetch of the tile serves all of them. In the backward
-  the repetitions of a block's forward, and their backward, are strands again, which stop at tiles
-  on both ways. Inside a block a strand keeps the block's activations: no more than
-  `tile_micro_batches` micro-batches are inside at once, in order; which changes no bit.
+Note [Stops at tiles]
+  A block with tiles (`modules/tiling/split.py`) is larger than the fetch window. Fibers therefore
+  also stop at every tile in the block, and one fetch of the tile serves all of them. In the
+  backward, the repeated forward of a block and its backward run as fibers, which stop at tiles in
+  both directions. A fiber inside a block keeps the block's activations, so at most
+  `tile_micro_batches` fibers are inside a block at the same time. Their order, and so every bit,
+  stays the same.
 
 Note [Threads]
-  On an accelerator autograd's own thread runs the nodes of all backwards, and none of them may be
-  suspended there. A repetition that is a strand runs its backward in its own thread instead.
+  On an accelerator, one autograd thread runs the nodes of all backwards, and none of them may be
+  suspended there. A repeated block that runs as a fiber therefore runs its backward in the fiber's
+  own thread.
 
 Source of the order: Pudipeddi et al., "Training Large Neural Networks with Constant Memory using a
 New Execution Algorithm", 2020, section 3 (layer-to-layer).
@@ -69,44 +73,44 @@ from infinity.modules.outputs import detach_from_parameters, tensors_in
 from infinity.modules.tiling.layers import Tiled
 from infinity.streaming.activations import InputStore
 
-# Calls whose inputs are brought back ahead of the one that runs.
+# The inputs of this many calls are restored ahead of the running call.
 _RESTORED_AHEAD = 2
 
-# Where a strand stops behind a block.
+# The stop of a fiber behind a block.
 _THROUGH = object()
 
 _CACHES = ("past_key_values", "past_key_value", "layer_past", "cache_params")
 
 
 class Blocks(Protocol):
-    """Holds of units, as this module sees them."""
+    """The part of `UnitUses` that this schedule calls."""
 
-    on_tile: Callable[[list[int], bool], None] | None  # What `yield_at_tile` of hooks is to do.
+    on_tile: Callable[[list[int], bool], None] | None  # Runs in `yield_at_tile` of the hooks.
 
     def enter(self, units: list[int]) -> None: ...
     def leave(self, units: list[int]) -> None: ...
     def begin_block_backward(self, units: list[int]) -> None:
-        """Every micro-batch will give a gradient to these units."""
+        """Announces one gradient from every micro-batch for these units."""
 
     def end_of_block(self, units: list[int]) -> None:
-        """The gradients of these units are complete: they go to where they rest."""
+        """Writes out the gradients of these units, which are complete."""
 
     def is_parameter_memory(self, tensor: torch.Tensor) -> bool: ...
 
 
 @dataclass(eq=False, slots=True)
 class _RunningBlock:
-    """A site that strands stop at."""
+    """A block that fibers stop at."""
 
     hooked: HookedModule
     forward: Callable[..., Any]
     has_tiles: bool
-    order: int = -1  # When a strand came here first.
+    order: int = -1  # Counts blocks in the order in which a fiber first reached them.
 
 
 class _TileStop(NamedTuple):
-    """Where strands stop inside of a block: a tile, or in a backward what is behind one (no units).
-    The smallest is gone through first."""
+    """A stop inside a block: at a tile or, in a backward, behind tiles (no units). The schedule
+    serves the smallest stop first."""
 
     is_backward: bool
     order: float
@@ -114,23 +118,23 @@ class _TileStop(NamedTuple):
 
 
 class _Suspended(Fiber):
-    """A strand with random numbers of its own."""
+    """A fiber with its own random numbers."""
 
     at: _RunningBlock | _TileStop | object | None
     random: list[torch.Tensor]
-    is_inside = False  # A block.
-    behind_tiles: Node | None = None  # The last node it stopped at that follows tiles.
+    is_inside = False  # Whether it is inside a block.
+    behind_tiles: Node | None = None  # The last node behind tiles that it stopped at.
 
 
 class _MicroBatch(_Suspended):
-    """A strand, and what of its forward waits for the backward."""
+    """The fiber of one micro-batch, with the records that its backward needs."""
 
     def __init__(
         self, number: int, forward: Callable[[], torch.Tensor], device: torch.device
     ) -> None:
         super().__init__(number, forward, device)
-        self.calls: list[_Call] = []  # Not gone through in the backward yet.
-        # Gradients on their way out of blocks, by where they go.
+        self.calls: list[_Call] = []  # Calls whose backward has not run yet.
+        # Gradients that leave blocks, by destination.
         self.pending: dict[tuple[Node, int], tuple[_Input, torch.Tensor]] = {}
         self.behind: dict[Node, frozenset[_Call]] = {}
 
@@ -141,14 +145,16 @@ class _MicroBatch(_Suspended):
         self.behind.clear()
 
 
-# -- Cuts ------------------------------------------------------------------------------------------
+# -- Boundaries
+# --------------------------------------------------------------------------------------
 
 
 @dataclass(eq=False, slots=True)
 class _Input:
-    """A tensor argument that gradients flow to: its value, and where its gradient goes."""
+    """A tensor argument that needs a gradient: its saved value, and the destination of the
+    gradient."""
 
-    value: Any  # What `save` of the activations gave.
+    value: Any  # The result of `ActivationStore.save`.
     edge: GradientEdge
     reaches: frozenset[_Call]
 
@@ -159,14 +165,16 @@ class _Input:
 
 @dataclass(eq=False, slots=True)
 class _Call:
-    """One forward of one block in one strand: enough to repeat it."""
+    """One forward of one block in one fiber, with everything that repeats it."""
 
     block: _RunningBlock
-    leaves: list[Any]  # Of (args, kwargs), flattened; `_Input` where a gradient flows.
+    # The flattened (args, kwargs); an `_Input` for a tensor that needs a gradient.
+    leaves: list[Any]
     tree: Any
     modes: Modes
     random: list[torch.Tensor]
-    which: list[int] = field(default_factory=list)  # Outputs with a gradient, flattened.
+    # Indexes of the flattened outputs that need a gradient.
+    which: list[int] = field(default_factory=list)
     gradients: list[torch.Tensor | None] = field(default_factory=list)
 
     def take(self, gradients: Sequence[torch.Tensor | None]) -> None:
@@ -176,12 +184,12 @@ class _Call:
                 self.gradients[index] = gradient if before is None else before + gradient
 
     def inputs(self) -> Iterator[_Input]:
-        """Each once."""
+        """Yields every input once."""
         return iter({id(leaf): leaf for leaf in self.leaves if isinstance(leaf, _Input)}.values())
 
 
 class _Boundary(torch.autograd.Function):
-    """Outputs whose backward hands the gradients to the call they came from."""
+    """Outputs of a block, whose backward hands the gradients to the block's `_Call`."""
 
     @staticmethod
     def forward(ctx: Any, call: _Call, anchor: torch.Tensor, values: list[torch.Tensor]) -> Any:
@@ -196,7 +204,7 @@ class _Boundary(torch.autograd.Function):
 
 
 def _calls_behind(node: Node, known: dict[Node, frozenset[_Call]]) -> frozenset[_Call]:
-    """The calls whose cuts a gradient that enters the graph at `node` can reach."""
+    """Returns the calls whose boundaries a gradient can reach from `node`."""
     found = known.get(node)
     if found is None:
         calls: set[_Call] = set()
@@ -219,7 +227,7 @@ _S = TypeVar("_S", bound=_Suspended)
 
 
 class LayerMajorSchedule:
-    """Runs the strands of one `accumulate` through the blocks, and back."""
+    """Runs all micro-batches through the blocks, forward and backward."""
 
     def __init__(
         self,
@@ -243,16 +251,17 @@ class LayerMajorSchedule:
         self._random = Random(device)
         self._running: _Suspended | None = None
         self._num_seen = 0
-        self._tiles: dict[tuple[int, ...], int] = {}  # In the order in which they are come to.
-        # Something that requires a gradient, for cuts to hang on.
+        # Numbers tiles in the order of their first use.
+        self._tiles: dict[tuple[int, ...], int] = {}
+        # Requires a gradient, so that boundaries are part of a graph.
         self._anchor = torch.zeros((), requires_grad=True)
 
     def run(
         self, forwards: Sequence[Callable[[], torch.Tensor]], when_back: Callable[[], None]
     ) -> list[torch.Tensor]:
-        """Forward and backward of every micro-batch; their losses, detached.
+        """Runs forward and backward of every micro-batch and returns the detached losses.
 
-        `when_back` is called between the two.
+        `when_back` is called between forward and backward.
         """
         fibers: list[_MicroBatch] = []
         try:
@@ -274,10 +283,10 @@ class LayerMajorSchedule:
 
     @contextmanager
     def _in_charge(self) -> Iterator[None]:
-        """Blocks run through here, and hold nothing by themselves."""
+        """Makes the blocks stop their fibers, and suspends the blocks' own hooks."""
         own: list[bool] = []
-        # Keys and values for generation: repeated forwards would add to them. transformers leaves
-        # them out as well where it checkpoints activations.
+        # Repeated forwards would add to caches of keys and values. transformers disables these
+        # caches, too, when it checkpoints activations.
         caching = [c for c in _configs_of(self._model) if c.use_cache]
         for config in caching:
             config.use_cache = False
@@ -308,18 +317,18 @@ class LayerMajorSchedule:
         for fiber in fibers:
             self._run_on(fiber, losses)
         while blocks := [s.at for s in fibers if isinstance(s.at, _RunningBlock)]:
-            # The block that was met first: strands that left some out wait for the others.
+            # The block that a fiber reached first. Fibers that skip blocks wait for the others.
             block = min(blocks, key=lambda at: at.order)
             here = [fiber for fiber in fibers if fiber.at is block]
             with self._using(block.hooked.units):
-                for collective_section in self._groups(here):
-                    self._run_by_tiles(collective_section, losses)
-            # But for those that are at another block, inside of this one.
+                for group in self._groups(here):
+                    self._run_by_tiles(group, losses)
+            # Except for fibers that are at another block inside this one.
             self._run_by_tiles([fiber for fiber in here if fiber.at is _THROUGH], losses)
         return [losses[fiber.number] for fiber in fibers]
 
     def _run_by_tiles(self, fibers: Sequence[_MicroBatch], losses: dict[int, torch.Tensor]) -> None:
-        """To the next stop of each that is no tile."""
+        """Runs every fiber to its next stop that is no tile."""
         for fiber in fibers:
             self._run_on(fiber, losses)
         for turn, here in self._tile_stops(fibers):
@@ -336,22 +345,23 @@ class LayerMajorSchedule:
             self._uses.leave(list(units))
 
     def _groups(self, every: list[_T]) -> list[list[_T]]:
-        """Those that may be inside a block at once."""
+        """Divides the fibers into groups that may be inside a block at the same time."""
         count = self._tile_micro_batches
         return [every[start : start + count] for start in range(0, len(every), count)]
 
     def _tile_stops(self, fibers: Sequence[_S]) -> Iterator[tuple[_TileStop, list[_S]]]:
-        """The tiles that strands are at, until none is at one: the caller runs those that it gets
-        to their next stop."""
+        """Yields each tile stop with the fibers at it, until no fiber is at a tile. The caller runs
+        these fibers to their next stop."""
         while on_tile := [s.at for s in fibers if isinstance(s.at, _TileStop)]:
             turn = min(on_tile)
             yield turn, [fiber for fiber in fibers if fiber.at == turn]
 
     def _yield_at_tile(self, units: list[int], is_over: bool) -> None:
-        """In the strand: at a tile inside a block, before it is held, or behind it in a backward.
+        """Stops the running fiber at a tile inside a block, before its units are acquired, or
+        behind tiles in a backward (`is_over`).
 
-        What is behind comes only when all strands have given the tile its gradients, so that these
-        leave before the block's own come: in little memory there is not room for both.
+        The stop behind tiles ends when every fiber has delivered the tile's gradients. These leave
+        memory before the block's own gradients arrive, because little memory has no space for both.
         """
         fiber = self._running
         if fiber is None or not fiber.is_inside:
@@ -361,14 +371,14 @@ class LayerMajorSchedule:
         is_backward = current_backward() != OUTSIDE_BACKWARD
         if is_over:
             node = torch._C._current_autograd_node()
-            if fiber.behind_tiles is not node:  # Of several tiles of a layer, once.
+            if fiber.behind_tiles is not node:  # Once for all tiles of a layer.
                 fiber.behind_tiles = node
                 fiber.pause_at(_TileStop(True, 0.5 - order, ()))
         else:
             fiber.pause_at(_TileStop(is_backward, -order if is_backward else order, key))
 
     def _resume(self, fiber: _Suspended) -> None:
-        """The strand runs to its next stop, or to its end."""
+        """Runs the fiber to its next stop or to its end."""
         self._running = fiber
         try:
             fiber.run_on()
@@ -385,12 +395,12 @@ class LayerMajorSchedule:
             elif loss is not None:
                 fiber.loss = None
                 losses[fiber.number] = loss.detach()
-                # The graph between blocks may be shared with what other uses of it still need.
+                # Other backwards may still need the graph between blocks.
                 loss.backward(retain_graph=True)
 
     @contextmanager
     def _random_of(self, fiber: _Suspended) -> Iterator[None]:
-        """The strand draws from its own numbers; the first micro-batch's are the caller's."""
+        """Draws from the fiber's random numbers; the first micro-batch uses the caller's."""
         kept = self._random.state()
         self._random.set(fiber.random)
         is_caller_s = isinstance(fiber, _MicroBatch) and fiber.number == 0
@@ -403,12 +413,12 @@ class LayerMajorSchedule:
     def _forward_of(self, block: _RunningBlock) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
             fiber = self._running
-            assert isinstance(fiber, _MicroBatch), f"{block.hooked.name} runs outside of a strand"
+            assert isinstance(fiber, _MicroBatch), f"{block.hooked.name} runs outside a fiber"
             for name in _CACHES:
                 if kwargs.get(name) is not None:
                     raise UnsupportedError(
-                        f"{block.hooked.name} is given {name}, which its repeated forward would "
-                        "change again; set use_cache=False for training"
+                        f"{block.hooked.name} is called with {name}, which its repeated forward "
+                        "would change again; set use_cache=False for training"
                     )
             fiber.pause_at(block)
             output = self._call(fiber, block, args, kwargs)
@@ -424,7 +434,7 @@ class LayerMajorSchedule:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """In the strand: the block's forward, its graph dropped and its inputs put aside."""
+        """Runs the block's forward in the fiber, drops its graph and saves its inputs."""
         call = _Call(block, *tree_flatten((args, kwargs)), Modes.now(self._device), [])
         call.random = self._random.state()
         versions = [leaf._version for leaf in call.leaves if _is_plain(leaf)]
@@ -445,7 +455,7 @@ class LayerMajorSchedule:
             return output
         self._refuse_side_channels(block, first, [leaves[index] for index in call.which])
         call.gradients = [None] * len(call.which)
-        inputs: dict[tuple[Node, int], _Input] = {}  # A tensor may be given twice.
+        inputs: dict[tuple[Node, int], _Input] = {}  # A tensor may be passed twice.
         for index, leaf in enumerate(call.leaves):
             if _is_plain(leaf) and leaf.requires_grad:
                 edge = get_gradient_edge(leaf)
@@ -474,12 +484,12 @@ class LayerMajorSchedule:
     def _refuse_side_channels(
         self, block: _RunningBlock, first: int, outputs: list[torch.Tensor]
     ) -> None:
-        """The graph inside a block is gone; a tensor that was put aside there leads into it."""
+        """Refuses a tensor that leads into the dropped graph of a block."""
 
         def refuse(gradients: Any) -> None:
             raise UnsupportedError(
-                f"a tensor computed inside {block.hooked.name} reaches the loss otherwise than by "
-                "its outputs (an auxiliary loss, such as of a router); leave it out, or "
+                f"a tensor computed inside {block.hooked.name} reaches the loss by another way "
+                "than its outputs (an auxiliary loss, such as that of a router); leave it out, or "
                 "accumulate micro-batches by several backward() calls"
             )
 
@@ -507,7 +517,8 @@ class LayerMajorSchedule:
                 else:
                     for index in range(len(calls)):
                         self._repeat(calls, index)
-                for fiber in waiting:  # What comes next, while the gradients leave.
+                # Restores the inputs of the next calls while the gradients leave.
+                for fiber in waiting:
                     first = next(fiber.calls[-1].inputs(), None) if fiber.calls else None
                     if first is not None:
                         self._activations.fetch(first.value)
@@ -516,7 +527,7 @@ class LayerMajorSchedule:
             self._flush(fiber, None)
 
     def _flush(self, fiber: _MicroBatch, call: _Call | None) -> None:
-        """Passes gradients on: those that the call waits for, or all."""
+        """Passes on the gradients that the call waits for, or all gradients."""
         due = [
             key for key, (each, _) in fiber.pending.items() if call is None or call in each.reaches
         ]
@@ -526,8 +537,8 @@ class LayerMajorSchedule:
             torch.autograd.backward(edges, [gradient for _, gradient in pairs], retain_graph=True)
 
     def _repeat_by_tiles(self, calls: list[tuple[_MicroBatch, _Call]]) -> set[int]:
-        """Repeats a block with tiles, each of which is held once for all that are inside. Returns
-        the tiles' units to whose gradients not all came in one turn."""
+        """Repeats a block with tiles; each tile is acquired once for all fibers in the block.
+        Returns the units of tiles whose gradients did not all arrive at one stop."""
         left: set[int] = set()
         for indexes in self._groups(list(range(len(calls)))):
             fibers = []
@@ -540,7 +551,7 @@ class LayerMajorSchedule:
                     with self._random_of(fiber):
                         self._resume(fiber)
                 for turn, here in self._tile_stops(fibers):
-                    # Those of all micro-batches: the gradients are complete after this turn.
+                    # These are all micro-batches, so the gradients are complete after this stop.
                     is_whole = turn.is_backward and len(here) == len(calls)
                     units = list(turn.units)
                     with self._using(units):
@@ -559,7 +570,7 @@ class LayerMajorSchedule:
         return left
 
     def _repeat(self, calls: list[tuple[_MicroBatch, _Call]], index: int) -> None:
-        """The block's forward once more, with a graph, and its backward."""
+        """Repeats the block's forward with a graph, and runs its backward."""
         for _, ahead in calls[index : index + 1 + _RESTORED_AHEAD]:
             for each in ahead.inputs():
                 self._activations.fetch(each.value)
@@ -584,12 +595,12 @@ class LayerMajorSchedule:
             if gradient is not None
         ]
         call.gradients.clear()
-        # What later blocks gave to the same tensor goes first into the sum, as in plain autograd.
+        # As in plain autograd, gradients of later blocks for the same tensor come first in the sum.
         for each, copy in copies.items():
             before = fiber.pending.pop(each.key, None)
             if before is not None:
                 pairs.append((copy, before[1]))
-        # A strand's in its own thread, which may be suspended.
+        # A fiber runs its backward in its own thread, which may be suspended.
         is_fiber = self._running is not None
         with torch.autograd.set_multithreading_enabled(False) if is_fiber else nullcontext():
             torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
@@ -603,13 +614,12 @@ def _has_tiles(block: nn.Module) -> bool:
 
 
 def _configs_of(model: nn.Module) -> list[Any]:
-    """The configurations of transformers models in it that say whether to keep a cache, each
-    once."""
+    """Returns the configurations of transformers models in `model` that have a cache setting."""
     configs = (getattr(module, "config", None) for module in model.modules())
     found = [c for c in configs if isinstance(getattr(c, "use_cache", None), bool)]
     return list({id(config): config for config in found}.values())
 
 
 def _is_plain(leaf: Any) -> bool:
-    """An activation, as opposed to a parameter or no tensor at all."""
+    """Whether the leaf is an activation, as opposed to a parameter or no tensor at all."""
     return isinstance(leaf, torch.Tensor) and not isinstance(leaf, (nn.Parameter, Handle))
