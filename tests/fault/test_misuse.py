@@ -94,7 +94,7 @@ def test_sparse_embeddings_are_refused_unless_frozen(tmp_path, kind):
 def test_a_function_of_weights_that_gives_none_is_refused(tmp_path):
     with torch.device("meta"):
         model = nn.Linear(4, 4)
-    with pytest.raises(ConfigError, match=r"weights\('weight'\) to give a tensor, got NoneType"):
+    with pytest.raises(ConfigError, match=r"weights\('weight'\) to return a tensor, got NoneType"):
         infinity.offload(model, swap_config(tmp_path), weights=lambda name: None)
     assert model.weight.is_meta and type(model.weight) is nn.Parameter
 

@@ -50,26 +50,34 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
-from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from infinity.errors import UnsupportedError
+from infinity.modules.accumulate.boundary import (
+    BlockCall,
+    BlockInput,
+    Boundary,
+    RunningBlock,
+    TileStop,
+    calls_behind,
+    is_activation,
+    refuse_hidden,
+    refuse_side_channels,
+)
 from infinity.modules.accumulate.fiber import Fiber, Modes, Random
-from infinity.modules.handle import Handle
 from infinity.modules.hooks import (
     OUTSIDE_BACKWARD,
     HookedModule,
     ModuleHooks,
     current_backward,
-    nodes_since,
 )
-from infinity.modules.outputs import detach_from_parameters, tensors_in
+from infinity.modules.outputs import detach_from_parameters
 from infinity.modules.tiling.layers import Tiled
 from infinity.streaming.activations import InputStore
 
@@ -98,29 +106,10 @@ class Blocks(Protocol):
     def is_parameter_memory(self, tensor: torch.Tensor) -> bool: ...
 
 
-@dataclass(eq=False, slots=True)
-class _RunningBlock:
-    """A block that fibers stop at."""
-
-    hooked: HookedModule
-    forward: Callable[..., Any]
-    has_tiles: bool
-    order: int = -1  # Counts blocks in the order in which a fiber first reached them.
-
-
-class _TileStop(NamedTuple):
-    """A stop inside a block: at a tile or, in a backward, behind tiles (no units). The schedule
-    serves the smallest stop first."""
-
-    is_backward: bool
-    order: float
-    units: tuple[int, ...]
-
-
 class _Suspended(Fiber):
     """A fiber with its own random numbers."""
 
-    at: _RunningBlock | _TileStop | object | None
+    at: RunningBlock | TileStop | object | None
     random: list[torch.Tensor]
     is_inside = False  # Whether it is inside a block.
     behind_tiles: Node | None = None  # The last node behind tiles that it stopped at.
@@ -133,10 +122,10 @@ class _MicroBatch(_Suspended):
         self, number: int, forward: Callable[[], torch.Tensor], device: torch.device
     ) -> None:
         super().__init__(number, forward, device)
-        self.calls: list[_Call] = []  # Calls whose backward has not run yet.
+        self.calls: list[BlockCall] = []  # Calls whose backward has not run yet.
         # Gradients that leave blocks, by destination.
-        self.pending: dict[tuple[Node, int], tuple[_Input, torch.Tensor]] = {}
-        self.behind: dict[Node, frozenset[_Call]] = {}
+        self.pending: dict[tuple[Node, int], tuple[BlockInput, torch.Tensor]] = {}
+        self.behind: dict[Node, frozenset[BlockCall]] = {}
 
     def abandon(self) -> None:
         super().abandon()
@@ -145,81 +134,7 @@ class _MicroBatch(_Suspended):
         self.behind.clear()
 
 
-# -- Boundaries
 # --------------------------------------------------------------------------------------
-
-
-@dataclass(eq=False, slots=True)
-class _Input:
-    """A tensor argument that needs a gradient: its saved value, and the destination of the
-    gradient."""
-
-    value: Any  # The result of `ActivationStore.save`.
-    edge: GradientEdge
-    reaches: frozenset[_Call]
-
-    @property
-    def key(self) -> tuple[Node, int]:
-        return self.edge.node, self.edge.output_nr
-
-
-@dataclass(eq=False, slots=True)
-class _Call:
-    """One forward of one block in one fiber, with everything that repeats it."""
-
-    block: _RunningBlock
-    # The flattened (args, kwargs); an `_Input` for a tensor that needs a gradient.
-    leaves: list[Any]
-    tree: Any
-    modes: Modes
-    random: list[torch.Tensor]
-    # Indexes of the flattened outputs that need a gradient.
-    which: list[int] = field(default_factory=list)
-    gradients: list[torch.Tensor | None] = field(default_factory=list)
-
-    def take(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        for index, gradient in enumerate(gradients):
-            if gradient is not None:
-                before = self.gradients[index]
-                self.gradients[index] = gradient if before is None else before + gradient
-
-    def inputs(self) -> Iterator[_Input]:
-        """Yields every input once."""
-        return iter({id(leaf): leaf for leaf in self.leaves if isinstance(leaf, _Input)}.values())
-
-
-class _Boundary(torch.autograd.Function):
-    """Outputs of a block, whose backward hands the gradients to the block's `_Call`."""
-
-    @staticmethod
-    def forward(ctx: Any, call: _Call, anchor: torch.Tensor, values: list[torch.Tensor]) -> Any:
-        ctx.call = call
-        ctx.set_materialize_grads(False)
-        return tuple(values)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
-        ctx.call.take(gradients)
-        return None, None, None
-
-
-def _calls_behind(node: Node, known: dict[Node, frozenset[_Call]]) -> frozenset[_Call]:
-    """Returns the calls whose boundaries a gradient can reach from `node`."""
-    found = known.get(node)
-    if found is None:
-        calls: set[_Call] = set()
-        seen, waiting = {node}, [node]
-        while waiting:
-            here = waiting.pop()
-            call = getattr(here, "call", None)
-            if isinstance(call, _Call):
-                calls.add(call)
-                continue
-            fresh = {behind for behind, _ in here.next_functions if behind is not None} - seen
-            seen |= fresh
-            waiting.extend(fresh)
-        found = known[node] = frozenset(calls)
-    return found
 
 
 _T = TypeVar("_T")
@@ -242,7 +157,7 @@ class LayerMajorSchedule:
         self._uses = uses
         self._hooks = [hook for _, hook in hooks]
         self._blocks = [
-            _RunningBlock(hooked, hooked.module.forward, _has_tiles(hooked.module))
+            RunningBlock(hooked, hooked.module.forward, _has_tiles(hooked.module))
             for hooked, _ in hooks
         ]
         self._tile_micro_batches = tile_micro_batches
@@ -265,7 +180,7 @@ class LayerMajorSchedule:
         """
         fibers: list[_MicroBatch] = []
         try:
-            with self._in_charge():
+            with self._blocks_suspended():
                 for number, forward in enumerate(forwards):
                     fibers.append(_MicroBatch(number, forward, self._device))
                 for fiber in fibers[1:]:
@@ -282,7 +197,7 @@ class LayerMajorSchedule:
             self._activations.clear()
 
     @contextmanager
-    def _in_charge(self) -> Iterator[None]:
+    def _blocks_suspended(self) -> Iterator[None]:
         """Makes the blocks stop their fibers, and suspends the blocks' own hooks."""
         own: list[bool] = []
         # Repeated forwards would add to caches of keys and values. transformers disables these
@@ -316,24 +231,24 @@ class LayerMajorSchedule:
         losses: dict[int, torch.Tensor] = {}
         for fiber in fibers:
             self._run_on(fiber, losses)
-        while blocks := [s.at for s in fibers if isinstance(s.at, _RunningBlock)]:
+        while blocks := [s.at for s in fibers if isinstance(s.at, RunningBlock)]:
             # The block that a fiber reached first. Fibers that skip blocks wait for the others.
             block = min(blocks, key=lambda at: at.order)
-            here = [fiber for fiber in fibers if fiber.at is block]
+            arrived = [fiber for fiber in fibers if fiber.at is block]
             with self._using(block.hooked.units):
-                for group in self._groups(here):
+                for group in self._groups(arrived):
                     self._run_by_tiles(group, losses)
             # Except for fibers that are at another block inside this one.
-            self._run_by_tiles([fiber for fiber in here if fiber.at is _THROUGH], losses)
+            self._run_by_tiles([fiber for fiber in arrived if fiber.at is _THROUGH], losses)
         return [losses[fiber.number] for fiber in fibers]
 
     def _run_by_tiles(self, fibers: Sequence[_MicroBatch], losses: dict[int, torch.Tensor]) -> None:
         """Runs every fiber to its next stop that is no tile."""
         for fiber in fibers:
             self._run_on(fiber, losses)
-        for turn, here in self._tile_stops(fibers):
-            with self._using(turn.units):
-                for fiber in here:
+        for stop, stopped in self._tile_stops(fibers):
+            with self._using(stop.units):
+                for fiber in stopped:
                     self._run_on(fiber, losses)
 
     @contextmanager
@@ -349,12 +264,12 @@ class LayerMajorSchedule:
         count = self._tile_micro_batches
         return [every[start : start + count] for start in range(0, len(every), count)]
 
-    def _tile_stops(self, fibers: Sequence[_S]) -> Iterator[tuple[_TileStop, list[_S]]]:
+    def _tile_stops(self, fibers: Sequence[_S]) -> Iterator[tuple[TileStop, list[_S]]]:
         """Yields each tile stop with the fibers at it, until no fiber is at a tile. The caller runs
         these fibers to their next stop."""
-        while on_tile := [s.at for s in fibers if isinstance(s.at, _TileStop)]:
-            turn = min(on_tile)
-            yield turn, [fiber for fiber in fibers if fiber.at == turn]
+        while on_tile := [s.at for s in fibers if isinstance(s.at, TileStop)]:
+            stop = min(on_tile)
+            yield stop, [fiber for fiber in fibers if fiber.at == stop]
 
     def _yield_at_tile(self, units: list[int], is_over: bool) -> None:
         """Stops the running fiber at a tile inside a block, before its units are acquired, or
@@ -373,9 +288,9 @@ class LayerMajorSchedule:
             node = torch._C._current_autograd_node()
             if fiber.behind_tiles is not node:  # Once for all tiles of a layer.
                 fiber.behind_tiles = node
-                fiber.pause_at(_TileStop(True, 0.5 - order, ()))
+                fiber.pause_at(TileStop(True, 0.5 - order, ()))
         else:
-            fiber.pause_at(_TileStop(is_backward, -order if is_backward else order, key))
+            fiber.pause_at(TileStop(is_backward, -order if is_backward else order, key))
 
     def _resume(self, fiber: _Suspended) -> None:
         """Runs the fiber to its next stop or to its end."""
@@ -389,7 +304,7 @@ class LayerMajorSchedule:
         with self._random_of(fiber):
             self._resume(fiber)
             at, loss = fiber.at, fiber.loss
-            if isinstance(at, _RunningBlock):
+            if isinstance(at, RunningBlock):
                 if at.order < 0:
                     at.order, self._num_seen = self._num_seen, self._num_seen + 1
             elif loss is not None:
@@ -410,7 +325,7 @@ class LayerMajorSchedule:
             fiber.random = self._random.state()
             self._random.set(fiber.random if is_caller_s else kept)
 
-    def _forward_of(self, block: _RunningBlock) -> Callable[..., Any]:
+    def _forward_of(self, block: RunningBlock) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
             fiber = self._running
             assert isinstance(fiber, _MicroBatch), f"{block.hooked.name} runs outside a fiber"
@@ -430,82 +345,58 @@ class LayerMajorSchedule:
     def _call(
         self,
         fiber: _MicroBatch,
-        block: _RunningBlock,
+        block: RunningBlock,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
         """Runs the block's forward in the fiber, drops its graph and saves its inputs."""
-        call = _Call(block, *tree_flatten((args, kwargs)), Modes.now(self._device), [])
+        call = BlockCall(block, *tree_flatten((args, kwargs)), Modes.now(self._device), [])
         call.random = self._random.state()
-        versions = [leaf._version for leaf in call.leaves if _is_plain(leaf)]
+        versions = [leaf._version for leaf in call.leaves if is_activation(leaf)]
         first = torch.autograd._get_sequence_nr()
         was_inside, fiber.is_inside = fiber.is_inside, True
         output = block.forward(*args, **kwargs)
         fiber.is_inside = was_inside
-        if versions != [leaf._version for leaf in call.leaves if _is_plain(leaf)]:
+        if versions != [leaf._version for leaf in call.leaves if is_activation(leaf)]:
             raise UnsupportedError(
                 f"{block.hooked.name} changes an argument in place, so its forward cannot be "
                 "repeated; accumulate micro-batches by several backward() calls instead"
             )
         output = detach_from_parameters(output, self._uses.is_parameter_memory)
         leaves, tree = tree_flatten(output)
-        self._refuse_hidden(block, output, leaves)
-        call.which = [i for i, leaf in enumerate(leaves) if _is_plain(leaf) and leaf.requires_grad]
+        refuse_hidden(block, output, leaves)
+        call.which = [
+            i for i, leaf in enumerate(leaves) if is_activation(leaf) and leaf.requires_grad
+        ]
         if not call.which:
             return output
-        self._refuse_side_channels(block, first, [leaves[index] for index in call.which])
+        refuse_side_channels(block, first, [leaves[index] for index in call.which])
         call.gradients = [None] * len(call.which)
-        inputs: dict[tuple[Node, int], _Input] = {}  # A tensor may be passed twice.
+        inputs: dict[tuple[Node, int], BlockInput] = {}  # A tensor may be passed twice.
         for index, leaf in enumerate(call.leaves):
-            if _is_plain(leaf) and leaf.requires_grad:
+            if is_activation(leaf) and leaf.requires_grad:
                 edge = get_gradient_edge(leaf)
                 key = edge.node, edge.output_nr
                 if key not in inputs:
-                    reaches = _calls_behind(edge.node, fiber.behind)
-                    inputs[key] = _Input(self._activations.save(leaf), edge, reaches)
+                    reaches = calls_behind(edge.node, fiber.behind)
+                    inputs[key] = BlockInput(self._activations.save(leaf), edge, reaches)
                 call.leaves[index] = inputs[key]
         values = [leaves[index].data for index in call.which]
-        cuts = _Boundary.apply(call, self._anchor, values)  # type: ignore[no-untyped-call]
-        for index, cut in zip(call.which, cuts, strict=True):
-            leaves[index] = cut
+        boundaries = Boundary.apply(call, self._anchor, values)  # type: ignore[no-untyped-call]
+        for index, tensor in zip(call.which, boundaries, strict=True):
+            leaves[index] = tensor
         fiber.calls.append(call)
         return tree_unflatten(leaves, tree)
-
-    def _refuse_hidden(self, block: _RunningBlock, output: Any, leaves: list[Any]) -> None:
-        seen = {id(leaf) for leaf in leaves}
-        for tensor in tensors_in(output):
-            if tensor.requires_grad and id(tensor) not in seen:
-                raise UnsupportedError(
-                    f"{block.hooked.name} returns a tensor inside an object that "
-                    "torch.utils._pytree does not know; register the class there, or accumulate "
-                    "by several backward() calls"
-                )
-
-    def _refuse_side_channels(
-        self, block: _RunningBlock, first: int, outputs: list[torch.Tensor]
-    ) -> None:
-        """Refuses a tensor that leads into the dropped graph of a block."""
-
-        def refuse(gradients: Any) -> None:
-            raise UnsupportedError(
-                f"a tensor computed inside {block.hooked.name} reaches the loss by another way "
-                "than its outputs (an auxiliary loss, such as that of a router); leave it out, or "
-                "accumulate micro-batches by several backward() calls"
-            )
-
-        for nodes in nodes_since(first, outputs):
-            for node in nodes:
-                node.register_prehook(refuse)
 
     # -- Backward ----------------------------------------------------------------------------------
 
     def _go_backward(self, fibers: list[_MicroBatch]) -> None:
         while waiting := [fiber for fiber in fibers if fiber.calls]:
             block = max((s.calls[-1].block for s in waiting), key=lambda at: at.order)
-            here = [fiber for fiber in waiting if fiber.calls[-1].block is block]
-            for fiber in here:
+            arrived = [fiber for fiber in waiting if fiber.calls[-1].block is block]
+            for fiber in arrived:
                 self._flush(fiber, fiber.calls[-1])
-            calls = [(fiber, fiber.calls.pop()) for fiber in here]
+            calls = [(fiber, fiber.calls.pop()) for fiber in arrived]
             calls = [pair for pair in calls if any(g is not None for g in pair[1].gradients)]
             if not calls:
                 continue
@@ -526,17 +417,19 @@ class LayerMajorSchedule:
         for fiber in fibers:
             self._flush(fiber, None)
 
-    def _flush(self, fiber: _MicroBatch, call: _Call | None) -> None:
+    def _flush(self, fiber: _MicroBatch, call: BlockCall | None) -> None:
         """Passes on the gradients that the call waits for, or all gradients."""
         due = [
-            key for key, (each, _) in fiber.pending.items() if call is None or call in each.reaches
+            key
+            for key, (source, _) in fiber.pending.items()
+            if call is None or call in source.reaches
         ]
         if due:
             pairs = [fiber.pending.pop(key) for key in due]
-            edges = [each.edge for each, _ in pairs]
+            edges = [source.edge for source, _ in pairs]
             torch.autograd.backward(edges, [gradient for _, gradient in pairs], retain_graph=True)
 
-    def _repeat_by_tiles(self, calls: list[tuple[_MicroBatch, _Call]]) -> set[int]:
+    def _repeat_by_tiles(self, calls: list[tuple[_MicroBatch, BlockCall]]) -> set[int]:
         """Repeats a block with tiles; each tile is acquired once for all fibers in the block.
         Returns the units of tiles whose gradients did not all arrive at one stop."""
         left: set[int] = set()
@@ -550,36 +443,36 @@ class LayerMajorSchedule:
                 for fiber in fibers:
                     with self._random_of(fiber):
                         self._resume(fiber)
-                for turn, here in self._tile_stops(fibers):
+                for stop, stopped in self._tile_stops(fibers):
                     # These are all micro-batches, so the gradients are complete after this stop.
-                    is_whole = turn.is_backward and len(here) == len(calls)
-                    units = list(turn.units)
+                    is_complete = stop.is_backward and len(stopped) == len(calls)
+                    units = list(stop.units)
                     with self._using(units):
-                        if is_whole:
+                        if is_complete:
                             self._uses.begin_block_backward(units)
-                        for fiber in here:
+                        for fiber in stopped:
                             with self._random_of(fiber):
                                 self._resume(fiber)
-                    if is_whole:
+                    if is_complete:
                         self._uses.end_of_block(units)
-                    elif turn.is_backward:
+                    elif stop.is_backward:
                         left.update(units)
             finally:
                 for fiber in fibers:
                     fiber.abandon()
         return left
 
-    def _repeat(self, calls: list[tuple[_MicroBatch, _Call]], index: int) -> None:
+    def _repeat(self, calls: list[tuple[_MicroBatch, BlockCall]], index: int) -> None:
         """Repeats the block's forward with a graph, and runs its backward."""
         for _, ahead in calls[index : index + 1 + _RESTORED_AHEAD]:
-            for each in ahead.inputs():
-                self._activations.fetch(each.value)
+            for source in ahead.inputs():
+                self._activations.fetch(source.value)
         fiber, call = calls[index]
         copies = {
-            each: self._activations.restore(each.value).detach().requires_grad_()
-            for each in call.inputs()
+            source: self._activations.restore(source.value).detach().requires_grad_()
+            for source in call.inputs()
         }
-        leaves = [copies[leaf] if isinstance(leaf, _Input) else leaf for leaf in call.leaves]
+        leaves = [copies[leaf] if isinstance(leaf, BlockInput) else leaf for leaf in call.leaves]
         args, kwargs = tree_unflatten(leaves, call.tree)
         kept = self._random.state()
         self._random.set(call.random)
@@ -596,17 +489,17 @@ class LayerMajorSchedule:
         ]
         call.gradients.clear()
         # As in plain autograd, gradients of later blocks for the same tensor come first in the sum.
-        for each, copy in copies.items():
-            before = fiber.pending.pop(each.key, None)
+        for source, copy in copies.items():
+            before = fiber.pending.pop(source.key, None)
             if before is not None:
                 pairs.append((copy, before[1]))
         # A fiber runs its backward in its own thread, which may be suspended.
         is_fiber = self._running is not None
         with torch.autograd.set_multithreading_enabled(False) if is_fiber else nullcontext():
             torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
-        for each, copy in copies.items():
+        for source, copy in copies.items():
             if copy.grad is not None:
-                fiber.pending[each.key] = each, copy.grad
+                fiber.pending[source.key] = source, copy.grad
 
 
 def _has_tiles(block: nn.Module) -> bool:
@@ -618,8 +511,3 @@ def _configs_of(model: nn.Module) -> list[Any]:
     configs = (getattr(module, "config", None) for module in model.modules())
     found = [c for c in configs if isinstance(getattr(c, "use_cache", None), bool)]
     return list({id(config): config for config in found}.values())
-
-
-def _is_plain(leaf: Any) -> bool:
-    """Whether the leaf is an activation, as opposed to a parameter or no tensor at all."""
-    return isinstance(leaf, torch.Tensor) and not isinstance(leaf, (nn.Parameter, Handle))
