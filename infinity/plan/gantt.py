@@ -1,4 +1,4 @@
-"""A picture of the simulated step: a row per lane, a bar per operation."""
+"""A picture of the simulated step: a row per track, a bar per operation."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def save(forecast: Forecast, path: Path) -> None:
 
 
 def _kind(name: str) -> str:
-    """Of an operation called "forward with update: state of block 3": what it moves, else its
-    pass."""
+    """Returns the kind of an operation such as "forward with update: state of block 3": the data it
+    moves, else its pass."""
     before, _, what = name.partition(": ")
     word = what.split(" of ")[0]
     return word if word in _COLOURS else before.split()[0]
