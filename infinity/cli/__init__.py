@@ -43,14 +43,14 @@ _COMMANDS = {
 
 
 def _stub(name: str) -> Any:
-    """What the list of commands shows: a name and a line, nothing imported."""
+    """Returns a name and a line for the list of commands, without importing the command."""
     stub = typer.Typer(add_completion=False, rich_markup_mode="markdown")
     stub.command(name, help=_COMMANDS[name][2])(lambda: None)
     return typer.main.get_command(stub)
 
 
 class _LazyGroup(TyperGroup):
-    """Knows every subcommand by name and imports one when it is called."""
+    """Lists every subcommand by name and imports a subcommand when it is called."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -61,11 +61,11 @@ class _LazyGroup(TyperGroup):
         return name, command and _import_command(args[0]), rest
 
     def invoke(self, ctx: Any) -> Any:
-        """Turns the package's own errors, and those about a file, into one line and exit code 2."""
+        """Turns the package's errors, and OSErrors about a file, into one line and exit code 2."""
         try:
             return super().invoke(ctx)
         except (InfinityError, OSError) as error:
-            # A pipe that is closed ends other programs' output without a word: so it does ours.
+            # A closed pipe ends the output silently, as in other programs.
             if ctx.params.get("traceback") or isinstance(error, BrokenPipeError):
                 raise
             named = error if isinstance(error, InfinityError) else storage_error(error)
@@ -74,13 +74,13 @@ class _LazyGroup(TyperGroup):
 
 
 def print_error(text: str) -> None:
-    """Red on a terminal, on stderr. Follows https://no-color.org."""
+    """Prints to stderr, in red on a terminal. Follows https://no-color.org."""
     from infinity.training.streams import discard
 
     color = False if os.environ.get("NO_COLOR") else None
     try:
         typer.secho(text, fg=typer.colors.RED, err=True, color=color)
-    except OSError:  # Nobody can be told; the exit code stays what it is.
+    except OSError:  # The message cannot be shown; the exit code stays.
         discard(sys.stderr)
 
 
@@ -109,7 +109,7 @@ def _version() -> str:
 
     try:
         return version("infinity-offload")
-    except PackageNotFoundError:  # Run from a source tree that was not installed.
+    except PackageNotFoundError:  # Run from a source tree that is not installed.
         return "0+unknown"
 
 

@@ -111,9 +111,10 @@ def bench(
 def open_lab(
     config: Path | None, paths: list[Path] | None, effort: Effort, *, with_fio: bool
 ) -> Iterator[tuple[Lab, Callable[[str], None]]]:
-    """The lab for CONFIG or --path, and a function that shows one line of progress on stderr.
+    """Returns the lab for CONFIG or --path, and a function that shows one line of progress on
+    stderr.
 
-    Raises ConfigError for both at once, and for a directory that is not there.
+    Raises ConfigError for both together, and for a missing directory.
     """
     from rich.console import Console
 
@@ -128,7 +129,7 @@ def open_lab(
         raise ConfigError(f"{config} names no [[tiers.nvme]] path; name one with --path instead")
     directories = [tier.path for tier in tiers] or paths or [Path.cwd()]
     for directory in directories:
-        # A configured directory may not be made yet; its parent has to be there.
+        # A configured directory may be missing; its parent must exist.
         if not directory.is_dir() and not (tiers and directory.parent.is_dir()):
             raise ConfigError(f"{str(directory)!r} is no directory; name one on the drive")
     has_fio = with_fio and fio.is_installed()
@@ -155,7 +156,7 @@ def open_lab(
 
 @contextmanager
 def stopping_at_sigterm() -> Iterator[None]:
-    """SIGTERM ends like Ctrl-C, so that the scratch files are removed."""
+    """Ends at SIGTERM as at Ctrl-C, so that the scratch files are removed."""
 
     def stop(signum: int, frame: Any) -> None:
         raise SystemExit(128 + signum)
@@ -171,7 +172,7 @@ def stopping_at_sigterm() -> Iterator[None]:
 
 
 def print_tables(rows: Sequence[Row]) -> None:
-    """To stdout; in a pipe, where no width is known, as wide as the tables want to be."""
+    """Prints to stdout. In a pipe, whose width is unknown, the tables have their natural width."""
     from rich.console import Console
 
     from infinity.bench import table
@@ -192,7 +193,8 @@ def _changes(size: str | None, rounds: int | None) -> dict[str, int]:
 
 
 def parse_size(text: str) -> int:
-    """Bytes of --size, whole MiB. Raises ConfigError for less than 64 MiB and for bad text."""
+    """Returns the bytes of --size, in full MiB. Raises ConfigError for less than 64 MiB and for bad
+    text."""
     try:
         nbytes = align_down(parse_nbytes(int(text) if text.isdigit() else text), 2 * MIB)
     except ValueError as error:
@@ -205,7 +207,7 @@ def parse_size(text: str) -> int:
 
 @contextmanager
 def _made(directories: Sequence[Path]) -> Iterator[None]:
-    """Makes the directories that are not there, and removes those again unless they were used."""
+    """Makes missing directories, and removes those that stayed empty."""
     missing = [directory for directory in directories if not directory.is_dir()]
     try:
         for directory in missing:
@@ -218,7 +220,7 @@ def _made(directories: Sequence[Path]) -> Iterator[None]:
 
 
 def _collectives(effort: Effort, *, as_json: bool) -> None:
-    """Every rank measures, rank 0 reports."""
+    """Every rank measures; rank 0 reports."""
     import torch
     import torch.distributed as dist
 

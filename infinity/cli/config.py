@@ -1,4 +1,4 @@
-"""`infinity config check|show|schema|import`: the swap-tier file without running anything."""
+"""`infinity config check|show|schema|import`: configuration files, without running anything."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def import_(
 
 
 def _translated(config: SwapConfig, found: Translation, file: str) -> str:
-    """The swap-tier file, every line with the DeepSpeed key that it comes from."""
+    """Returns the configuration file; every line names the DeepSpeed key that it comes from."""
     from infinity.config import render
 
     notes: dict[str, str] = {}
@@ -171,7 +171,8 @@ def _assignments(settings: Mapping[str, Any]) -> str:
 
 
 def _on_this_machine(config: SwapConfig) -> dict[str, str]:
-    """What "auto" and shares come to here and now, by dotted key. Device memory needs torch."""
+    """Returns the present values of "auto" and of shares by dotted key. Device memory needs
+    torch."""
     from infinity.config.machine import available_memory_nbytes
     from infinity.training.settle import choices
 
@@ -189,7 +190,7 @@ def _on_this_machine(config: SwapConfig) -> dict[str, str]:
 
 
 def _free_nbytes(path: Path) -> int:
-    """Free bytes of the file system that holds `path`, or will hold it."""
+    """Returns the free bytes of the file system of `path`, which need not exist."""
     while not path.exists() and path != path.parent:
         path = path.parent
     stat = os.statvfs(path)

@@ -63,7 +63,7 @@ def doctor(
 
 
 def _print(finding: Finding) -> None:
-    """One line, cost and remedy below it; wrapped on a terminal, left whole in a pipe."""
+    """Prints one line, with cost and remedy below it; wrapped on a terminal, not in a pipe."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text

@@ -86,7 +86,8 @@ def _nbytes(text: str) -> int:
 
 
 def _config_of_run(checkpoint: Path) -> SwapConfig | None:
-    """The configuration that `infinity train` left in the output directory above a checkpoint."""
+    """Returns the configuration that `infinity train` left in the output directory above a
+    checkpoint."""
     from infinity.training.output import MARKER_NAME
 
     for directory in checkpoint.resolve().parents[:2]:

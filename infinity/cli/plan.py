@@ -14,7 +14,7 @@ from infinity.config.extras import require_transformers
 from infinity.errors import ConfigError
 
 _UNITS = {"k": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
-# Where a model by name is to be trained and no file says otherwise: what fits stays in host memory.
+# The tiers of a model by name without a file: state that fits stays in host memory.
 _DEFAULTS: dict[str, Any] = {
     "tiers": {"host": {"capacity": "85%"}},
     "precision": {"compute": "bfloat16"},
@@ -159,7 +159,7 @@ def _batch(
     *,
     by_name: bool,
 ) -> Any:
-    """That of the file, where it trains the file's model; the options go first."""
+    """Returns the batch of the file if it trains the file's model; options take precedence."""
     from infinity.plan import Batch
     from infinity.simulate.job import UNKNOWN_BATCH, batch_of
 
@@ -177,7 +177,7 @@ def _batch(
 
 
 def parse_count(text: str) -> int:
-    """A number of parameters: "7B", "1.5T", "124M", "350000". Raises ConfigError."""
+    """Returns a number of parameters: "7B", "1.5T", "124M", "350000". Raises ConfigError."""
     number, unit = text[:-1], text[-1:]
     if unit.isdigit():
         number, unit = text, ""

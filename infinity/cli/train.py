@@ -110,7 +110,7 @@ def _run(
 
 
 def parse_steps(text: str) -> tuple[int, int]:
-    """(first, last) of "2:5"; "3" is one step. Raises ConfigError."""
+    """Returns (first, last) of "2:5"; "3" is one step. Raises ConfigError."""
     first, colon, last = text.partition(":")
     if not first.isdigit() or not (last if colon else first).isdigit():
         raise ConfigError(f"--trace-steps {text!r}: expected FIRST:LAST, such as 2:5")
