@@ -18,26 +18,30 @@ _COMMANDS = {
     "config": (
         "infinity.cli.config",
         "app",
-        "Check, show and describe swap-tier files, translate others.",
+        "Check, show and describe configuration files.",
     ),
     "doctor": (
         "infinity.cli.doctor",
         "doctor",
-        "Say what this machine lacks, at what cost.",
+        "List what this machine lacks, with cost and remedy.",
     ),
     "export": (
         "infinity.cli.export",
         "export",
-        "Write a checkpoint of a run in a format of other programs.",
+        "Convert a checkpoint to a format of other programs.",
     ),
     "inspect": (
         "infinity.cli.inspect",
         "inspect",
-        "Say what is in a checkpoint, and whether it is whole.",
+        "Describe a checkpoint and check its integrity.",
     ),
-    "plan": ("infinity.cli.plan", "plan", "Predict a step: places, bytes, seconds, what binds."),
-    "trace": ("infinity.cli.trace", "app", "Say what bounds the steps of a traced run."),
-    "train": ("infinity.cli.train", "train", "Fine-tune a model as a swap-tier file says."),
+    "plan": ("infinity.cli.plan", "plan", "Predict a step: placement, bytes, seconds, bottleneck."),
+    "trace": ("infinity.cli.trace", "app", "Find what bounds the steps of a traced run."),
+    "train": (
+        "infinity.cli.train",
+        "train",
+        "Fine-tune a model as a configuration file describes.",
+    ),
     "tune": ("infinity.cli.tune", "tune", "Find the io settings that suit these drives."),
 }
 
@@ -136,7 +140,7 @@ def _options(
         ),
     ] = False,
 ) -> None:
-    """Train PyTorch models whose training state does not fit the GPU, nor the RAM."""
+    """Train PyTorch models whose training state fits neither the GPU nor the RAM."""
 
 
 def main() -> None:

@@ -26,7 +26,7 @@ _PIPE_WIDTH = 100
 
 _Config = Annotated[
     Path | None,
-    typer.Argument(metavar="[CONFIG]", help="A swap-tier file: its paths and its [io]."),
+    typer.Argument(metavar="[CONFIG]", help="A configuration file: its paths and [io]."),
 ]
 _Paths = Annotated[
     list[Path] | None,
@@ -41,7 +41,7 @@ _Size = Annotated[
         "and that much memory is taken.",
     ),
 ]
-_NoFio = Annotated[bool, typer.Option("--no-fio", help="Leave fio out, also where it is there.")]
+_NoFio = Annotated[bool, typer.Option("--no-fio", help="Skip fio, even if it is installed.")]
 
 
 def bench(
@@ -74,8 +74,8 @@ def bench(
 ) -> None:
     """Measure drives, host memory and device beside ceilings taken in the same run.
 
-    Without CONFIG and --path the working directory's drive is measured. Exit code 1 means that
-    bytes came back wrong. Under torchrun the collectives are measured instead.
+    Without CONFIG and --path, the drive of the working directory is measured. Exit code 1 means
+    that wrong bytes were read. Under torchrun, collectives are measured instead.
     """
     from infinity.bench import machine, suite
     from infinity.bench.report import rows_of, to_json

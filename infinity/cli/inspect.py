@@ -36,11 +36,10 @@ def inspect(
         ),
     ] = False,
 ) -> None:
-    """Say what is in a checkpoint or a swap directory: the step, the space by kind, and whether it
-    is whole.
+    """Describe a checkpoint or a swap directory: the step, the space by kind, and its integrity.
 
-    Without --verify only manifests, names and lengths are looked at. Ends with exit code 1 when
-    something is damaged.
+    Without --verify, only manifests, names and lengths are checked. The exit code is 1 if something
+    is damaged.
     """
     from infinity.checkpoint.run.directory import list_checkpoints
     from infinity.checkpoint.run.inspection import inspect as examine

@@ -25,7 +25,7 @@ _KINDS = ("parameters", "master", "moments", "gradients")
 def plan(
     config: Annotated[
         Path | None,
-        typer.Argument(metavar="[CONFIG]", help="A swap-tier file; optional with --model."),
+        typer.Argument(metavar="[CONFIG]", help="A configuration file; optional with --model."),
     ] = None,
     model: Annotated[
         str | None,
@@ -33,12 +33,12 @@ def plan(
     ] = None,
     params: Annotated[
         str | None,
-        typer.Option("--params", metavar="N", help="A GPT-like model of so many, such as 1T."),
+        typer.Option("--params", metavar="N", help="A GPT-like model of this size, such as 1T."),
     ] = None,
     hardware: Annotated[
         str | None,
         typer.Option(
-            "--hardware", metavar="NAME", help="A shipped machine, or a .toml. Else this one."
+            "--hardware", metavar="NAME", help="A shipped machine, or a .toml. Default: this one."
         ),
     ] = None,
     tokens: Annotated[
@@ -71,10 +71,10 @@ def plan(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
 ) -> None:
-    """Predict a training step without running it: what goes where, how long, what would help.
+    """Predict a training step without running it: placement, duration, and useful changes.
 
-    For the model of CONFIG, or one by its shapes; on this machine, measured in a few seconds, or on
-    one of a file. Nothing is trained and nothing is left on the drives.
+    The model is that of CONFIG, or one given by its shapes. The machine is this one, measured in a
+    few seconds, or one described in a file. Nothing is trained and nothing stays on the drives.
     """
     from infinity.plan import advise, forecast, load_hardware, report
     from infinity.plan.files import shipped_in

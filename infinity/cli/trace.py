@@ -21,7 +21,7 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode="
 
 @app.callback()
 def trace() -> None:
-    """Look into a trace that `infinity train --trace out.json` wrote."""
+    """Summarise a trace of `infinity train --trace out.json`."""
 
 
 @app.command()
@@ -39,7 +39,7 @@ def summary(
         int | None, typer.Option("--step", metavar="N", help="The step drawn; the last one.")
     ] = None,
 ) -> None:
-    """Name the largest stalls of each step, how busy every lane was, and what bounds the step."""
+    """Name the largest stalls of each step, how busy every track was, and what bounds the step."""
     spans = chrome.read(file)
     steps = summarize(spans, num_stalls=stalls)
     if plot is not None:

@@ -139,7 +139,7 @@ def build(
             config, laid_out, budgets, device, wrap_storage, adopted, resources, sharding
         )
         params = _params(parts.weight_cache, anatomy, laid_out)
-        tiled_params = {whole.name: whole for whole in tiling.tiled_params}
+        tiled_params = {tiled.name: tiled for tiled in tiling.tiled_params}
         engine = Engine(
             model,
             config,

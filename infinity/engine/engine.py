@@ -299,17 +299,17 @@ class Engine:
     def tile_rows(self, name: str) -> list[tuple[str, int, int]]:
         """Returns (name, first row, end) of every tile of a parameter; one entry if it is not
         tiled."""
-        whole = self.tiled_params.get(name)
-        if whole is None:
+        tiled = self.tiled_params.get(name)
+        if tiled is None:
             shape = self.spec(name).facts.shape
             return [(name, 0, shape[0] if shape else 1)]
-        names = [handle.name_in_model for handle in whole.handles]
-        return list(zip(names, whole.starts, whole.starts[1:], strict=False))
+        names = [handle.name_in_model for handle in tiled.handles]
+        return list(zip(names, tiled.starts, tiled.starts[1:], strict=False))
 
     def handle(self, name: str) -> Handle:
         """Returns the handle of a parameter by its name in the user's model."""
-        whole = self.tiled_params.get(name)
-        tensor = self._param_table.named(name).handle if whole is None else whole.tensor
+        tiled = self.tiled_params.get(name)
+        tensor = self._param_table.named(name).handle if tiled is None else tiled.tensor
         assert isinstance(tensor, Handle)
         return tensor
 
@@ -356,11 +356,11 @@ class Engine:
         """Replaces the value of a parameter and its master. Any dtype; the shape of the
         parameter."""
         tensor = plain_value(tensor)
-        whole = self.tiled_params.get(name)
-        shape = tuple(self.spec(name).facts.shape if whole is None else whole.tensor.shape)
+        tiled = self.tiled_params.get(name)
+        shape = tuple(self.spec(name).facts.shape if tiled is None else tiled.tensor.shape)
         if tuple(tensor.shape) != shape:
             raise InfinityError(f"{name!r} has shape {shape}, got {tuple(tensor.shape)}")
-        if whole is not None:
+        if tiled is not None:
             for tile, start, stop in self.tile_rows(name):
                 self.write_parameter(tile, tensor[start:stop])
             return

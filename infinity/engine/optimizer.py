@@ -353,9 +353,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         steps = state["steps"]
         names = {param.name: key for key, param in self._params.items()}
         if not set(steps) <= set(names):
-            of_wholes = {name_of_whole(name): step for name, step in steps.items()}
-            tiled_params = {name: name_of_whole(name) for name in names}
-            steps = {n: of_wholes[whole] for n, whole in tiled_params.items() if whole in of_wholes}
+            step_of = {name_of_whole(name): step for name, step in steps.items()}
+            tiled_names = {name: name_of_whole(name) for name in names}
+            steps = {n: step_of[tiled] for n, tiled in tiled_names.items() if tiled in step_of}
         self._steps = {names[name]: step for name, step in steps.items()}
         self.grad_norm = None
 

@@ -159,8 +159,8 @@ class WeightEdits:
     def write(self, unit: Unit, values: Mapping[TensorSpec, torch.Tensor]) -> None:
         """Replaces weights and masters of a unit that is not in use; the write to NVMe may come
         later. Values have the shapes of the tensors and any float dtype."""
-        whole = len(values) == len(unit.tensors)
-        weights = self._weight_cache.check_out(unit.index, read=not whole)
+        is_complete = len(values) == len(unit.tensors)
+        weights = self._weight_cache.check_out(unit.index, read=not is_complete)
         for spec, value in values.items():
             flat = in_memory_order(value.detach().cpu(), spec)
             if self._masters.has(unit, spec):
@@ -195,9 +195,9 @@ def _saved_by(node: Node) -> Iterator[torch.Tensor]:
     for name in dir(node):
         if name.startswith("_saved_") or name == "saved_tensors":
             found = getattr(node, name)
-            for each in found if isinstance(found, (tuple, list)) else (found,):
-                if isinstance(each, torch.Tensor) and each.layout is torch.strided:
-                    yield each
+            for value in found if isinstance(found, (tuple, list)) else (found,):
+                if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+                    yield value
 
 
 def _digest(tensor: torch.Tensor) -> bytes:
@@ -205,7 +205,8 @@ def _digest(tensor: torch.Tensor) -> bytes:
     flat = tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
     parts = []
     for part in flat.split(_DIGESTED_NBYTES) if flat.numel() else ():
-        here = part.cpu()
-        whole = align_down(here.numel(), PAGE_NBYTES)
-        parts += [digest_of_pages(here.data_ptr(), whole), here[whole:].numpy().tobytes()]
+        block = part.cpu()
+        aligned_nbytes = align_down(block.numel(), PAGE_NBYTES)
+        parts.append(digest_of_pages(block.data_ptr(), aligned_nbytes))
+        parts.append(block[aligned_nbytes:].numpy().tobytes())
     return b"".join(parts)

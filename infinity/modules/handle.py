@@ -45,7 +45,7 @@ class Owner(Protocol):
         `changes`: the handles that the function writes to, according to its signature.
         """
 
-    def whole_handle(self, name: str) -> Handle:
+    def module_handle(self, name: str) -> Handle:
         """Returns the handle in the modules, for a handle that `.data` or `.grad` returned."""
 
     def gradient_of(self, handle: Handle) -> torch.Tensor | None: ...
@@ -122,7 +122,7 @@ class Handle(torch.Tensor):
             handle = Handle.make(self.owner, self.name_in_model, self)
             handle.requires_grad_(False)
         handle.is_data, handle._is_param = True, False
-        self.owner.whole_handle(self.name_in_model).note_alias(handle)
+        self.owner.module_handle(self.name_in_model).note_alias(handle)
         return handle
 
     def note_alias(self, alias: Alias) -> None:
@@ -424,9 +424,9 @@ def _set_values(handle: Handle, value: torch.Tensor) -> None:
 
 def _set_gradient(handle: Handle, value: torch.Tensor, *, is_other: bool) -> None:
     """Handles `parameter.grad = value` (`is_other`) and `parameter.grad.data = value`."""
-    whole = handle.owner.whole_handle(handle.name_in_model)
-    mine = whole.grad
-    if isinstance(mine, Handle) and mine.is_same(value):
+    parameter = handle.owner.module_handle(handle.name_in_model)
+    present = parameter.grad
+    if isinstance(present, Handle) and present.is_same(value):
         return
     if not isinstance(value, torch.Tensor) or value.shape != handle.shape:
         got = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
@@ -435,14 +435,14 @@ def _set_gradient(handle: Handle, value: torch.Tensor, *, is_other: bool) -> Non
             f"got {got}"
         )
     # nn.Module.to(dtype) assigns a rounded copy of the fp32 gradient.
-    is_narrow = mine is not None and value.dtype is whole.dtype is not torch.float32
-    if is_narrow and torch.equal(mine.to(value.dtype), value):  # type: ignore[union-attr]
+    is_narrow = present is not None and value.dtype is parameter.dtype is not torch.float32
+    if is_narrow and torch.equal(present.to(value.dtype), value):  # type: ignore[union-attr]
         return
     if isinstance(value, Handle) and value.kept is not None:
         value = value.kept
     value = value.detach().clone() if isinstance(value, Handle) else value.detach()
-    whole.lose_aliases(object if is_other else Origin, is_gradient=True)
-    whole.owner.put_gradient(whole, value, is_other=is_other)
+    parameter.lose_aliases(object if is_other else Origin, is_gradient=True)
+    parameter.owner.put_gradient(parameter, value, is_other=is_other)
 
 
 def _set_requires_grad(handle: Handle, value: bool) -> None:

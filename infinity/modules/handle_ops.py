@@ -148,7 +148,7 @@ class HandleOps:
         assert param is not None, handle
         return param
 
-    def whole_handle(self, name: str) -> Handle:
+    def module_handle(self, name: str) -> Handle:
         return self._param_table.named(name).handle
 
     def _refuse_closed(self, name: str) -> None:

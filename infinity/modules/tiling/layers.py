@@ -57,8 +57,8 @@ def tensor_of(attribute: str) -> Any:
     """
 
     def tensor(module: Tiled) -> Any:
-        whole = module.tiled_params.get(attribute)
-        return None if whole is None else whole.tensor
+        tiled = module.tiled_params.get(attribute)
+        return None if tiled is None else tiled.tensor
 
     return property(tensor)
 

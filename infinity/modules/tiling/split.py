@@ -44,7 +44,7 @@ def tiles_of(tensor: Any) -> list[Any]:
 def parameters_of(module: nn.Module) -> dict[str, Any]:
     """Returns a module's own parameters under the user's names; a tiled parameter as one handle."""
     if isinstance(module, Tiled):
-        return {attribute: whole.tensor for attribute, whole in module.tiled_params.items()}
+        return {attribute: tiled.tensor for attribute, tiled in module.tiled_params.items()}
     return dict(module._parameters)
 
 
@@ -119,7 +119,7 @@ class _TileEdit:
         for hook in self.hooks:
             hook.remove()
         del self.module._modules["tiles"]
-        del self.module.__dict__["starts"], self.module.__dict__["wholes"]
+        del self.module.__dict__["starts"], self.module.__dict__["tiled_params"]
         self.module.__class__ = self.kind  # type: ignore[assignment]
         self.module._parameters.clear()
         self.module._parameters.update(self.parameters)
@@ -171,17 +171,17 @@ class Tiling:
 
     def _cut(self, candidate: _Candidate, starts: tuple[int, ...]) -> None:
         shared = {
-            attribute: self._whole(name, parameter, starts)
+            attribute: self._tiled(name, parameter, starts)
             for attribute, (name, parameter) in candidate.parameters.items()
         }
         for name, module in candidate.modules:
             bias = module._parameters.get("bias")
             tiled_params = dict(shared)
             if bias is not None and "bias" not in tiled_params:
-                tiled_params["bias"] = self._whole(f"{name}.bias" if name else "bias", bias, starts)
+                tiled_params["bias"] = self._tiled(f"{name}.bias" if name else "bias", bias, starts)
             self._cuts.append(_cut_module(module, starts, tiled_params))
 
-    def _whole(self, name: str, parameter: nn.Parameter, starts: tuple[int, ...]) -> TiledParam:
+    def _tiled(self, name: str, parameter: nn.Parameter, starts: tuple[int, ...]) -> TiledParam:
         tiles = []
         for start, stop in pairwise(starts):
             rows = parameter.detach()[start:stop]
@@ -190,9 +190,9 @@ class Tiling:
                 tile.__class__ = Provisional
             tile.__dict__.update(vars(parameter))
             tiles.append(tile)
-        whole = TiledParam(name, starts, parameter, tiles)
-        self.tiled_params.append(whole)
-        return whole
+        tiled = TiledParam(name, starts, parameter, tiles)
+        self.tiled_params.append(tiled)
+        return tiled
 
     def undo(self) -> None:
         """Restores the model."""
@@ -204,21 +204,21 @@ class Tiling:
 
     def hand_over(self, handle_of: Callable[[nn.Parameter], Handle]) -> None:
         """Makes tiled parameters handles. `handle_of` returns the handle of a tile's parameter."""
-        for whole in self.tiled_params:
-            shape = whole.tensor.shape
-            whole.handles = [handle_of(tile) for tile in whole.tiles]
-            tensor = Handle.make(whole, whole.name, whole.handles[0], shape=shape)
+        for tiled in self.tiled_params:
+            shape = tiled.tensor.shape
+            tiled.handles = [handle_of(tile) for tile in tiled.tiles]
+            tensor = Handle.make(tiled, tiled.name, tiled.handles[0], shape=shape)
             # Initialisation of transformers skips it: it initialises the tiles instead.
             tensor._is_hf_initialized = True  # type: ignore[attr-defined]
-            whole.tensor = tensor
+            tiled.tensor = tensor
 
     def forget(self) -> None:
         """Drops the user's parameters. `undo` is not possible afterwards."""
         self._cuts.clear()
         self._candidates.clear()
         self._reasons.clear()
-        for whole in self.tiled_params:
-            whole.tiles = []
+        for tiled in self.tiled_params:
+            tiled.tiles = []
 
 
 # (module, attribute) by the id of the parameter.
@@ -239,14 +239,14 @@ def _survey(model: nn.Module) -> tuple[list[_Candidate], list[tuple[str, nn.Para
     for name, parameter in model.named_parameters():
         module, attribute = places[id(parameter)][0]
         if tiled_experts.is_packed(module):
-            reason = _why_whole_experts(module, places)
+            reason = _why_not_experts(module, places)
             if reason is None:
                 if id(module) not in experts:
                     experts[id(module)] = _Candidate({}, [(names[id(module)], module)], 1)
                     candidates.append(experts[id(module)])
                 experts[id(module)].parameters[attribute] = name, parameter
         else:
-            reason = _why_whole(parameter, places)
+            reason = _why_not(parameter, places)
             if reason is None:
                 users = [(names[id(module)], module) for module, _ in places[id(parameter)]]
                 candidates.append(_Candidate({"weight": (name, parameter)}, users, ROW_ALIGNMENT))
@@ -255,7 +255,7 @@ def _survey(model: nn.Module) -> tuple[list[_Candidate], list[tuple[str, nn.Para
     return candidates, reasons
 
 
-def _why_whole(parameter: nn.Parameter, places: _Places) -> str | None:
+def _why_not(parameter: nn.Parameter, places: _Places) -> str | None:
     """Returns None if only linear layers and embeddings use the weight, in their own forward; else
     the reason why it cannot be split."""
     for module, attribute in places[id(parameter)]:
@@ -280,7 +280,7 @@ def _why_whole(parameter: nn.Parameter, places: _Places) -> str | None:
     return _why_not_by_rows(parameter)
 
 
-def _why_whole_experts(module: nn.Module, places: _Places) -> str | None:
+def _why_not_experts(module: nn.Module, places: _Places) -> str | None:
     """Returns None for packed experts that run the forward of their class, else the reason."""
     if "forward" in module.__dict__:
         return f"the forward of its {type(module).__name__} was replaced"
@@ -312,8 +312,8 @@ def _cut_module(
     module: nn.Module, starts: tuple[int, ...], tiled_params: dict[str, TiledParam]
 ) -> _TileEdit:
     tiles = nn.ModuleList(_tile(module, start, stop) for start, stop in pairwise(starts))
-    for attribute, whole in tiled_params.items():
-        for tile, parameter in zip(tiles, whole.tiles, strict=True):
+    for attribute, tiled in tiled_params.items():
+        for tile, parameter in zip(tiles, tiled.tiles, strict=True):
             tile._parameters[attribute] = parameter
     cut = _TileEdit(module, type(module), dict(module._parameters), [])  # type: ignore[arg-type]
     module.__class__ = _tiled_class(module)
@@ -357,12 +357,12 @@ def _tile_names(module: Tiled, prefix: str, attribute: str) -> list[str]:
 
 def _put_together(module: Any, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
     """Joins tiles to one tensor after `state_dict()` has visited the module."""
-    for attribute, whole in module.tiled_params.items():
+    for attribute, tiled in module.tiled_params.items():
         values = [state_dict.pop(name) for name in _tile_names(module, prefix, attribute)]
         if any(isinstance(value, StateValue) for value in values):
-            state_dict[prefix + attribute] = StateValue.make(whole.tensor)  # type: ignore[arg-type]
+            state_dict[prefix + attribute] = StateValue.make(tiled.tensor)  # type: ignore[arg-type]
         elif any(isinstance(value, Handle) for value in values):
-            state_dict[prefix + attribute] = whole.tensor
+            state_dict[prefix + attribute] = tiled.tensor
         else:
             state_dict[prefix + attribute] = torch.cat(values)
 
@@ -378,21 +378,21 @@ def _take_apart(
     errors: list[str],
 ) -> None:
     """Replaces a tensor by views of its rows before `load_state_dict()` visits the module."""
-    for attribute, whole in module.tiled_params.items():
+    for attribute, tiled in module.tiled_params.items():
         value = state_dict.get(prefix + attribute)
         if not isinstance(value, torch.Tensor):
             continue
         del state_dict[prefix + attribute]
         names = _tile_names(module, prefix, attribute)
-        if value.shape != whole.tensor.shape:
+        if value.shape != tiled.tensor.shape:
             errors.append(
                 f"size mismatch for {prefix + attribute}: the model has "
-                f"{tuple(whole.tensor.shape)}, "
+                f"{tuple(tiled.tensor.shape)}, "
                 f"the state_dict {tuple(value.shape)}"
             )
         # The dict has the parameter's own handle: nothing to load.
-        parts: Iterable[Any] = whole.handles
-        if not is_value_of(value, whole.tensor) and value.shape == whole.tensor.shape:
+        parts: Iterable[Any] = tiled.handles
+        if not is_value_of(value, tiled.tensor) and value.shape == tiled.tensor.shape:
             value = plain_value(value)
-            parts = [value[start:stop] for start, stop in pairwise(whole.starts)]
+            parts = [value[start:stop] for start, stop in pairwise(tiled.starts)]
         state_dict.update(zip(names, parts, strict=True))

@@ -57,7 +57,7 @@ class TiledParam:
                 if answer is copy:
                     return handle
             answer = mirrored(
-                answer, copy, self.whole_handle(self.name).note_alias, self, self.name,
+                answer, copy, self.module_handle(self.name).note_alias, self, self.name,
                 is_gradient=handle.is_gradient, is_copy=True,
             )  # fmt: skip
         return answer
@@ -92,7 +92,7 @@ class TiledParam:
         if any(tile.grad is None for tile in self.handles):
             return None
         gradient = Handle.make(self, self.name, handle, is_gradient=True)
-        self.whole_handle(self.name).note_alias(gradient)
+        self.module_handle(self.name).note_alias(gradient)
         gradient.number = self._number_of_gradient()
         return gradient
 
@@ -100,7 +100,7 @@ class TiledParam:
         stamp = self.stamp(self.name, is_gradient=True)
         return -1 if stamp is None else stamp[0]
 
-    def whole_handle(self, name: str) -> Handle:
+    def module_handle(self, name: str) -> Handle:
         assert isinstance(self.tensor, Handle)
         return self.tensor
 
