@@ -121,7 +121,7 @@ def _stripes(pyplot: Any, rows: Sequence[Row]) -> Any:
 
 
 def _latency(pyplot: Any, rows: Sequence[Row]) -> Any:
-    """SpaceShare of requests answered within a time; one panel per extent size."""
+    """Share of requests answered within a time; one panel per extent size."""
     from matplotlib import ticker
 
     mine = [row for row in rows if row.section == "latency" and row.latency_s]

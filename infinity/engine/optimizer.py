@@ -160,7 +160,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 loss = closure()
         if self.engine.is_closed:
             raise InfinityError(
-                f"{type(self).__name__}.step() after the engine was closed: the model's state is "
+                f"{type(self).__name__}.step(): the engine is closed, and the model's state is "
                 "gone. Make the steps before close()"
             )
         self.engine.begin_step()
