@@ -1,4 +1,4 @@
-"""infinity: train PyTorch models whose state does not fit the GPU, nor the RAM.
+"""infinity: train PyTorch models whose state fits neither the GPU nor the RAM.
 
     import infinity
 
@@ -7,7 +7,8 @@
     infinity.offload(model, "swap.toml", weights="path/to/hf-checkpoint")
     optimizer = infinity.AdamW(model, lr=1e-5, max_grad_norm=1.0)
 
-Importing this touches no device and no file; PyTorch is imported when a name that needs it is used.
+Importing the package touches no device and no file. PyTorch is imported on the first use of a name
+that needs it.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
         Adam,
         AdamW,
         Lion,
+        close,
         engine_of,
         forward_backward,
         gather,
@@ -29,6 +31,18 @@ if TYPE_CHECKING:
         offload,
     )
     from infinity.config import SwapConfig
+    from infinity.errors import (
+        CapacityError,
+        ConfigError,
+        CorruptionError,
+        InfinityError,
+        NonFiniteError,
+        ParameterNotResident,
+        RankError,
+        StorageError,
+        SwapLockedError,
+        UnsupportedError,
+    )
 
 __version__ = "0.1.0"
 
@@ -36,9 +50,20 @@ __all__ = [
     "SGD",
     "Adam",
     "AdamW",
+    "CapacityError",
+    "ConfigError",
+    "CorruptionError",
+    "InfinityError",
     "Lion",
+    "NonFiniteError",
+    "ParameterNotResident",
+    "RankError",
+    "StorageError",
     "SwapConfig",
+    "SwapLockedError",
+    "UnsupportedError",
     "checkpoint",
+    "close",
     "engine_of",
     "forward_backward",
     "gather",
@@ -46,14 +71,25 @@ __all__ = [
     "offload",
 ]
 
-_HOMES = {
+_MODULES = {
     "SGD": "infinity.api",
     "Adam": "infinity.api",
     "AdamW": "infinity.api",
+    "CapacityError": "infinity.errors",
+    "ConfigError": "infinity.errors",
+    "CorruptionError": "infinity.errors",
+    "InfinityError": "infinity.errors",
     "Lion": "infinity.api",
+    "NonFiniteError": "infinity.errors",
+    "ParameterNotResident": "infinity.errors",
+    "RankError": "infinity.errors",
+    "StorageError": "infinity.errors",
     "SwapConfig": "infinity.config",
-    "forward_backward": "infinity.api",
+    "SwapLockedError": "infinity.errors",
+    "UnsupportedError": "infinity.errors",
+    "close": "infinity.api",
     "engine_of": "infinity.api",
+    "forward_backward": "infinity.api",
     "gather": "infinity.api",
     "init_empty_weights": "infinity.api",
     "offload": "infinity.api",
@@ -63,7 +99,7 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     if name == "checkpoint":
         return importlib.import_module("infinity.checkpoint")
-    home = _HOMES.get(name)
-    if home is None:
+    module = _MODULES.get(name)
+    if module is None:
         raise AttributeError(f"module 'infinity' has no attribute {name!r}")
-    return getattr(importlib.import_module(home), name)
+    return getattr(importlib.import_module(module), name)

@@ -1,4 +1,4 @@
-"""The public functions: what `import infinity` offers, put together from the layers below."""
+"""The public functions of the package, composed of the layers below."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ __all__ = [
     "AdamW",
     "Engine",
     "Lion",
+    "close",
     "engine_of",
     "forward_backward",
     "gather",
@@ -52,33 +53,35 @@ def offload(
 ) -> nn.Module:
     """Moves the model's parameters to the tiers of `config`, in place, and returns the model.
 
-    From then on the model is used as before: forward, backward, `eval()`, `generate()`. Parameters
-    appear in a module only while it runs; elsewhere they are handles of true shape and dtype.
+    Afterwards the model is used as before: forward, backward, `eval()`, `generate()`. A module
+    shows its parameters only while it runs. At other times it shows handles, which have the shape
+    and dtype of the parameters and no bytes.
 
-    model: any module; its parameters real, or on meta as `infinity.init_empty_weights` leaves them
-    config: a swap-tier file's path, a dict, a SwapConfig, or None for the defaults
-    weights: a directory of safetensors in Hugging Face layout, streamed in tensor by tensor; or a
-        function from a parameter's name to its value, asked once for every parameter
-    seed: initialises parameters that are on meta, where there is no `weights`, and a head that the
-        model has and the class that `weights` was saved of has not (a classifier over a language
-        model); the names are logged. Anything else that `weights` lacks is refused
-    ignore: name patterns (fnmatch) of tensors in `weights` that the model has no place for and that
-        are to be left out; others are refused, for they may be scales of quantised weights
-    units: "auto", or class names or name patterns of the modules that move as one
-    device: a device adapter of your own (infinity.testing.SimulatedDevice)
-    resume: the checkpoint, or directory of them, that `infinity.checkpoint.load` is called with
-        next; the swap files it links to are gone on with where that is possible, not copied
-    group: the data-parallel ranks that state is divided over: a process group, or the slice of a
-        device mesh, `mesh["dp"]`; None takes all ranks of torch.distributed, if it is initialized
-    model_parallel_group: ranks that compute every layer together, from the same inputs, such as
-        `mesh["tp"]`: each keeps a part of the layer inputs that `infinity.forward_backward` puts
-        aside
+    Attach adapters, freeze parameters and tie weights before the call. With several ranks, build
+    the same model with the same weights on every rank and call `optimizer.step()` equally often on
+    every rank; see docs/RANKS.md. `infinity.close(model)` releases memory and swap files.
 
-    With several ranks, build the same model with the same weights on each of them and call
-    `optimizer.step()` equally often; see docs/RANKS.md.
+    model: any module. Its parameters have values, or are on meta (`infinity.init_empty_weights`)
+    config: the path of a configuration file, a dict, a SwapConfig, or None for the defaults
+    weights: a directory of safetensors in Hugging Face layout, read tensor by tensor; or a function
+        from a parameter's name to its value, called once for every parameter
+    seed: initialises parameters on meta if `weights` is None, and the parameters of a head that
+        `weights` lacks because it was saved from a class without that head. The names are logged.
+        Any other parameter that `weights` lacks raises ConfigError
+    ignore: name patterns (fnmatch) of tensors in `weights` that are skipped although the model has
+        no parameter for them. Other such tensors raise ConfigError: they may be quantisation scales
+    units: "auto", or class names or name patterns of the modules that move as one unit
+    device: a device adapter instead of the configured one (infinity.testing.SimulatedDevice)
+    resume: the checkpoint, or the directory of checkpoints, that is passed to
+        `infinity.checkpoint.load` next. The engine continues in the swap files that the checkpoint
+        links to, if it can, and copies them otherwise
+    group: the data-parallel ranks that share the state: a process group, or a slice of a device
+        mesh (`mesh["dp"]`). None means all ranks of torch.distributed, if it is initialized
+    model_parallel_group: ranks that compute every layer together from the same inputs, such as
+        `mesh["tp"]`. Each rank keeps a part of the layer inputs that `infinity.forward_backward`
+        saves
 
-    Attach adapters, freeze parameters and tie weights before. Raises ConfigError, CapacityError,
-    StorageError or UnsupportedError before anything was touched.
+    Raises ConfigError, CapacityError, StorageError or UnsupportedError before anything changes.
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(
@@ -88,7 +91,8 @@ def offload(
     resolved = SwapConfig.load(config)
     plan: LoadPlan | None = None
     if callable(weights):
-        plan = _Asked(weights, {name: p.dtype for name, p in model.named_parameters()})
+        dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
+        plan = _FunctionLoadPlan(weights, dtypes)
     elif weights is not None:
         from infinity.checkpoint import weight_source
 
@@ -99,7 +103,7 @@ def offload(
 
         adopted = plan_adoption(resolved, resume, group)
     place = calling_place()
-    if group is None and not dist.is_initialized():  # Ranks have a directory of their own each.
+    if group is None and not dist.is_initialized():  # Every rank has its own swap directory.
         make_room(resolved, place)
     build(
         model, resolved, weights=plan, seed=seed, units=units, device=device, group=group,
@@ -110,8 +114,8 @@ def offload(
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
-    """A LoadPlan over a function of the caller's."""
+class _FunctionLoadPlan:
+    """A LoadPlan that calls the caller's function for every parameter."""
 
     value_of: Callable[[str], torch.Tensor]
     dtypes: dict[str, torch.dtype]
@@ -125,8 +129,8 @@ class _Asked:
             value = self.value_of(name)
             if not isinstance(value, torch.Tensor):
                 raise ConfigError(
-                    f"expected weights({name!r}) to give a tensor, got {type(value).__name__}; it "
-                    "is asked for every parameter of the model"
+                    f"expected weights({name!r}) to return a tensor, got {type(value).__name__}; "
+                    "the function is called for every parameter of the model"
                 )
             refuse_codes("weights", name, dtype, [("the value", value.dtype)])
             write(name, value)
@@ -134,45 +138,47 @@ class _Asked:
 
 def forward_backward(
     model: nn.Module,
-    loss_of: Callable[[Any], torch.Tensor],
+    loss_fn: Callable[[Any], torch.Tensor],
     micro_batches: Iterable[Any],
 ) -> list[torch.Tensor]:
-    """Forward and backward of several micro-batches, all of them through one block before the next.
+    """Runs forward and backward of several micro-batches, block by block, and returns the losses.
 
-    Does what `for batch in micro_batches: loss_of(batch).backward()` does, and fetches each block
-    once for its forward and once for its backward, however many micro-batches there are. Between
-    the two the inputs of the blocks wait where `[placement] activations` says; the forward of a
-    block is repeated in its backward, so memory for activations is that of one block and one
-    micro-batch, or `schedule.tile_micro_batches` of them where the block has tiles.
+    The effect is that of `for batch in micro_batches: loss_fn(batch).backward()`. Each block is
+    fetched once for its forward and once for its backward, for any number of micro-batches. Between
+    forward and backward the inputs of the blocks rest on the tier that `[placement] activations`
+    names. The backward repeats the forward of a block, so activations take the memory of one block
+    and one micro-batch (`schedule.tile_micro_batches` micro-batches in a block with tiles).
 
-    loss_of: calls the model, once, and returns a scalar loss, already divided by the number of
-        micro-batches if their mean is wanted
-    micro_batches: what `loss_of` takes, one after the other; all are kept until the end
+    loss_fn: calls the model once and returns a scalar loss. For a mean over the micro-batches it
+        divides the loss by their number
+    micro_batches: the arguments of `loss_fn`; all of them are kept until the end
 
-    Returns the losses, detached, in order. The gradients are those of the plain loop, bit for bit
-    in fp32 without dropout, if that calls the model with `use_cache=False`: nothing caches keys and
-    values here, and some architectures (mT5, NLLB-MoE) round otherwise with a cache. Those of a
-    parameter with several uses in one micro-batch (tied weights, shared blocks), or of a block that
-    some micro-batches leave out, are summed in another order. With several ranks each sums its
-    micro-batches first and sends a gradient once.
-    Raises UnsupportedError for a model whose blocks cannot be repeated: caches of keys and values,
-    arguments changed in place, tensors that leave a block otherwise than by its outputs.
+    Returns the losses, detached, in the order of the micro-batches.
 
-    Micro-batches run in threads, and glibc gives each thread a heap that keeps what it once needed:
-    a program of your own wants MALLOC_ARENA_MAX=1 in its environment; `infinity train` sees to it.
+    In fp32 without dropout the gradients have the bits of the plain loop with `use_cache=False`:
+    blocks cache no keys and values here, and some architectures (mT5, NLLB-MoE) round differently
+    with a cache. Two sums have another order: the gradient of a parameter with several uses in one
+    micro-batch (tied weights, shared blocks), and that of a block which some micro-batches skip.
+    With several ranks, each rank sums its micro-batches first and sends every gradient once.
+
+    Raises UnsupportedError for a model whose blocks cannot be repeated: blocks that fill a cache of
+    keys and values, change arguments in place, or pass tensors on by other means than outputs.
+
+    Micro-batches run in threads. glibc gives each thread a heap that keeps its freed memory, so set
+    MALLOC_ARENA_MAX=1 in the environment of a program; `infinity train` sets it.
     """
     engine = engine_of(model)
-    return engine.forward_backward([partial(_loss, loss_of, batch) for batch in micro_batches])
+    return engine.forward_backward([partial(_loss, loss_fn, batch) for batch in micro_batches])
 
 
-def _loss(loss_of: Callable[[Any], torch.Tensor], batch: Any) -> torch.Tensor:
-    loss = loss_of(batch)
+def _loss(loss_fn: Callable[[Any], torch.Tensor], batch: Any) -> torch.Tensor:
+    loss = loss_fn(batch)
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         got = (
             f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
         )
         raise ConfigError(
-            f"expected loss_of(batch) to return a scalar tensor, the loss, got {got}; "
+            f"expected loss_fn(batch) to return the loss, a scalar tensor, got {got}; "
             "return outputs.loss, or a mean"
         )
     return loss
@@ -180,16 +186,19 @@ def _loss(loss_of: Callable[[Any], torch.Tensor], batch: Any) -> torch.Tensor:
 
 @contextmanager
 def gather(
-    what: nn.Module | torch.Tensor | Iterable[torch.Tensor], *, modify: bool = False
+    parameters: nn.Module | torch.Tensor | Iterable[torch.Tensor], *, modify: bool = False
 ) -> Iterator[None]:
-    """Within, the parameters of a module (or given parameters) are real and may be read.
+    """Fetches the parameters of a module, or the given parameters, for the time of a `with` block.
 
-    `.grad` of each is its gradient so far, or None; a change of it is kept. With `modify` true,
-    changes of parameters are kept: the fp32 master follows. Without, they are kept with a warning,
-    and a master is rounded to them. May be nested. Parameters must fit the host and device budgets
-    together. Tensors taken from parameters inside are not valid after; clone what is to be kept.
+    Inside the block the parameters can be read, and `.grad` is the gradient so far, or None. A
+    change of `.grad` is kept. With `modify=True` changes of parameters are kept and the fp32
+    masters follow. With `modify=False` a changed parameter raises a warning, the change is kept,
+    and its master is rounded to the changed weights. Blocks may be nested.
+
+    The parameters must fit the host and device budgets together. Tensors made from parameters
+    inside the block are not valid after it; clone them to keep them.
     """
-    tensors = [what] if isinstance(what, torch.Tensor) else what
+    tensors = [parameters] if isinstance(parameters, torch.Tensor) else parameters
     if isinstance(tensors, nn.Module):
         engine = engine_of(tensors)
     else:
@@ -201,3 +210,12 @@ def gather(
         engine = owner
     with engine.gather(engine.params_of(tensors), modify=modify):
         yield
+
+
+def close(model: nn.Module) -> None:
+    """Ends the engine of a model: waits for transfers, releases memory and the swap directory.
+
+    The values of the parameters are gone afterwards, so export the model or save a checkpoint
+    first. Raises InfinityError if the model is not offloaded, or closed already.
+    """
+    engine_of(model).close()

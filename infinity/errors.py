@@ -1,7 +1,7 @@
-"""The exceptions of the package: one tree, each node also the builtin that fits.
+"""The exceptions of the package: one tree, whose nodes are also builtin exceptions.
 
 InfinityError
-  ConfigError(ValueError)        what was asked is impossible: key, value, what is allowed
+  ConfigError(ValueError)        a setting or request is impossible: key, value, what is allowed
   CapacityError(MemoryError)     a budget is exhausted: tier, needed, available, the key to change
   StorageError(OSError)          errno, operation, path, offset, length
     CorruptionError              checksum, header or length mismatch
@@ -11,8 +11,8 @@ InfinityError
   NonFiniteError(ArithmeticError)     a loss or a gradient is not finite: step, unit
   RankError(RuntimeError)        another rank is gone or out of step: rank, cause
 
-Every message says what was expected, what came and what to do next. Bad input raises from this
-tree; a broken invariant of the package itself asserts.
+Every message says what was expected, what came and what to do next. Bad input raises an error of
+this tree. A broken invariant of the package asserts.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from errno import (
 
 from infinity.sizes import format_nbytes
 
-# What to do about the kernel's answer, where the one who reports it knows nothing better.
+# What to do about an errno, if the caller has no better advice.
 _REMEDIES = {
     EACCES: "check the owner and the mode of it and of the directories above (ls -ld)",
     EPERM: "check the owner and the mode of it and of the directories above (ls -ld)",
@@ -48,7 +48,7 @@ class InfinityError(Exception):
 
 
 class ConfigError(InfinityError, ValueError):
-    """What was asked for is impossible or contradictory."""
+    """A setting or a request is impossible or contradictory."""
 
 
 class CapacityError(InfinityError, MemoryError):
@@ -80,7 +80,7 @@ class CapacityError(InfinityError, MemoryError):
 
 
 class StorageError(InfinityError, OSError):
-    """An operation on a file failed. `errno` is the kernel's answer; sizes are bytes."""
+    """An operation on a file failed. `errno` is the kernel's error number; sizes are bytes."""
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class StorageError(InfinityError, OSError):
 
 
 def storage_error(error: OSError) -> StorageError | None:
-    """The error of the tree for one of the kernel's about a file; None for any other."""
+    """Returns the StorageError for an OSError about a file, and None for any other OSError."""
     if error.filename is None or error.errno is None:
         return None
     path = os.fsdecode(error.filename) if not isinstance(error.filename, int) else "a file"
@@ -116,11 +116,11 @@ def storage_error(error: OSError) -> StorageError | None:
 
 
 class CorruptionError(StorageError):
-    """The bytes are not what their header or checksum says."""
+    """The bytes do not match their header or checksum."""
 
 
 def corrupt(path: str, detail: str, offset_nbytes: int = 0, nbytes: int = 0) -> CorruptionError:
-    """A file that is not what it says it is, found in reading it."""
+    """Returns the error for a file whose content does not match its header or checksum."""
     return CorruptionError(
         EILSEQ,
         operation="read",
@@ -132,7 +132,7 @@ def corrupt(path: str, detail: str, offset_nbytes: int = 0, nbytes: int = 0) -> 
 
 
 class SwapLockedError(StorageError):
-    """A living process holds the swap directory. `pid` is the holder's, or None when unknown."""
+    """A living process owns the swap directory. `pid` is that process, or None if unknown."""
 
     def __init__(self, errno: int, *, path: str, pid: int | None, detail: str) -> None:
         self.pid = pid
@@ -140,11 +140,11 @@ class SwapLockedError(StorageError):
 
 
 class UnsupportedError(InfinityError, RuntimeError):
-    """A feature of the kernel, the hardware or PyTorch is missing; the message has the remedy."""
+    """A feature of the kernel, the hardware or PyTorch is missing. The message names the remedy."""
 
 
 class ParameterNotResident(InfinityError, RuntimeError):
-    """A released parameter was used in a way that cannot fetch it. `name` is its full name."""
+    """An operation on a released parameter cannot fetch it. `name` is the parameter's full name."""
 
     def __init__(self, name: str, detail: str) -> None:
         self.name = name
@@ -152,10 +152,10 @@ class ParameterNotResident(InfinityError, RuntimeError):
 
 
 class NonFiniteError(InfinityError, ArithmeticError):
-    """A loss or a gradient is not finite. Weights hold the last good step.
+    """A loss or a gradient is not finite. The weights are those of the last good step.
 
-    `step` counts optimizer steps from 1; `unit` names the first module that produced it, or is
-    None when it was not found.
+    `step` counts optimizer steps from 1. `unit` names the first module that produced the value, or
+    is None if that module is unknown.
     """
 
     def __init__(self, what: str, *, step: int, unit: str | None) -> None:
@@ -169,9 +169,10 @@ class NonFiniteError(InfinityError, ArithmeticError):
 
 
 class RankError(InfinityError, RuntimeError):
-    """A rank of the job is gone, stuck or does something else. `rank` is the one that failed first.
+    """A rank of the job is gone, blocked or out of step. `rank` is the first rank that failed.
 
-    Training cannot go on without its shards: end the job and start again from a checkpoint.
+    Training cannot continue without the shards of that rank: end the job and start it again from a
+    checkpoint.
     """
 
     def __init__(self, rank: int, cause: str) -> None:
@@ -180,5 +181,5 @@ class RankError(InfinityError, RuntimeError):
         super().__init__(cause)
 
     def again(self) -> RankError:
-        """The same error to raise in another place, with a traceback of its own."""
+        """Returns the same error with an empty traceback, to raise it in another place."""
         return RankError(self.rank, self.cause)

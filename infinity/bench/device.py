@@ -162,7 +162,7 @@ def copies(lab: Lab, device: DeviceAdapter) -> Iterator[Result]:
 
 
 def pipeline(site: DriveSite, device: DeviceAdapter, extent_nbytes: int) -> Iterator[Result]:
-    """The whole way, held against the drive alone: the device should cost nothing on top."""
+    """The complete path beside the drive alone: the device should add no cost."""
     lab = site.lab
     nbytes = lab.effort.nbytes
     with lab.engine() as engine:

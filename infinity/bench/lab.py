@@ -1,4 +1,4 @@
-"""What every section of the benchmark shares: where, how much, how often, and the arena."""
+"""Facts shared by all sections of the benchmark: directories, sizes, rounds, and the arena."""
 
 from __future__ import annotations
 

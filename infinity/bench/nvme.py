@@ -119,7 +119,7 @@ def has_raw_ring() -> bool:
 
 @contextlib.contextmanager
 def open_site(lab: Lab, directories: Sequence[Path]) -> Iterator[DriveSite]:
-    """BenchDirectory files on the directories for as long as the block runs."""
+    """Makes scratch files on the directories for the time of a `with` block."""
     lab.on_step(f"writing files in {', '.join(map(str, directories))}")
     weights = [
         weight

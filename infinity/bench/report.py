@@ -1,4 +1,4 @@
-"""What a run found: rows for the table, JSON with every sample and the whole environment."""
+"""The results of a run: rows for the table, JSON with every sample and the environment."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def check_sections(names: Sequence[str], *, quick: bool) -> tuple[str, ...]:
 
 
 def run(lab: Lab, sections: Sequence[str]) -> Iterator[Result]:
-    """Results as they come. BenchDirectory files live only while a drive's sections run."""
+    """Yields results as they arrive. Scratch files exist only while a drive's sections run."""
     if any(name in _ON_DRIVES for name in sections):
         for directory in lab.directories:
             with nvme.open_site(lab, [directory]) as site:

@@ -150,7 +150,7 @@ def scores(rates: Rates[Who]) -> dict[Who, float]:
 
 
 def survivors(found: Mapping[Who, float], rounds: int) -> list[Who]:
-    """Who goes on after so many rounds: the margin narrows as the medians settle."""
+    """Returns the remaining candidates: the margin narrows with the number of rounds."""
     margin = max(1.5 * TOLERANCE, _HOPELESS / math.sqrt(rounds))
     best = max(found.values())
     return [who for who, score in found.items() if score >= best - margin]

@@ -18,39 +18,43 @@ _COMMANDS = {
     "config": (
         "infinity.cli.config",
         "app",
-        "Check, show and describe swap-tier files, translate others.",
+        "Check, show and describe configuration files.",
     ),
     "doctor": (
         "infinity.cli.doctor",
         "doctor",
-        "Say what this machine lacks, at what cost.",
+        "List what this machine lacks, with cost and remedy.",
     ),
     "export": (
         "infinity.cli.export",
         "export",
-        "Write a checkpoint of a run in a format of other programs.",
+        "Convert a checkpoint to a format of other programs.",
     ),
     "inspect": (
         "infinity.cli.inspect",
         "inspect",
-        "Say what is in a checkpoint, and whether it is whole.",
+        "Describe a checkpoint and check its integrity.",
     ),
-    "plan": ("infinity.cli.plan", "plan", "Predict a step: places, bytes, seconds, what binds."),
-    "trace": ("infinity.cli.trace", "app", "Say what bounds the steps of a traced run."),
-    "train": ("infinity.cli.train", "train", "Fine-tune a model as a swap-tier file says."),
+    "plan": ("infinity.cli.plan", "plan", "Predict a step: placement, bytes, seconds, bottleneck."),
+    "trace": ("infinity.cli.trace", "app", "Find what bounds the steps of a traced run."),
+    "train": (
+        "infinity.cli.train",
+        "train",
+        "Fine-tune a model as a configuration file describes.",
+    ),
     "tune": ("infinity.cli.tune", "tune", "Find the io settings that suit these drives."),
 }
 
 
 def _stub(name: str) -> Any:
-    """What the list of commands shows: a name and a line, nothing imported."""
+    """Returns a name and a line for the list of commands, without importing the command."""
     stub = typer.Typer(add_completion=False, rich_markup_mode="markdown")
     stub.command(name, help=_COMMANDS[name][2])(lambda: None)
     return typer.main.get_command(stub)
 
 
 class _LazyGroup(TyperGroup):
-    """Knows every subcommand by name and imports one when it is called."""
+    """Lists every subcommand by name and imports a subcommand when it is called."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -61,11 +65,11 @@ class _LazyGroup(TyperGroup):
         return name, command and _import_command(args[0]), rest
 
     def invoke(self, ctx: Any) -> Any:
-        """Turns the package's own errors, and those about a file, into one line and exit code 2."""
+        """Turns the package's errors, and OSErrors about a file, into one line and exit code 2."""
         try:
             return super().invoke(ctx)
         except (InfinityError, OSError) as error:
-            # A pipe that is closed ends other programs' output without a word: so it does ours.
+            # A closed pipe ends the output silently, as in other programs.
             if ctx.params.get("traceback") or isinstance(error, BrokenPipeError):
                 raise
             named = error if isinstance(error, InfinityError) else storage_error(error)
@@ -74,13 +78,13 @@ class _LazyGroup(TyperGroup):
 
 
 def print_error(text: str) -> None:
-    """Red on a terminal, on stderr. Follows https://no-color.org."""
+    """Prints to stderr, in red on a terminal. Follows https://no-color.org."""
     from infinity.training.streams import discard
 
     color = False if os.environ.get("NO_COLOR") else None
     try:
         typer.secho(text, fg=typer.colors.RED, err=True, color=color)
-    except OSError:  # Nobody can be told; the exit code stays what it is.
+    except OSError:  # The message cannot be shown; the exit code stays.
         discard(sys.stderr)
 
 
@@ -109,7 +113,7 @@ def _version() -> str:
 
     try:
         return version("infinity-offload")
-    except PackageNotFoundError:  # Run from a source tree that was not installed.
+    except PackageNotFoundError:  # Run from a source tree that is not installed.
         return "0+unknown"
 
 
@@ -136,7 +140,7 @@ def _options(
         ),
     ] = False,
 ) -> None:
-    """Train PyTorch models whose training state does not fit the GPU, nor the RAM."""
+    """Train PyTorch models whose training state fits neither the GPU nor the RAM."""
 
 
 def main() -> None:

@@ -26,7 +26,7 @@ _PIPE_WIDTH = 100
 
 _Config = Annotated[
     Path | None,
-    typer.Argument(metavar="[CONFIG]", help="A swap-tier file: its paths and its [io]."),
+    typer.Argument(metavar="[CONFIG]", help="A configuration file: its paths and [io]."),
 ]
 _Paths = Annotated[
     list[Path] | None,
@@ -41,7 +41,7 @@ _Size = Annotated[
         "and that much memory is taken.",
     ),
 ]
-_NoFio = Annotated[bool, typer.Option("--no-fio", help="Leave fio out, also where it is there.")]
+_NoFio = Annotated[bool, typer.Option("--no-fio", help="Skip fio, even if it is installed.")]
 
 
 def bench(
@@ -74,8 +74,8 @@ def bench(
 ) -> None:
     """Measure drives, host memory and device beside ceilings taken in the same run.
 
-    Without CONFIG and --path the working directory's drive is measured. Exit code 1 means that
-    bytes came back wrong. Under torchrun the collectives are measured instead.
+    Without CONFIG and --path, the drive of the working directory is measured. Exit code 1 means
+    that wrong bytes were read. Under torchrun, collectives are measured instead.
     """
     from infinity.bench import machine, suite
     from infinity.bench.report import rows_of, to_json
@@ -112,9 +112,10 @@ def bench(
 def open_lab(
     config: Path | None, paths: list[Path] | None, effort: Effort, *, with_fio: bool
 ) -> Iterator[tuple[Lab, Callable[[str], None]]]:
-    """The lab for CONFIG or --path, and a function that shows one line of progress on stderr.
+    """Returns the lab for CONFIG or --path, and a function that shows one line of progress on
+    stderr.
 
-    Raises ConfigError for both at once, and for a directory that is not there.
+    Raises ConfigError for both together, and for a missing directory.
     """
     from rich.console import Console
 
@@ -129,7 +130,7 @@ def open_lab(
         raise ConfigError(f"{config} names no [[tiers.nvme]] path; name one with --path instead")
     directories = [tier.path for tier in tiers] or paths or [Path.cwd()]
     for directory in directories:
-        # A configured directory may not be made yet; its parent has to be there.
+        # A configured directory may be missing; its parent must exist.
         if not directory.is_dir() and not (tiers and directory.parent.is_dir()):
             raise ConfigError(f"{str(directory)!r} is no directory; name one on the drive")
     has_fio = with_fio and fio.is_installed()
@@ -156,7 +157,7 @@ def open_lab(
 
 @contextmanager
 def stopping_at_sigterm() -> Iterator[None]:
-    """SIGTERM ends like Ctrl-C, so that the scratch files are removed."""
+    """Ends at SIGTERM as at Ctrl-C, so that the scratch files are removed."""
 
     def stop(signum: int, frame: Any) -> None:
         raise SystemExit(128 + signum)
@@ -172,7 +173,7 @@ def stopping_at_sigterm() -> Iterator[None]:
 
 
 def print_tables(rows: Sequence[Row]) -> None:
-    """To stdout; in a pipe, where no width is known, as wide as the tables want to be."""
+    """Prints to stdout. In a pipe, whose width is unknown, the tables have their natural width."""
     from rich.console import Console
 
     from infinity.bench import table
@@ -193,7 +194,8 @@ def _changes(size: str | None, rounds: int | None) -> dict[str, int]:
 
 
 def parse_size(text: str) -> int:
-    """Bytes of --size, whole MiB. Raises ConfigError for less than 64 MiB and for bad text."""
+    """Returns the bytes of --size, in full MiB. Raises ConfigError for less than 64 MiB and for bad
+    text."""
     try:
         nbytes = align_down(parse_nbytes(int(text) if text.isdigit() else text), 2 * MIB)
     except ValueError as error:
@@ -206,7 +208,7 @@ def parse_size(text: str) -> int:
 
 @contextmanager
 def _made(directories: Sequence[Path]) -> Iterator[None]:
-    """Makes the directories that are not there, and removes those again unless they were used."""
+    """Makes missing directories, and removes those that stayed empty."""
     missing = [directory for directory in directories if not directory.is_dir()]
     try:
         for directory in missing:
@@ -219,7 +221,7 @@ def _made(directories: Sequence[Path]) -> Iterator[None]:
 
 
 def _collectives(effort: Effort, *, as_json: bool) -> None:
-    """Every rank measures, rank 0 reports."""
+    """Every rank measures; rank 0 reports."""
     import torch
     import torch.distributed as dist
 

@@ -1,4 +1,4 @@
-"""`infinity config check|show|schema|import`: the swap-tier file without running anything."""
+"""`infinity config check|show|schema|import`: configuration files, without running anything."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode="markdown",
-    help="Check, show and describe swap-tier files; translate others into one.",
+    help="Check, show and describe configuration files; translate those of DeepSpeed.",
 )
 
 _File = Annotated[str, typer.Argument(metavar="FILE", help="A .toml, .yaml, .yml or .json file.")]
@@ -30,7 +30,7 @@ _File = Annotated[str, typer.Argument(metavar="FILE", help="A .toml, .yaml, .yml
 
 @app.command()
 def check(file: _File) -> None:
-    """Print "ok", or every fault with its place; exit 1 when there is one."""
+    """Print "ok", or every fault with its position and exit code 1."""
     try:
         SwapConfig.load(file)
     except ConfigError as error:
@@ -49,10 +49,10 @@ def check(file: _File) -> None:
 def show(
     file: _File,
     as_json: Annotated[
-        bool, typer.Option("--json", help="JSON: the whole configuration, and the origins by key.")
+        bool, typer.Option("--json", help="Print JSON: the configuration, and the origins by key.")
     ] = False,
 ) -> None:
-    """Print every value and where it came from, as TOML that can be used as it is."""
+    """Print every value and its origin, as a usable TOML file."""
     from infinity.config import render
 
     config = SwapConfig.load(file)
@@ -73,7 +73,7 @@ def schema(
         typer.Option("--deepspeed", help="What `config import` does with each key: Markdown."),
     ] = False,
 ) -> None:
-    """Print the JSON Schema of a swap-tier file."""
+    """Print the JSON Schema of a configuration file."""
     from infinity.config import render
 
     if deepspeed:
@@ -90,19 +90,20 @@ def schema(
 def import_(
     file: Annotated[str, typer.Argument(metavar="FILE", help="A DeepSpeed configuration, .json.")],
     out: Annotated[
-        Path | None, typer.Option("--out", metavar="FILE", help="Write the swap-tier file here.")
+        Path | None,
+        typer.Option("--out", metavar="FILE", help="Write to this file."),
     ] = None,
     report: Annotated[
-        Literal["text", "json"], typer.Option("--report", help="How to print what became of keys.")
+        Literal["text", "json"], typer.Option("--report", help="Format of the report on keys.")
     ] = "text",
     skip_refused: Annotated[
-        bool, typer.Option("--skip-refused", help="Go on without what cannot be translated.")
+        bool, typer.Option("--skip-refused", help="Leave out keys that cannot be translated.")
     ] = False,
 ) -> None:
-    """Translate a DeepSpeed configuration and name what became of every key.
+    """Translate a DeepSpeed configuration and report on every key.
 
-    Without --out the swap-tier file goes to standard output and the report to standard error. Ends
-    with exit code 1, and writes no file, when a key is refused or unknown.
+    Without --out, the configuration is printed to standard output and the report to standard error.
+    If a key is refused or unknown, no file is written and the exit code is 1.
     """
     from infinity.config.deepspeed import configuration_of, translate
     from infinity.config.source import read_file
@@ -134,7 +135,7 @@ def import_(
 
 
 def _translated(config: SwapConfig, found: Translation, file: str) -> str:
-    """The swap-tier file, every line with the DeepSpeed key that it comes from."""
+    """Returns the configuration file; every line names the DeepSpeed key that it comes from."""
     from infinity.config import render
 
     notes: dict[str, str] = {}
@@ -171,7 +172,8 @@ def _assignments(settings: Mapping[str, Any]) -> str:
 
 
 def _on_this_machine(config: SwapConfig) -> dict[str, str]:
-    """What "auto" and shares come to here and now, by dotted key. Device memory needs torch."""
+    """Returns the present values of "auto" and of shares by dotted key. Device memory needs
+    torch."""
     from infinity.config.machine import available_memory_nbytes
     from infinity.training.settle import choices
 
@@ -189,7 +191,7 @@ def _on_this_machine(config: SwapConfig) -> dict[str, str]:
 
 
 def _free_nbytes(path: Path) -> int:
-    """Free bytes of the file system that holds `path`, or will hold it."""
+    """Returns the free bytes of the file system of `path`, which need not exist."""
     while not path.exists() and path != path.parent:
         path = path.parent
     stat = os.statvfs(path)

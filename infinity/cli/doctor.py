@@ -22,23 +22,23 @@ _PIPE_WIDTH = 1000
 def doctor(
     config: Annotated[
         Path | None,
-        typer.Argument(metavar="[CONFIG]", help="A swap-tier file: what it asks is checked."),
+        typer.Argument(metavar="[CONFIG]", help="A configuration file; its needs are checked."),
     ] = None,
     paths: Annotated[
         list[Path] | None,
         typer.Option(
             "--path",
-            help="A directory that swap files might be in, instead of CONFIG; may be repeated. "
-            "Without both: the current directory.",
+            help="A directory for swap files, instead of CONFIG; may be repeated. "
+            "Default: the current directory.",
         ),
     ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object, and nothing else.")
     ] = False,
 ) -> None:
-    """Say what this machine lacks for offloading, what that costs and what to do about it.
+    """List what this machine lacks for offloading, with its cost and the remedy.
 
-    Ends with exit code 1 when something is missing that CONFIG needs. Needs no privileges.
+    The exit code is 1 if a need of CONFIG is missing. The command needs no privileges.
     """
     from infinity.doctor import examine, worst
 
@@ -63,7 +63,7 @@ def doctor(
 
 
 def _print(finding: Finding) -> None:
-    """One line, cost and remedy below it; wrapped on a terminal, left whole in a pipe."""
+    """Prints one line, with cost and remedy below it; wrapped on a terminal, not in a pipe."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text

@@ -36,18 +36,18 @@ def export(
         typer.Option(
             "--config",
             metavar="FILE",
-            help="The swap-tier file of the run, for its [model]; else what the run left in its "
-            "output directory, if the checkpoint is below that.",
+            help="The configuration file of the run, for its [model]. Default: the copy in the "
+            "output directory of the run, if the checkpoint is below it.",
         ),
     ] = None,
     max_shard_size: Annotated[
         str, typer.Option("--max-shard", metavar="SIZE", help="Largest safetensors file.")
     ] = "2GiB",
 ) -> None:
-    """Write a checkpoint of a run in a format of other programs.
+    """Convert a checkpoint of a run to a format of other programs.
 
-    Reads tensor by tensor, without a GPU and without holding the model in memory. Of a directory of
-    checkpoints the newest is taken.
+    The checkpoint is read tensor by tensor, without a GPU and without the model in memory. In a
+    directory of checkpoints the newest one is used.
     """
     from infinity.checkpoint import export_checkpoint_dcp, export_checkpoint_safetensors
     from infinity.checkpoint.run.directory import find_checkpoint
@@ -86,7 +86,8 @@ def _nbytes(text: str) -> int:
 
 
 def _config_of_run(checkpoint: Path) -> SwapConfig | None:
-    """The configuration that `infinity train` left in the output directory above a checkpoint."""
+    """Returns the configuration that `infinity train` left in the output directory above a
+    checkpoint."""
     from infinity.training.output import MARKER_NAME
 
     for directory in checkpoint.resolve().parents[:2]:

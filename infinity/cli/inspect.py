@@ -1,4 +1,4 @@
-"""`infinity inspect`: what is in a checkpoint or a swap directory, and whether it is whole."""
+"""`infinity inspect`: the content of a checkpoint or a swap directory, and its integrity."""
 
 from __future__ import annotations
 
@@ -36,11 +36,10 @@ def inspect(
         ),
     ] = False,
 ) -> None:
-    """Say what is in a checkpoint or a swap directory: the step, the space by kind, and whether it
-    is whole.
+    """Describe a checkpoint or a swap directory: the step, the space by kind, and its integrity.
 
-    Without --verify only manifests, names and lengths are looked at. Ends with exit code 1 when
-    something is damaged.
+    Without --verify, only manifests, names and lengths are checked. The exit code is 1 if something
+    is damaged.
     """
     from infinity.checkpoint.run.directory import list_checkpoints
     from infinity.checkpoint.run.inspection import inspect as examine
@@ -50,7 +49,7 @@ def inspect(
 
     swaps: list[SwapContents] = []
     if directory.is_dir() and not (directory / MANIFEST_NAME).exists():
-        places = [directory, *sorted(directory.glob("rank-*"))]  # Ranks have one of their own each.
+        places = [directory, *sorted(directory.glob("rank-*"))]  # Every rank has its own directory.
         examined = [examine_swap(str(place)) for place in places if place.is_dir()]
         swaps = [each for each in examined if each is not None]
     commits = [each for each in _commit_places(directory) if list_checkpoints(each)]
@@ -94,7 +93,7 @@ def inspect(
 
 
 def _commit_places(directory: Path) -> list[Path]:
-    """Where a swap directory may have committed steps."""
+    """Returns the places where a swap directory may have committed steps."""
     from infinity.config.swap import COMMITS_NAME, COPYING_NAME
 
     return [directory / COMMITS_NAME, directory / COPYING_NAME]
@@ -104,7 +103,7 @@ def _remove(directory: Path, swaps: list[SwapContents]) -> None:
     from infinity.checkpoint.run.removal import remove_own
     from infinity.storage.swap_inspect import remove_stale
 
-    # First those in use: they refuse, and commits are those of all ranks.
+    # First those in use, which refuse; commits belong to all ranks.
     removed = [
         name
         for swap in sorted(swaps, key=lambda swap: not swap.is_held)

@@ -14,7 +14,7 @@ from infinity.config.extras import require_transformers
 from infinity.errors import ConfigError
 
 _UNITS = {"k": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
-# Where a model by name is to be trained and no file says otherwise: what fits stays in host memory.
+# The tiers of a model by name without a file: state that fits stays in host memory.
 _DEFAULTS: dict[str, Any] = {
     "tiers": {"host": {"capacity": "85%"}},
     "precision": {"compute": "bfloat16"},
@@ -25,7 +25,7 @@ _KINDS = ("parameters", "master", "moments", "gradients")
 def plan(
     config: Annotated[
         Path | None,
-        typer.Argument(metavar="[CONFIG]", help="A swap-tier file; optional with --model."),
+        typer.Argument(metavar="[CONFIG]", help="A configuration file; optional with --model."),
     ] = None,
     model: Annotated[
         str | None,
@@ -33,12 +33,12 @@ def plan(
     ] = None,
     params: Annotated[
         str | None,
-        typer.Option("--params", metavar="N", help="A GPT-like model of so many, such as 1T."),
+        typer.Option("--params", metavar="N", help="A GPT-like model of this size, such as 1T."),
     ] = None,
     hardware: Annotated[
         str | None,
         typer.Option(
-            "--hardware", metavar="NAME", help="A shipped machine, or a .toml. Else this one."
+            "--hardware", metavar="NAME", help="A shipped machine, or a .toml. Default: this one."
         ),
     ] = None,
     tokens: Annotated[
@@ -71,10 +71,10 @@ def plan(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
 ) -> None:
-    """Predict a training step without running it: what goes where, how long, what would help.
+    """Predict a training step without running it: placement, duration, and useful changes.
 
-    For the model of CONFIG, or one by its shapes; on this machine, measured in a few seconds, or on
-    one of a file. Nothing is trained and nothing is left on the drives.
+    The model is that of CONFIG, or one given by its shapes. The machine is this one, measured in a
+    few seconds, or one described in a file. Nothing is trained and nothing stays on the drives.
     """
     from infinity.plan import advise, forecast, load_hardware, report
     from infinity.plan.files import shipped_in
@@ -159,7 +159,7 @@ def _batch(
     *,
     by_name: bool,
 ) -> Any:
-    """That of the file, where it trains the file's model; the options go first."""
+    """Returns the batch of the file if it trains the file's model; options take precedence."""
     from infinity.plan import Batch
     from infinity.simulate.job import UNKNOWN_BATCH, batch_of
 
@@ -177,7 +177,7 @@ def _batch(
 
 
 def parse_count(text: str) -> int:
-    """A number of parameters: "7B", "1.5T", "124M", "350000". Raises ConfigError."""
+    """Returns a number of parameters: "7B", "1.5T", "124M", "350000". Raises ConfigError."""
     number, unit = text[:-1], text[-1:]
     if unit.isdigit():
         number, unit = text, ""

@@ -1,4 +1,4 @@
-"""`infinity trace`: what a trace of `infinity train --trace` says."""
+"""`infinity trace`: summarises a trace of `infinity train --trace`."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from infinity.observe import timeline_plot as gantt
 from infinity.observe.step_summary import Stall, StepSummary, summarize
 from infinity.sizes import format_nbytes
 
-_LEAST_SHARE = 0.001  # Of the step; a stall below it is not worth a line.
+_LEAST_SHARE = 0.001  # Share of the step; shorter stalls are not listed.
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode="markdown")
 
 
 @app.callback()
 def trace() -> None:
-    """Look into a trace that `infinity train --trace out.json` wrote."""
+    """Summarise a trace of `infinity train --trace out.json`."""
 
 
 @app.command()
@@ -39,7 +39,7 @@ def summary(
         int | None, typer.Option("--step", metavar="N", help="The step drawn; the last one.")
     ] = None,
 ) -> None:
-    """Name the largest stalls of each step, how busy every lane was, and what bounds the step."""
+    """Name the largest stalls of each step, how busy every track was, and what bounds the step."""
     spans = chrome.read(file)
     steps = summarize(spans, num_stalls=stalls)
     if plot is not None:
@@ -52,7 +52,7 @@ def summary(
 
 
 def lines_of(step: StepSummary) -> list[str]:
-    """What a person reads of one step."""
+    """Returns the lines for one step."""
     lines = [f"{step.step}  {_time(step.length_s)}, stalled {step.stall_s / step.length_s:.0%}"]
     if step.bound is not None:
         resource = step.bound.resource

@@ -42,24 +42,25 @@ def train(
         bool,
         typer.Option(
             "--resume",
-            help="Go on from the newest checkpoint of [checkpoint]; begin where there is none yet.",
+            help="Continue from the newest checkpoint of [checkpoint]; begin if there is none.",
         ),
     ] = False,
     resume_from: Annotated[
         Path | None,
         typer.Option(
-            "--resume-from", metavar="DIR", help="Go on from this checkpoint, wherever it is."
+            "--resume-from", metavar="DIR", help="Continue from this checkpoint, in any directory."
         ),
     ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the summary as JSON; progress goes to stderr.")
     ] = False,
 ) -> None:
-    """Fine-tune a causal language model as a swap-tier file says.
+    """Fine-tune a causal language model as a configuration file describes.
 
-    Ctrl-C finishes the step, writes the export, or with [checkpoint] a checkpoint, and ends with
-    exit code 130; twice, it ends at once. So do SIGTERM (143) and SIGQUIT; SIGHUP, SIGUSR1, SIGUSR2
-    and SIGXCPU end in order however often they come. The exit code is 128 and the signal's number.
+    Ctrl-C finishes the step, writes the export (with [checkpoint]: a checkpoint), and ends with
+    exit code 130. A second Ctrl-C ends the run at once. SIGTERM (143) and SIGQUIT do the same.
+    SIGHUP, SIGUSR1, SIGUSR2 and SIGXCPU always end in order. The exit code is 128 plus the number
+    of the signal.
     """
     from infinity.config.source import read_file
     from infinity.training.streams import outliving_streams
@@ -110,7 +111,7 @@ def _run(
 
 
 def parse_steps(text: str) -> tuple[int, int]:
-    """(first, last) of "2:5"; "3" is one step. Raises ConfigError."""
+    """Returns (first, last) of "2:5"; "3" is one step. Raises ConfigError."""
     first, colon, last = text.partition(":")
     if not first.isdigit() or not (last if colon else first).isdigit():
         raise ConfigError(f"--trace-steps {text!r}: expected FIRST:LAST, such as 2:5")

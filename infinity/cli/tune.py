@@ -20,7 +20,8 @@ from infinity.sizes import MIB
 
 def tune(
     config: Annotated[
-        Path | None, typer.Argument(metavar="[CONFIG]", help="A swap-tier file: its paths.")
+        Path | None,
+        typer.Argument(metavar="[CONFIG]", help="A configuration file: its paths."),
     ] = None,
     paths: Annotated[
         list[Path] | None,
@@ -36,15 +37,15 @@ def tune(
     ] = None,
     write: Annotated[
         Path | None,
-        typer.Option("--write", metavar="FILE", help="Write the fragment to a file as well."),
+        typer.Option("--write", metavar="FILE", help="Also write the fragment to a file."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print all scores as JSON.")] = False,
 ) -> None:
     """Find the io settings that suit these drives, and print them as a fragment of TOML.
 
-    The fragment also holds the bandwidth of each path, which the schedule reads. Put its lines into
-    the swap-tier file. Of settings equally fast within 5 %, those with the fewest bytes in flight
-    are chosen, so that another run comes to the same within noise.
+    The fragment also has the bandwidth of each path, which the schedule reads. Copy its lines into
+    the configuration file. Among settings within 5 % of the fastest, the one with the fewest bytes
+    in flight is chosen, so that a repeated search gives the same result within noise.
     """
     from rich.console import Console
 

@@ -1,8 +1,8 @@
-"""What this machine can do for a run, line by line: what is missing, what it costs, what to do.
+"""Examines this machine for a run, line by line: missing parts, their cost, and the remedy.
 
-One module per subject. In each, `check_*` functions judge facts and touch nothing; `examine`
-gathers the facts, from files below `root` and by trying. Nothing here needs privileges: what may
-not be read is said to be unreadable.
+One module per subject. In each module, `check_*` functions judge facts and touch nothing; `examine`
+gathers the facts, from files below `root` and by trials. No check needs privileges: files that may
+not be read are reported as unreadable.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ __all__ = ["Finding", "Status", "examine", "worst"]
 
 
 def examine(config: SwapConfig, *, root: Path = Path("/")) -> Iterator[Finding]:
-    """Every finding about this machine, for what `config` asks, as soon as it is known.
+    """Yields every finding about this machine, for the needs of `config`, as soon as it is known.
 
-    Tries things: small rings, some memory, a scratch file of 4 KiB on every path, which is removed
-    again. Imports torch. `root` holds `proc` and `sys`.
+    The trials use small rings, some memory, and on every path a scratch file of 4 KiB, which is
+    removed again. Imports torch. `root` contains `proc` and `sys`.
     """
     yield from kernel.examine(config, root)
     yield from memory.examine(config, root)

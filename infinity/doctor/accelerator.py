@@ -15,7 +15,7 @@ from infinity.sizes import format_nbytes
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """`pci_address` as in /sys/bus/pci/devices; empty where torch does not say."""
+    """`pci_address` as in /sys/bus/pci/devices; empty if torch does not report it."""
 
     name: str
     memory_nbytes: int
@@ -24,7 +24,7 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A PCI Express link: lanes in use, lanes and transfers per second it could have."""
+    """A PCI Express link: lanes in use, and its maximum of lanes and transfers per second."""
 
     num_lanes: int
     max_lanes: int
@@ -33,7 +33,8 @@ class Link:
 
     @property
     def max_nbytes_s(self) -> float:
-        """One direction, all lanes, after line coding: 8b/10b until generation 2, then 128b/130b.
+        """The rate of one direction over all lanes, after line coding: 8b/10b until generation 2,
+        then 128b/130b.
 
         Generation 6 (64 GT/s) codes in flits of 256 bytes, 242 of them for data.
         """
@@ -68,7 +69,7 @@ def check_torch(version: str | None, failure: str) -> Finding:
 
 
 def check_cuda(kind: str, gpus: list[Gpu], *, built_for: str | None) -> Finding:
-    """`kind` is tiers.device.kind; `built_for` the CUDA version of torch's build, if any."""
+    """`kind` is tiers.device.kind; `built_for` is the CUDA version of torch's build, if any."""
     described = "; ".join(f"{gpu.name}, {format_nbytes(gpu.memory_nbytes)}" for gpu in gpus)
     if kind == "cpu":
         return ok("CUDA", f"not asked for ({described or 'no device'})")
@@ -88,14 +89,14 @@ def check_cuda(kind: str, gpus: list[Gpu], *, built_for: str | None) -> Finding:
 
 
 def find_link(root: Path, pci_address: str) -> Link | None:
-    """None where sysfs does not show it, or shows a virtual link without lanes."""
+    """Returns None if sysfs does not show the link, or shows a virtual link without lanes."""
     folder = root / "sys/bus/pci/devices" / pci_address
     rate = re.match(r"[\d.]+", read_text(folder / "max_link_speed") or "")
     num_lanes = read_int(folder / "current_link_width")
     max_lanes = read_int(folder / "max_link_width")
     if not pci_address or rate is None or not num_lanes or not max_lanes:
         return None
-    if max_lanes == 255:  # The kernel's word for "not known".
+    if max_lanes == 255:  # The kernel's value for "unknown".
         return None
     node = read_int(folder / "numa_node")
     return Link(
@@ -104,7 +105,7 @@ def find_link(root: Path, pci_address: str) -> Link | None:
 
 
 def check_link(index: int, link: Link | None) -> Finding:
-    """Speed is not judged: an idle device lowers it to save power. Lanes stay as they are."""
+    """Judges the lanes only. An idle device lowers its speed to save power, but not its lanes."""
     subject = f"CUDA device {index}: link"
     if link is None:
         return ok(subject, "not visible from here")

@@ -15,7 +15,7 @@ _VIRTUAL = ("vd", "xvd")  # virtio and Xen, by the names of their block devices
 
 @dataclass(frozen=True, slots=True)
 class Drive:
-    """A block device as sysfs shows it. `model` and `scheduler` are empty when not said."""
+    """A block device as sysfs shows it. `model` and `scheduler` are empty if unknown."""
 
     name: str
     model: str
@@ -26,7 +26,7 @@ class Drive:
 
 
 def find_drive(root: Path, device: int) -> Drive | None:
-    """The drive of a device number; the first one below a device mapper or RAID."""
+    """Returns the drive of a device number; the first one below a device mapper or RAID."""
     link = root / f"sys/dev/block/{os.major(device)}:{os.minor(device)}"
     if not link.exists():
         return None
@@ -49,7 +49,7 @@ def find_drive(root: Path, device: int) -> Drive | None:
 
 
 def find_numa_node(block: Path) -> int | None:
-    """The node a drive hangs on; None when it does not say or there is none (-1)."""
+    """Returns the NUMA node of a drive; None if it is unknown or there is none (-1)."""
     for place in ("device/numa_node", "device/device/numa_node"):
         node = read_int(block / place)
         if node is not None and node >= 0:
@@ -69,7 +69,7 @@ def check_drive(path: str, drive: Drive | None) -> Finding:
     if drive.numa_node is not None:
         parts.append(f"NUMA node {drive.numa_node}")
     found = ", ".join(parts)
-    if drive.name.startswith(_VIRTUAL):  # They often say that they spin.
+    if drive.name.startswith(_VIRTUAL):  # They often claim to spin.
         return ok(subject, f"{found}; virtual, what is behind it is not said")
     if drive.is_rotational:
         return degraded(

@@ -1,4 +1,4 @@
-"""The file system below a path: what it is, and what that costs."""
+"""The file system of a path, and its cost."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Mount:
 
 
 def find_mount(path: str, mountinfo: str) -> Mount | None:
-    """The mount that holds a real path: the longest mount point above it, the last of equals."""
+    """Returns the mount of a real path: the longest mount point above it, the last of equals."""
     found = None
     for line in mountinfo.splitlines():
         before, _, after = line.partition(" - ")

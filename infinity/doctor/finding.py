@@ -13,10 +13,10 @@ _ORDER: tuple[Status, ...] = ("ok", "degraded", "missing")
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What was found about one subject.
+    """The finding about one subject.
 
-    "degraded" works at a cost; "missing" is what the configuration needs and does not have. Both
-    say what it costs, and what to do about it where something can be done.
+    "degraded" works at a cost; "missing" is a need of the configuration that is not met. Both name
+    the cost, and the remedy if there is one.
     """
 
     subject: str
@@ -39,5 +39,5 @@ def missing(subject: str, found: str, *, cost: str, remedy: str = "") -> Finding
 
 
 def worst(findings: Iterable[Finding]) -> Status:
-    """The status of the whole: that of its worst line."""
+    """Returns the status of the whole report: that of its worst line."""
     return max((each.status for each in findings), key=_ORDER.index, default="ok")

@@ -1,4 +1,5 @@
-"""The kernel and its io_uring: allowed or not, by whom, and with which features."""
+"""The kernel and its io_uring: whether it is allowed, which setting forbids it, and its
+features."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ def examine(config: SwapConfig, root: Path) -> Iterator[Finding]:
 
 
 def check_kernel(release: str) -> Finding:
-    """`release` as uname(2) gives it. What really works is tried; this says what to expect."""
+    """`release` is that of uname(2). Only a trial shows what works; the release shows what to
+    expect."""
     numbers = re.match(r"(\d+)\.(\d+)", release)
     version = (int(numbers[1]), int(numbers[2])) if numbers else (0, 0)
     if version < _OLDEST:
@@ -60,7 +62,7 @@ def check_uring(
     sysctl: str | None,
     seccomp: str | None,
 ) -> Finding:
-    """`engine` is io.engine; `sysctl` and `seccomp` are the texts of the kernel, None if absent."""
+    """`engine` is io.engine; `sysctl` and `seccomp` are the kernel's texts, None if absent."""
     gates = ", ".join(
         [
             f"kernel.io_uring_disabled={sysctl}" if sysctl else "no kernel.io_uring_disabled",
@@ -88,7 +90,7 @@ def check_uring(
 
 
 def check_binding(probe: uring.Probe | None) -> Finding:
-    """`probe` is None when the binding is not part of the build."""
+    """`probe` is None if the binding is not part of the build."""
     subject = "liburing binding"
     if probe is None:
         return degraded(

@@ -1,4 +1,4 @@
-"""Host memory: room for the arena, huge pages, the memlock limit."""
+"""Host memory: space for the arena, huge pages, the memlock limit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from infinity.storage.arena import Arena
 from infinity.storage.probe import find_uring_refusal
 
 _TRIAL_ARENA_NBYTES = 16 * MIB
-# Pinning more than this to see whether a limit binds would take noticeable memory and time.
+# Pinning more than this to test a limit would take noticeable memory and time.
 _MAX_TRIAL_NBYTES = 256 * MIB
 
 
@@ -40,7 +40,7 @@ def examine(config: SwapConfig, root: Path) -> Iterator[Finding]:
 
 
 def check_room(memory: HostMemory, arena_nbytes: int) -> Finding:
-    """`memory` can be had without swapping; the arena takes `arena_nbytes` of it at start."""
+    """`memory` is available without swapping; the arena takes `arena_nbytes` of it at start."""
     subject = "host memory"
     available = f"{format_nbytes(memory.nbytes)} available"
     if memory.limit is not None:
@@ -125,7 +125,7 @@ def _huge_page_share() -> float | None:
 
 
 def _pins_more_than(limit_nbytes: int) -> bool:
-    """Found by pinning: a capability in /proc is worth nothing in a container's user namespace."""
+    """Tests by pinning: a capability in /proc has no effect in a container's user namespace."""
     trial_nbytes = limit_nbytes + HUGE_PAGE_NBYTES
     if limit_nbytes < 0 or trial_nbytes > _MAX_TRIAL_NBYTES or not uring.is_built():
         return False

@@ -1,4 +1,4 @@
-"""How worn an NVMe drive is: its own health log, where this process may read it.
+"""The wear of an NVMe drive: its own health log, if this process may read it.
 
 Source: NVM Express Base Specification 2.0, "SMART / Health Information", log page 02h; the kernel's
 include/uapi/linux/nvme_ioctl.h.
@@ -47,7 +47,7 @@ def examine(path: str, block_name: str) -> Finding:
 
 
 def check_wear(path: str, health: Health | None, code: int) -> Finding:
-    """`code` says why there is no `health`: ENOTTY for a drive that has no such log."""
+    """`code` is the error if there is no `health`: ENOTTY for a drive without such a log."""
     subject = f"{path}: wear"
     if health is None and code == errno.ENOTTY:
         return ok(subject, "not readable: no NVMe drive, or a virtual one; ask its host")
@@ -73,7 +73,8 @@ def check_wear(path: str, health: Health | None, code: int) -> Finding:
 
 
 def parse_health(log: bytes) -> Health:
-    """The 512 bytes of the log page. Raises OSError(EIO) when they are all zero: no log at all."""
+    """Parses the 512 bytes of the log page. Raises OSError(EIO) if all are zero, which means no
+    log."""
     if len(log) != _LOG_NBYTES or not any(log):
         raise OSError(errno.EIO, "the drive gave no health log")
     return Health(
@@ -85,7 +86,7 @@ def parse_health(log: bytes) -> Health:
 
 
 def _read_log(device: str) -> bytes:
-    """Asks the controller. Needs CAP_SYS_ADMIN. Raises OSError."""
+    """Reads the log from the controller. Needs CAP_SYS_ADMIN. Raises OSError."""
     log = ctypes.create_string_buffer(_LOG_NBYTES)
     num_dwords = _LOG_NBYTES // 4 - 1  # The log's length, as the command counts it.
     command = bytearray(struct.pack(

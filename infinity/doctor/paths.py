@@ -1,4 +1,4 @@
-"""Every swap path: the directory, direct I/O, free space, and what lies below."""
+"""Every swap path: the directory, direct I/O, free space, and the drive below it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from infinity.storage.probe import crc32c_kernels, direct_alignment
 
 @dataclass(frozen=True, slots=True)
 class DirectTrial:
-    """What a scratch file answered. `errno` 0: direct I/O works. Alignments: 0 when not said."""
+    """The results of a scratch file. `errno` 0: direct I/O works. Alignments are 0 if unknown."""
 
     errno: int
     memory_nbytes: int = 0
@@ -59,7 +59,7 @@ def examine(config: SwapConfig, root: Path) -> Iterator[Finding]:
 
 
 def check_checksums(is_on: bool, kernel: str) -> Finding:
-    """`kernel` is the name of the fastest way this processor has to compute them."""
+    """`kernel` is the name of the processor's fastest way to compute checksums."""
     if not is_on:
         return degraded(
             "checksums",
@@ -79,7 +79,7 @@ def check_checksums(is_on: bool, kernel: str) -> Finding:
 
 
 def directory_errno(path: Path) -> int:
-    """0 for a directory; ENOTDIR for anything else; what stat(2) answers when it cannot be seen."""
+    """Returns 0 for a directory, ENOTDIR for anything else, or the error of stat(2)."""
     try:
         return 0 if stat.S_ISDIR(os.stat(path).st_mode) else errno.ENOTDIR
     except OSError as error:
@@ -87,14 +87,15 @@ def directory_errno(path: Path) -> int:
 
 
 def nearest_directory(path: Path) -> Path:
-    """The directory itself, or the first above it that exists and can be seen."""
+    """Returns the directory itself, or its first parent that exists and can be seen."""
     while directory_errno(path) and path != path.parent:
         path = path.parent
     return path
 
 
 def check_directory(path: Path, *, code: int, parent_code: int, is_writable: bool) -> Finding:
-    """Codes as of `directory_errno`; `is_writable` is the directory, or where it would be made."""
+    """Codes are those of `directory_errno`; `is_writable` describes the directory, or its parent if
+    it is missing."""
     subject, cost = f"{path}: directory", "no swap file can be made here: no run starts"
     if code == errno.ENOENT and parent_code == errno.ENOENT:
         return missing(
@@ -116,7 +117,7 @@ def check_directory(path: Path, *, code: int, parent_code: int, is_writable: boo
 
 
 def try_direct(directory: Path) -> DirectTrial:
-    """Writes and reads 4 KiB directly in a scratch file, which is gone afterwards."""
+    """Writes and reads 4 KiB directly in a scratch file, which is removed afterwards."""
     try:
         fd, name = tempfile.mkstemp(prefix="infinity-doctor-", dir=directory)
     except OSError as error:
@@ -206,7 +207,8 @@ def check_space(tier: NvmeTier, free_nbytes: int, total_nbytes: int) -> Finding:
 
 
 def _device_number(directory: Path, mount: Mount | None) -> int:
-    """Of the drive: btrfs and overlays give their files a number that no device has."""
+    """Returns the device number of the drive: btrfs and overlays give files a number that no device
+    has."""
     device = os.stat(directory).st_dev
     if os.major(device) == 0 and mount is not None and mount.source.startswith("/dev/"):
         with contextlib.suppress(OSError):

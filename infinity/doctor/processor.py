@@ -9,7 +9,7 @@ from pathlib import Path
 from infinity.doctor.files import read_field, read_ranges, read_text
 from infinity.doctor.finding import Finding, degraded, ok
 
-# Those that the arithmetic over flat buffers, ours and torch's, gains from; by the kernel's names.
+# Instruction sets that speed up arithmetic over flat buffers, by the kernel's names.
 _X86 = ("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512_bf16", "amx_bf16")
 _ARM = ("asimd", "fphp", "bf16", "sve", "sve2")
 
@@ -27,7 +27,7 @@ def examine(root: Path) -> Iterator[Finding]:
 
 
 def cpu_quota(root: Path) -> float | None:
-    """Cores' worth of time that the cgroup grants; None without a limit."""
+    """Returns the CPU time that the cgroup grants, in cores; None without a limit."""
     version_2 = (read_text(root / "sys/fs/cgroup/cpu.max") or "").split()
     version_1 = [
         read_text(root / "sys/fs/cgroup/cpu" / name) or ""
@@ -52,7 +52,7 @@ def check_cores(num_cores: int, quota: float | None) -> Finding:
 
 
 def describe_cpu(root: Path) -> tuple[str, frozenset[str]]:
-    """Model and instruction sets of the first core; Arm says "Features" and no model."""
+    """Returns the model and instruction sets of the first core. Arm has "Features" and no model."""
     cpuinfo = root / "proc/cpuinfo"
     model = read_field(cpuinfo, "model name") or "model not said"
     flags = read_field(cpuinfo, "flags") or read_field(cpuinfo, "Features") or ""
@@ -60,7 +60,7 @@ def describe_cpu(root: Path) -> tuple[str, frozenset[str]]:
 
 
 def check_instructions(machine: str, model: str, flags: frozenset[str]) -> Finding:
-    """`machine` as uname(2) gives it."""
+    """`machine` is that of uname(2)."""
     subject = "instruction sets"
     known = _X86 if machine == "x86_64" else _ARM
     has = [name for name in known if name in flags]
@@ -76,7 +76,7 @@ def check_instructions(machine: str, model: str, flags: frozenset[str]) -> Findi
 
 
 def cpu_nodes(root: Path, nodes: frozenset[int], cpus: frozenset[int]) -> frozenset[int]:
-    """The NUMA nodes that these cores belong to."""
+    """Returns the NUMA nodes of these cores."""
     folder = root / "sys/devices/system/node"
     return frozenset(
         node for node in nodes if cpus & read_ranges(read_text(folder / f"node{node}/cpulist"))
@@ -86,7 +86,8 @@ def cpu_nodes(root: Path, nodes: frozenset[int], cpus: frozenset[int]) -> frozen
 def check_numa(
     nodes: frozenset[int], *, memory_nodes: frozenset[int], cpu_nodes: frozenset[int]
 ) -> Finding:
-    """`nodes` of the machine; those this process may take memory from, and may run on."""
+    """Judges the `nodes` of the machine, those of the allowed memory, and those of the allowed
+    cores."""
     if len(nodes) <= 1:
         return ok("NUMA", "one node")
     allowed = memory_nodes & nodes or nodes

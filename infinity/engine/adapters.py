@@ -1,10 +1,10 @@
-"""What PEFT adds to a model: which parameters are an adapter's own, and the few whose first value
-is made of the base weights.
+"""Adapters of PEFT: the parameters of an adapter, and the first values that derive from base
+weights.
 
-PEFT is known by the shape of what it leaves behind, not imported. A tuner layer keeps the module
-that it wraps as `base_layer` and names its own parts in `adapter_layer_names`; a module to save
-keeps `original_module` and copies by adapter name; trainable tokens are a tuner layer called
-`token_adapter` in one of those.
+PEFT is recognised by the structure that it leaves in a model, and is not imported. A tuner layer
+keeps the module that it wraps as `base_layer`, and names its own parts in `adapter_layer_names`. A
+module to save keeps `original_module`, and copies by adapter name. Trainable tokens are a tuner
+layer called `token_adapter` in such a module.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ _DERIVED = ("lora_magnitude_vector", "trainable_tokens_delta", "trainable_tokens
 
 
 def adapter_modules(model: nn.Module) -> list[nn.Module]:
-    """Every module that belongs to an adapter, with what is in it."""
+    """Yields every module that belongs to an adapter, with its submodules."""
     return [module for _, _, part in _parts(model) for module in part.modules()]
 
 
 def refuse_without_values(model: nn.Module) -> None:
-    """An adapter whose values were lost on meta is never drawn anew: it may have been trained."""
+    """Refuses an adapter whose values were lost on meta. It may have been trained, so its values
+    are never drawn again."""
     for layer, name, part in _parts(model):
         if name in _DERIVED:
             continue
@@ -47,7 +48,7 @@ def refuse_without_values(model: nn.Module) -> None:
 
 
 def derived_buffers(model: nn.Module) -> set[int]:
-    """Ids of the buffers that `derive` fills."""
+    """Returns the ids of the buffers that `derive` fills."""
     return {
         id(buffer)
         for _, name, part in _parts(model)
@@ -57,8 +58,8 @@ def derived_buffers(model: nn.Module) -> set[int]:
 
 
 def values_of_adapters(model: nn.Module) -> set[int]:
-    """Ids of the adapters' parameters that are there, also where `infinity.init_empty_weights` saw
-    them made."""
+    """Returns the ids of the adapters' parameters that have values, also of those that were made
+    under `infinity.init_empty_weights`."""
     return {
         id(parameter)
         for module in adapter_modules(model)
@@ -68,7 +69,8 @@ def values_of_adapters(model: nn.Module) -> set[int]:
 
 
 def derived_parameters(model: nn.Module) -> dict[int, tuple[nn.Module, str]]:
-    """Parameters without a value that `derive` gives one: (tuner layer, adapter's name) by id."""
+    """Returns (tuner layer, adapter name) by id, for the parameters whose first value `derive`
+    makes."""
     layers = dict(model.named_modules())
     return {
         id(parameter): (layers[layer], leaf.partition(".")[0])
@@ -80,9 +82,10 @@ def derived_parameters(model: nn.Module) -> dict[int, tuple[nn.Module, str]]:
 
 
 def derive(engine: Engine, wanted: dict[str, tuple[nn.Module, str]]) -> None:
-    """PEFT's own first values of what it makes of base weights, now that these are there.
+    """Computes PEFT's first values of the parameters that derive from base weights.
 
-    `wanted` has the tuner layer and the adapter's name for each parameter.
+    `wanted` names the tuner layer and the adapter of each parameter. The base weights must have
+    their values.
     """
     with torch.no_grad():
         for name, (layer, adapter) in wanted.items():
@@ -100,7 +103,8 @@ def derive(engine: Engine, wanted: dict[str, tuple[nn.Module, str]]) -> None:
 
 
 def _magnitude(engine: Engine, layer: Any, adapter: str) -> torch.Tensor:
-    """As PEFT makes it when it attaches: before adapters are cast, in the dtype of the weights."""
+    """Computes the magnitude as PEFT does when it attaches: in the dtype of the weights, before
+    adapters are cast."""
     names = {id(param.handle): param.name for param in engine.params}
     base = layer.get_base_layer()
     there = {"device": base.weight.device, "dtype": base.weight.dtype}
@@ -120,7 +124,7 @@ def _magnitude(engine: Engine, layer: Any, adapter: str) -> torch.Tensor:
 
 
 def copied_parameters(model: nn.Module) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """(copy, original) of each parameter of a module to save whose copy has no value of its own."""
+    """Returns (copy, original) for every parameter of a module to save whose copy has no value."""
     return [
         (copy, original)
         for wrapper in model.modules()
@@ -136,15 +140,15 @@ def copied_parameters(model: nn.Module) -> list[tuple[torch.Tensor, torch.Tensor
 
 
 def follows(copy: torch.Tensor, original: torch.Tensor) -> bool:
-    """Whether the copy that PEFT made of a parameter gets the original's value: it has none of its
-    own, loaded or trained."""
+    """Whether PEFT's copy of a parameter gets the original's value, because it was neither loaded
+    nor trained."""
     if isinstance(copy, Handle) or is_to_come(copy):
         return True
     return not original.is_meta and torch.equal(copy.to(original.dtype), original)
 
 
 def _parts(model: nn.Module) -> Iterator[tuple[str, str, nn.Module]]:
-    """(layer's name, part's name, part) of what is an adapter's own."""
+    """Yields (name of the layer, name of the part, part) for the parts of adapters."""
     for name, module in model.named_modules():
         parts = module._modules
         if hasattr(module, "adapter_layer_names") and parts.get("base_layer") is not None:

@@ -1,5 +1,4 @@
-"""From a model and a configuration to an engine: everything that can be refused is refused
-first."""
+"""Builds an engine from a model and a configuration; refuses bad input before anything changes."""
 
 from __future__ import annotations
 
@@ -91,9 +90,9 @@ TileRows = Callable[[str], list[tuple[str, int, int]]]
 
 
 class LoadPlan(Protocol):
-    """Weights that were checked and can be streamed: `load(write)` calls write(name, tensor).
+    """Checked weights that can be streamed: `load(write)` calls write(name, tensor).
 
-    Where it can, it writes a tensor by the rows that `tile_rows(name)` gives a name and bounds to.
+    `tile_rows(name)` gives row ranges; a plan that can writes a tensor in these ranges.
     """
 
     def load(
@@ -102,7 +101,7 @@ class LoadPlan(Protocol):
 
 
 class OwnDevice(DeviceAdapter, Protocol):
-    """A device given by the caller, told of the host tier when there is one."""
+    """A device adapter of the caller, which is given the host tier when it exists."""
 
     def open(self, host: HostTier, counters: Counters) -> None: ...
 
@@ -120,11 +119,11 @@ def build(
     wrap_storage: Callable[[StorageEngine], StorageEngine] | None = None,
     adopted: Adopted | None = None,
 ) -> Engine:
-    """Moves a model's parameters to their tiers and puts handles in their place.
+    """Moves a model's parameters to their tiers and replaces them with handles.
 
     A failure leaves the model as it was and no swap file behind. `wrap_storage` decorates the
-    storage engine (fault injection in tests). `adopted` swap files are gone on with. `group` and
-    `model_parallel_group`: see `infinity.offload`.
+    storage engine (fault injection in tests). The engine continues in `adopted` swap files. `group`
+    and `model_parallel_group`: see `infinity.offload`.
     """
     # INV-10: refusals come before the first change; a failure undoes the rest.
     _refuse(model, has_weights=weights is not None)
@@ -143,7 +142,7 @@ def build(
             config, laid_out, budgets, device, wrap_storage, adopted, resources, sharding
         )
         params = _params(parts.weight_cache, anatomy, laid_out)
-        tiled_params = {whole.name: whole for whole in tiling.tiled_params}
+        tiled_params = {tiled.name: tiled for tiled in tiling.tiled_params}
         engine = Engine(
             model,
             config,
@@ -184,7 +183,7 @@ def build(
         raise
     engine.forget_originals()
     tiling.forget()
-    del anatomy  # It has them, too.
+    del anatomy  # It refers to the parameters, too.
     originals.follow(engine.handle)
     if tiled_params:
         _log.info(
@@ -199,7 +198,7 @@ def build(
 
 @dataclass(frozen=True, slots=True)
 class _Assembly:
-    """Everything below the model, wired to each other; `build` hands each part to the engine."""
+    """Everything below the model, connected; `build` passes each part to the engine."""
 
     store: StateStore
     pool: HostPool
@@ -228,7 +227,7 @@ def _lay_out(
     tiling: Tiling,
     dtypes: Dtypes,
 ) -> _LaidOut:
-    """Units that the budgets can hold; cuts the model's modules into tiles where it has to be."""
+    """Returns units that the budgets can hold; splits modules into tiles where necessary."""
     on_devices = ranks is not None and is_collective(
         config,
         ranks,
@@ -316,7 +315,7 @@ def _refuse(model: nn.Module, *, has_weights: bool) -> None:
 
 
 def facts_of(found: FoundParam, dtypes: Dtypes) -> TensorFacts:
-    """A parameter as the engine keeps it."""
+    """Returns the facts of a parameter as the engine keeps it."""
     parameter = found.parameter
     return TensorFacts(
         name=found.name,
@@ -337,7 +336,7 @@ def _budgets(
     device: OwnDevice | None,
     sharding: ShardingPlan | None,
 ) -> Budgets:
-    """Asks this machine for its sizes."""
+    """Computes the budgets from the sizes of this machine."""
     is_cpu = _shares_host_memory(config, device)
     sizes: dict[str, Any] = {
         "held_nbytes": anatomy.held_nbytes([rounded_nbytes(u.weight_nbytes) for u in units]),
@@ -469,9 +468,9 @@ def _assemble(
     )
     if config.schedule.updates == "at_step":
         pool.add_reclaimer(lambda _: updater.reclaim_idle())
-    # Cheapest first: what is on its way out anyway, weights that would have to be read again, and
-    # the optimizer's ring. Deferred updates need it in every forward, and to make room for it anew
-    # would cost more weights than fit in it: they do not lie side by side.
+    # Cheapest first: gradients on their way to the drive, weights that would be read again, and the
+    # optimizer's ring. Deferred updates need the ring in every forward. To allocate it again would
+    # cost more weights than it holds, because they are not adjacent.
     pool.add_reclaimer(lambda _: gradients.reclaim())
     pool.add_reclaimer(lambda _: activations.reclaim())
     pool.add_reclaimer(weight_cache.reclaim)
@@ -537,7 +536,7 @@ def _open_volume(
 
 
 def _nvme_nbytes(tier: NvmeTier) -> int | None:
-    """What may be taken of one path; None leaves it to the free space less a reserve."""
+    """Returns the limit of one path; None means the free space less a reserve."""
     if tier.capacity.is_auto:
         return None
     there = Path(tier.path)
@@ -562,7 +561,7 @@ def _open_device(
 def _params(
     weight_cache: WeightCache, anatomy: ModelLayout, units: Sequence[Unit]
 ) -> list[OffloadedParam]:
-    """Slots in the order of `model.named_parameters()`."""
+    """Returns the parameters in the order of `model.named_parameters()`."""
     by_parameter: dict[int, OffloadedParam] = {}
     for unit, (_, members) in zip(units, anatomy.units, strict=True):
         region = weight_cache.weights[unit.index].region
@@ -599,7 +598,8 @@ def _hooked_modules(anatomy: ModelLayout) -> list[HookedModule]:
 
 
 def _fill(engine: Engine, weights: LoadPlan | None, seed: int) -> None:
-    """Real values first, from memory that is there; then what has to be read or made."""
+    """Fills the tiers: first values that are in memory, then values that are read or
+    initialised."""
     without, to_come = set(), set()
     kept, derived_of = values_of_adapters(engine.model), derived_parameters(engine.model)
     names = {id(param.original): param.name for param in engine.params}

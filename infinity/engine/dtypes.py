@@ -1,9 +1,9 @@
-"""The dtypes that the engine keeps a model's parameters and buffers in.
+"""The dtypes in which the engine keeps a model's parameters and buffers.
 
-With `precision.compute = "bfloat16"` a model of float32 is narrowed: as its class does it for
-`from_pretrained(dtype=torch.bfloat16)` where it is one of transformers, as `model.to(bfloat16)`
-otherwise. A model that has narrow parameters already is somebody's own mixture (adapters of float32
-over a bfloat16 base, a router kept in float32) and stays as it is.
+With `precision.compute = "bfloat16"`, a float32 model is narrowed. A transformers model is narrowed
+as its class does it for `from_pretrained(dtype=torch.bfloat16)`, any other model as
+`model.to(bfloat16)` does it. A model that has narrow parameters already is a deliberate mixture
+(float32 adapters over a bfloat16 base, a router kept in float32) and stays as it is.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _log = logging.getLogger("infinity")
 
 _NARROW = (torch.bfloat16, torch.float16)
 
-# What PEFT puts into the name of a module that it wraps.
+# PEFT adds these parts to the name of a module that it wraps.
 _WRAPPING = re.compile(r"\.(base_layer|original_module|modules_to_save\.[^.]+)(?=\.)")
 
 
 class Dtypes:
-    """Decided once, from the model as it was given."""
+    """The dtype of every parameter, decided once from the given model."""
 
     def __init__(self, model: nn.Module, config: SwapConfig) -> None:
         compute = getattr(torch, config.precision.compute_dtype)
@@ -39,14 +39,14 @@ class Dtypes:
         self._narrowed = None if compute is torch.float32 or has_narrow else compute
         self._pattern = names_kept_wide(model)
         self._twins: dict[str, torch.dtype] = {}
-        self._unknown: set[int] = set()  # Modules whose buffers stay as they are.
+        self._unknown: set[int] = set()  # Modules whose buffers keep their dtype.
         if self._narrowed is not None:
             self._unknown = {id(module) for module in adapter_modules(model)}
             self._ask_twins(self._narrowed)
         self._wide_ids = {id(p) for name, p in model.named_parameters() if self._is_wide(name)}
 
     def of(self, parameter: torch.Tensor, name: str = "") -> torch.dtype:
-        """`name` is asked where the parameter is a tile of one of the model's."""
+        """Returns the dtype of a parameter. `name` is needed if the parameter is a tile."""
         if id(parameter) in self._wide_ids or self._is_wide(name):
             if parameter.dtype is torch.float32 or is_to_come(parameter):
                 return torch.float32
@@ -55,7 +55,7 @@ class Dtypes:
         return parameter.dtype
 
     def narrow_buffers(self) -> None:
-        """Buffers of float32 get the dtype that they have in the same model of the narrow dtype."""
+        """Converts float32 buffers to the dtype that they have in the narrow model."""
         if self._narrowed is None:
             return
         for name, module in self._model.named_modules():
@@ -85,7 +85,8 @@ class Dtypes:
 
 
 def names_kept_wide(model: nn.Module) -> re.Pattern[str] | None:
-    """Names of parameters that transformers keeps in float32 in a model of bfloat16."""
+    """Returns a pattern of the parameters that transformers keeps in float32 in a bfloat16
+    model."""
     patterns = {
         pattern.replace("*", r".*")
         for root in _models_in(model)
@@ -95,7 +96,7 @@ def names_kept_wide(model: nn.Module) -> re.Pattern[str] | None:
 
 
 def _models_in(module: nn.Module) -> Iterator[Any]:
-    """The outermost transformers models."""
+    """Yields the outermost transformers models."""
     if hasattr(type(module), "get_init_context") and hasattr(module, "config"):
         yield module
         return
@@ -104,13 +105,13 @@ def _models_in(module: nn.Module) -> Iterator[Any]:
 
 
 def _twin(model: Any, dtype: torch.dtype) -> nn.Module | None:
-    """A model of the same class, built on meta as `from_pretrained` builds it."""
+    """Builds a model of the same class on meta, as `from_pretrained` builds it."""
     from transformers.utils.generic import ContextManagers
 
     try:
         with ContextManagers(type(model).get_init_context(dtype, False, False, None)):
             return type(model)(copy.deepcopy(model.config))
-    except Exception as error:  # A constructor that does not run on meta; it is the model's own.
+    except Exception as error:  # The constructor of the model does not run on meta.
         _log.warning(
             "buffers of %s stay float32: it cannot be built in %s to see what it makes of them "
             "(%s); where its forward needs them narrow, convert the model before infinity.offload",

@@ -1,4 +1,4 @@
-"""How many spare generations a configuration asks for: what commits and linked checkpoints need."""
+"""The number of spare generations that commits and linked checkpoints need."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from infinity.errors import ConfigError
 
 
 def count_spares(config: SwapConfig, *, num_ranks: int = 1) -> int:
-    """One for every checkpoint that is kept by links, and one for the last committed step.
+    """Returns the number of spare generations: one per linked checkpoint, and one for the last
+    commit.
 
-    Checkpoints on another file system than the swap paths need one, for the step that is being
-    copied; with swap paths on several file systems none, as nothing can be linked, and with several
-    ranks none either, as these do not copy behind training. Raises ConfigError where steps are to
-    be committed on several file systems: the links of a commit are in one directory.
+    Checkpoints on another file system than the swap paths need one spare generation, for the step
+    that is being copied. With swap paths on several file systems they need none, because nothing
+    can be linked. With several ranks they need none, because ranks do not copy behind training.
+    Raises ConfigError for commits of every step on several file systems, because the links of a
+    commit lie in one directory.
     """
     checkpoint = config.checkpoint
     if checkpoint is None or checkpoint.durability == "none" or not config.tiers.nvme:
@@ -34,24 +36,24 @@ def count_spares(config: SwapConfig, *, num_ranks: int = 1) -> int:
 
 
 def is_elsewhere(config: SwapConfig, directory: Path) -> bool:
-    """Whether all swap paths are on one file system, and the directory on another."""
+    """Whether all swap paths lie on one file system and the directory lies on another."""
     swap = _file_systems(tier.path for tier in config.tiers.nvme)
     return len(swap) == 1 and swap != _file_systems([directory])
 
 
 def wanted_spares(config: SwapConfig, *, is_linked: bool, num_ranks: int = 1) -> int:
-    """The same where it is known whether checkpoints can be links."""
+    """Like `count_spares`, if it is known whether checkpoints can be links."""
     checkpoint = config.checkpoint
     if checkpoint is None or checkpoint.durability == "none" or not config.tiers.nvme:
         return 0
-    # `infinity train` without `every` writes one checkpoint, at its end.
+    # Without `every`, `infinity train` writes one checkpoint at the end.
     kept = checkpoint.keep if checkpoint.every or config.train is None else 1
     num_copying = 1 if num_ranks == 1 else 0
     return (kept if is_linked else num_copying) + (checkpoint.durability == "step")
 
 
 def _file_systems(paths: Iterable[Path]) -> set[int]:
-    """st_dev of each path, or of the nearest directory above that is there."""
+    """Returns st_dev of each path, or of its nearest existing parent directory."""
     found = set()
     for path in paths:
         there = path

@@ -1,11 +1,11 @@
-"""The engine of one model: what training and users ask of it, put together from its parts.
+"""The engine of one model: the object behind `infinity.offload`, composed of its parts.
 
-  faces.py              which face every parameter shows
-  holds.py              units in use: what hooks call
-  changes.py            weights changed otherwise than by a step
-  parameter_grads.py    `.grad`, taken away and shown
-  handle_ops.py  operations on handles outside their module
-  passes.py             what of the model is running
+  modules/param.py        handle and compute parameter of every parameter
+  modules/uses.py         units in use, for hooks
+  modules/edits.py        changes of weights other than the optimizer's step
+  modules/grads.py        `.grad`, taken from autograd and shown on demand
+  modules/handle_ops.py   operations on handles outside their module
+  streaming/passes.py     whether a forward or a backward of the model runs
 
 One lock orders the training thread and autograd's device threads.
 """
@@ -46,13 +46,12 @@ from infinity.modules.hooks import (
     outside_graphs,
 )
 from infinity.modules.interrupts import uninterrupted
-from infinity.modules.param import OffloadedParam
-from infinity.modules.param_table import ParamTable
+from infinity.modules.param import OffloadedParam, ParamTable
 from infinity.modules.process import OwnProcess
 from infinity.modules.state_values import is_value_of, plain_value
-from infinity.modules.strangers import Strangers
 from infinity.modules.tiling.split import tiles_of
 from infinity.modules.tiling.tiled_param import TiledParam
+from infinity.modules.unmanaged_params import UnmanagedParams
 from infinity.modules.uses import UnitUses
 from infinity.observe import Counters, Track
 from infinity.simulate.update_device import UpdateDevice
@@ -71,15 +70,16 @@ _log = logging.getLogger("infinity")
 
 
 class Background(Protocol):
-    """Work beside training that uses the tiers."""
+    """A thread beside training that uses the tiers."""
 
     def close(self) -> None:
-        """Waits for its end, well or badly; an interrupt of the wait ends it at once."""
+        """Waits until the thread has ended or failed. An interrupt of the wait ends the thread at
+        once."""
 
 
 @dataclass(eq=False, repr=False)
 class Engine:
-    """What stands behind an offloaded model. Made by `infinity.offload`, found by `engine_of`."""
+    """The engine of an offloaded model. `infinity.offload` makes it, `engine_of` finds it."""
 
     model: nn.Module
     config: SwapConfig
@@ -97,9 +97,9 @@ class Engine:
     passes: Passes
     counters: Counters
     ranks: Ranks
-    update_device: UpdateDevice  # Where this rank makes its updates.
+    update_device: UpdateDevice  # The device that computes this rank's updates.
     resources: ExitStack  # Closes device, volume, storage engine and arena, in that order.
-    background: Background | None = field(default=None, init=False)  # Ends before the tiers go.
+    background: Background | None = field(default=None, init=False)  # Closed before the tiers are.
 
     def __repr__(self) -> str:
         units = len(self.store.units)
@@ -117,7 +117,7 @@ class Engine:
     def __post_init__(self) -> None:
         self._tracer = self.counters.tracer
         self._process = OwnProcess()
-        self._strangers = Strangers(self.model)
+        self._unmanaged_params = UnmanagedParams(self.model)
         self._lock = threading.RLock()
         self._param_table = ParamTable(self.model, self.params)
         self._changes = WeightEdits(
@@ -142,7 +142,7 @@ class Engine:
         ]
         self._removable: list[Any] = []
         self._layer_inputs: InputStore = self.activations
-        # A model that is dropped without close() gives its memory and its swap files back too.
+        # A model that is dropped without close() releases its memory and its swap files, too.
         self._finalizer = weakref.finalize(self, _close_in, os.getpid(), self.resources)
         for param in self.params:
             param.handle.owner = self.handle_ops
@@ -151,7 +151,7 @@ class Engine:
     # -- Attaching to the model ------------------------------------------------------------------
 
     def install(self) -> None:
-        """Puts handles in the place of parameters and hooks on sites."""
+        """Replaces parameters with handles and registers hooks on the hooked modules."""
         functions.install()
         self._param_table.install()
         self._uses.begin_use = self._hooked_begins
@@ -169,13 +169,13 @@ class Engine:
         registry.register(self)
 
     def uninstall(self) -> None:
-        """Puts the original parameters back, for a set-up that failed."""
+        """Restores the original parameters after a failed set-up."""
         self._remove_hooks()
         self._param_table.restore()
         registry.forget(self)
 
     def forget_originals(self) -> None:
-        """Weights have their values: lets the memory of the model's own parameters go."""
+        """Drops the model's own parameters. The tiers have their values."""
         for param in self.params:
             param.original = None
 
@@ -199,7 +199,7 @@ class Engine:
             self.passes.begin_forward(kind)
 
     def _hooked_begins(self, hooked: HookedModule) -> None:
-        """A site is entered: in a loop that calls parts of the model, a pass may begin with it."""
+        """Begins a pass with the first hooked module of a loop that calls parts of the model."""
         passes = self.passes
         is_inside = passes.is_in_forward or passes.is_layer_major
         if is_inside or self.is_closed or current_backward() != OUTSIDE_BACKWARD:
@@ -219,7 +219,7 @@ class Engine:
     def forward_backward(
         self, forwards: Sequence[Callable[[], torch.Tensor]]
     ) -> list[torch.Tensor]:
-        """See `infinity.forward_backward`; a forward returns one micro-batch's loss."""
+        """See `infinity.forward_backward`. Each forward returns the loss of one micro-batch."""
         self._refuse_accumulating()
         blocks = [
             (hooked, hooks)
@@ -239,7 +239,7 @@ class Engine:
             with self.passes.layer_major():
                 return layer_major.run(forwards, self._turn_back)
         finally:
-            self.passes.end_forward()  # If it was broken off.
+            self.passes.end_forward()  # If an error has ended the schedule.
             self.reset()
             self._uses.backward_ended()
             with uninterrupted(), self._lock:
@@ -258,19 +258,18 @@ class Engine:
             )
 
     def _turn_back(self) -> None:
-        """Between the forwards and the backwards of `accumulate`."""
+        """Runs between the forwards and the backwards of `forward_backward`."""
         self.passes.end_forward()
         self.passes.begin_backward()
 
     def share_activations(self, group: Any) -> None:
-        """From now on layer inputs wait in parts, over a model-parallel group."""
+        """Divides saved layer inputs over the ranks of a model-parallel group from now on."""
         self._layer_inputs = SharedActivationStore(self.activations, group)
 
     def reset(self) -> None:
-        """Lets go of what a forward or backward left behind when it was broken off.
+        """Releases what an interrupted forward or backward has left in use.
 
-        Called by itself when the next forward begins. Gradients of backward passes that were
-        completed are kept.
+        The next forward calls it. Gradients of completed backward passes are kept.
         """
         with self._lock:
             if self._backwards.abandon():
@@ -281,7 +280,7 @@ class Engine:
             self.passes.break_off()
 
     def resident_units(self) -> list[str]:
-        """Names of the units in use at this moment; empty between a backward and the next
+        """Returns the names of the units in use. The list is empty between a backward and the next
         forward."""
         with self._lock:
             self._backwards.abandon()
@@ -290,32 +289,36 @@ class Engine:
     # -- Names -------------------------------------------------------------------------------------
 
     def parameter_names(self) -> list[str]:
-        """Names in the order of `model.named_parameters()`; a tied parameter once. Of a parameter
-        that stands as tiles, those of its tiles; what takes a name here takes the whole's too."""
+        """Returns the names of the parameters in the order of `model.named_parameters()`.
+
+        A tied parameter appears once. A tiled parameter appears as its tiles. Methods that take a
+        name also accept the name of a tiled parameter.
+        """
         return [param.name for param in self.params]
 
     def tile_rows(self, name: str) -> list[tuple[str, int, int]]:
-        """(name, first row, end) of every tile of a parameter; itself where it stands whole."""
-        whole = self.tiled_params.get(name)
-        if whole is None:
+        """Returns (name, first row, end) of every tile of a parameter; one entry if it is not
+        tiled."""
+        tiled = self.tiled_params.get(name)
+        if tiled is None:
             shape = self.spec(name).facts.shape
             return [(name, 0, shape[0] if shape else 1)]
-        names = [handle.name_in_model for handle in whole.handles]
-        return list(zip(names, whole.starts, whole.starts[1:], strict=False))
+        names = [handle.name_in_model for handle in tiled.handles]
+        return list(zip(names, tiled.starts, tiled.starts[1:], strict=False))
 
     def handle(self, name: str) -> Handle:
-        """What stands for a parameter under the name that it has in the user's model."""
-        whole = self.tiled_params.get(name)
-        tensor = self._param_table.named(name).handle if whole is None else whole.tensor
+        """Returns the handle of a parameter by its name in the user's model."""
+        tiled = self.tiled_params.get(name)
+        tensor = self._param_table.named(name).handle if tiled is None else tiled.tensor
         assert isinstance(tensor, Handle)
         return tensor
 
     def spec(self, name: str) -> TensorSpec:
-        """Shape, stride, dtype and place of a parameter that stands whole, or of a tile."""
+        """Returns shape, stride, dtype and offset of an untiled parameter or of a tile."""
         return self._param_table.named(name).spec
 
     def params_of(self, what: nn.Module | Iterable[torch.Tensor]) -> list[OffloadedParam]:
-        """The slots of a module's parameters, or of given parameters (either face)."""
+        """Returns the parameters of a module, or those of given handles or compute parameters."""
         tensors = what.parameters() if isinstance(what, nn.Module) else what
         found = [self._param_table.find(tile) for tensor in tensors for tile in tiles_of(tensor)]
         return [param for param in found if param is not None]
@@ -323,7 +326,7 @@ class Engine:
     # -- Reading and writing from outside ----------------------------------------------------------
 
     def read_gradient(self, name: str) -> torch.Tensor | None:
-        """A copy of the gradient summed so far: fp32, on the host; None if there is none."""
+        """Returns a copy of the gradient summed so far (fp32, on the host), or None."""
         if name in self.tiled_params:
             parts = [self.read_gradient(tile) for tile, _, _ in self.tile_rows(name)]
             there = [part for part in parts if part is not None]
@@ -331,8 +334,7 @@ class Engine:
         return self._grads.read(self._param_table.named(name))
 
     def read_parameter(self, name: str, *, master: bool = False) -> torch.Tensor:
-        """A copy on the host: the compute dtype, or with `master` the fp32 value it is rounded
-        from."""
+        """Returns a copy on the host: in the compute dtype, or (`master`) the fp32 master value."""
         if name in self.tiled_params:
             tiles = self.tile_rows(name)
             return torch.cat([self.read_parameter(tile, master=master) for tile, _, _ in tiles])
@@ -351,13 +353,14 @@ class Engine:
             return copy.float()
 
     def write_parameter(self, name: str, tensor: torch.Tensor) -> None:
-        """Replaces a parameter's value, master copy included. Any dtype; the parameter's shape."""
+        """Replaces the value of a parameter and its master. Any dtype; the shape of the
+        parameter."""
         tensor = plain_value(tensor)
-        whole = self.tiled_params.get(name)
-        shape = tuple(self.spec(name).facts.shape if whole is None else whole.tensor.shape)
+        tiled = self.tiled_params.get(name)
+        shape = tuple(self.spec(name).facts.shape if tiled is None else tiled.tensor.shape)
         if tuple(tensor.shape) != shape:
             raise InfinityError(f"{name!r} has shape {shape}, got {tuple(tensor.shape)}")
-        if whole is not None:
+        if tiled is not None:
             for tile, start, stop in self.tile_rows(name):
                 self.write_parameter(tile, tensor[start:stop])
             return
@@ -375,8 +378,8 @@ class Engine:
     def _take_loaded(
         self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *unused: Any
     ) -> None:
-        """Before `load_state_dict` comes to a module: values go to their tiers, and what it then
-        finds to copy is the handle itself."""
+        """Writes the values of a `load_state_dict` call to their tiers, before the module sees
+        them. The module then finds its own handles in the dict and copies nothing."""
         for attribute, tensor in module._parameters.items():
             value = state_dict.get(prefix + attribute)
             if not isinstance(tensor, Handle) or not isinstance(value, torch.Tensor):
@@ -387,12 +390,13 @@ class Engine:
                 state_dict[prefix + attribute] = tensor
 
     def fill(self, unit: Unit) -> None:
-        """Writes one unit's original parameters, those that have memory, to its tiers."""
+        """Writes the values of one unit's original parameters, if they have any, to its tiers."""
         self._changes.fill(unit)
 
     @contextmanager
     def gather(self, params: Sequence[OffloadedParam], *, modify: bool) -> Iterator[None]:
-        """Holds the units of `params`; gradients appear as `.grad`. See `infinity.gather`."""
+        """Keeps the units of `params` in use and shows gradients as `.grad`. See
+        `infinity.gather`."""
         units = list(dict.fromkeys(param.unit.index for param in params))
         shown = params if self.num_ranks == 1 else ()
         with self.ranks.setting(units) if modify else nullcontext(), self._uses.using(units):
@@ -408,7 +412,7 @@ class Engine:
     # -- All state ---------------------------------------------------------------------------------
 
     def flush(self) -> None:
-        """Waits until all state is where it rests."""
+        """Waits until all state is on the tier where it rests."""
         with uninterrupted(), self._lock:
             self.gradients.settle()
             self.updater.settle()
@@ -416,9 +420,10 @@ class Engine:
 
     @contextmanager
     def at_rest(self, what: str) -> Iterator[StateAccess]:
-        """All state where it rests, and nobody moves it within. `what` names the caller in the
-        error that is raised while parameters are in use. With several ranks this is one rank's part
-        of the state, and all ranks do the same.
+        """Gives access to all state at rest; nothing else moves state inside the `with` block.
+
+        `what` names the caller in the error that is raised while parameters are in use. With
+        several ranks, all of them make the call, and each gets access to its own state.
         """
         with self._lock, torch.no_grad():
             if self.is_closed:
@@ -438,10 +443,10 @@ class Engine:
                 )
             finally:
                 for param in self.params:
-                    param.changes += 1  # A checkpoint may have been loaded.
+                    param.changes += 1  # The block may have loaded a checkpoint.
 
     def placed_nbytes(self) -> dict[str, dict[str, int]]:
-        """Bytes by kind and tier, as they rest."""
+        """Returns the bytes at rest by state kind and tier."""
         table: dict[str, dict[str, int]] = {}
         for (index, kind), location in self.store.placed().items():
             tier = type(location).__name__.removesuffix("Location").lower()
@@ -453,7 +458,7 @@ class Engine:
 
     @property
     def rank(self) -> int:
-        """The rank of this process among those that share the state."""
+        """The rank of this process among the ranks that share the state."""
         return self.ranks.rank
 
     @property
@@ -461,27 +466,29 @@ class Engine:
         return self.ranks.num_ranks
 
     def collective_section(self, what: str) -> AbstractContextManager[CollectiveSection]:
-        """The block on all ranks: see `RankSync.collective_section`."""
+        """A section that every rank enters: see `RankSync.collective_section`."""
         return self.ranks.collective_section(what)
 
     @property
     def commit_directory(self) -> Path | None:
-        """Where steps of this job are committed: one place for all ranks."""
+        """The directory for the commits of this job, the same for all ranks."""
         directory = self.config.commit_directory
         if directory is None or self.ranks.partition is None:
             return directory
         return path_of_job(directory.parent) / directory.name
 
     def all_gather_numbers(self, what: str, number: float) -> list[float]:
-        """The `number` of every rank, in rank order; all ranks call it. `what` is for messages."""
+        """Returns the `number` of every rank in rank order. Every rank calls it; `what` is for
+        messages."""
         return self.ranks.all_gather_numbers(what, number)
 
     # -- The step ----------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
-        """All ranks enter the optimizer's step; from here on gradients are those of all of them."""
+        """Enters the optimizer's step with all ranks. Afterwards gradients are sums over all
+        ranks."""
         self.refuse_closed("optimizer.step()")
-        self._strangers.refuse_untrained()
+        self._unmanaged_params.refuse_untrained()
         if self.num_ranks == 1:
             return
         with self._lock, self._tracer.during(Track.PHASES, "all ranks enter the step"):
@@ -490,8 +497,8 @@ class Engine:
             self.ranks.begin_step()
 
     def refuse_closed(self, what: str) -> None:
-        """Raises InfinityError, which names the caller, when the engine is closed, or another
-        process'."""
+        """Raises InfinityError, which names the caller, if the engine is closed or belongs to
+        another process."""
         self._process.refuse_others()
         if self.is_closed:
             raise InfinityError(
@@ -500,7 +507,7 @@ class Engine:
             )
 
     def step(self, record: StepRecord) -> None:
-        """Decides an optimizer step; each unit is updated before anybody sees it again."""
+        """Records an optimizer step. Each unit is updated before its next use."""
         with uninterrupted(), self._lock, self._tracer.during(Track.PHASES, "optimizer step"):
             self.reset()
             self._uses.refuse_in_use("optimizer.step()")
@@ -514,15 +521,16 @@ class Engine:
             else:
                 self.updater.defer(record)
                 self.updater.read_ahead()
-            # A graph that saved the old weights must find out, as it would in plain PyTorch.
+            # As in plain PyTorch, a graph that saved the old weights must raise.
             torch.autograd.graph.increment_version([param.compute for param in changed])
 
     def gradient_norms(self, params: Iterable[OffloadedParam]) -> dict[str, torch.Tensor]:
-        """2-norm of each gradient that is there, fp32 scalars on the host, in the given order."""
+        """Returns the 2-norm of every existing gradient, as fp32 scalars on the host, in the given
+        order."""
         self.refuse_closed("gradient norms")
         with uninterrupted(), self._lock, self._tracer.during(Track.PHASES, "gradient norms"):
             self.reset()
-            self.updater.settle()  # What no forward has touched since the last step.
+            self.updater.settle()  # Updates that no forward has applied since the last step.
             return {
                 param.name: self.gradients.norm(param.unit, param.spec)
                 for param in params
@@ -547,10 +555,10 @@ class Engine:
         return self._uses.is_closed
 
     def close(self) -> None:
-        """Waits for what is in flight and releases tiers and swap directory. Idempotent.
+        """Waits for transfers in flight and releases the tiers and the swap directory. Idempotent.
 
-        The model's parameters are gone afterwards: export first what is to be kept. In a forked
-        child it does nothing.
+        The values of the parameters are gone afterwards; export first what is needed. In a forked
+        child the method does nothing.
         """
         if not self._process.is_here:
             return
@@ -583,6 +591,7 @@ class Engine:
 
 
 def _close_in(process: int, resources: ExitStack) -> None:
-    """Not in a forked child: it has no threads of ours, and the swap files are the parent's."""
+    """Does nothing in a forked child, which has no threads of the engine and does not own the swap
+    files."""
     if os.getpid() == process:
         resources.close()

@@ -1,5 +1,4 @@
-"""Models that are never whole in memory: built on meta, initialised tensor by tensor into the
-tiers."""
+"""Models that are never complete in memory: built on meta and initialised tensor by tensor."""
 
 from __future__ import annotations
 
@@ -16,18 +15,20 @@ from infinity.engine.engine import Engine
 from infinity.errors import ConfigError
 from infinity.modules.awaited import Awaited, Provisional, building
 
-# Parameters up to this size keep the values their module's constructor gave them: a scale made by
-# torch.ones has no reset_parameters to make it again.
+# Parameters up to this size keep the values of their module's constructor: for a scale made by
+# torch.ones no reset_parameters exists that could make it again.
 _KEPT_NBYTES = 64 << 10
 
 
 @contextmanager
 def init_empty_weights(config: Any = None) -> Iterator[None]:
-    """Within, modules are built without memory for their parameters; buffers are real.
+    """Builds modules without memory for their parameters inside a `with` block; buffers have
+    values.
 
-    `config` is checked, so that a bad file is refused before a model is built. Follow with
-    `infinity.offload(model, config, weights=...)`, which streams weights in or initialises them.
-    Attach and load adapters between the two: they are real, with the values PEFT gives them.
+    `config` is checked, so that a bad file is refused before a model is built. Call
+    `infinity.offload(model, config, weights=...)` afterwards, which reads or initialises the
+    weights. Attach and load adapters between the two: adapters have memory, and the values that
+    PEFT gives them.
     """
     SwapConfig.load(config)
     kept: list[Provisional] = []
@@ -55,12 +56,12 @@ def init_empty_weights(config: Any = None) -> Iterator[None]:
 
 
 def initialise(engine: Engine, missing: set[str], without: set[str], seed: int) -> None:
-    """Gives values to the `missing` parameters by their modules' own rules, which those `without`
-    any value must have.
+    """Initialises the `missing` parameters by their modules' own rules. The parameters `without`
+    any value must have a rule.
 
-    A rule is followed by the modules that `init` built, and not by what was attached to them
-    since: that has its values. The same seed gives the same values on every placement: operations
-    and order are the model's, only the memory they run in differs.
+    Rules run on modules that `init_empty_weights` has built, not on modules attached later, which
+    have values. The same seed gives the same values for every placement: operations and their order
+    are the model's, only their memory differs.
     """
     names = {
         id(tensor): param.name
@@ -78,7 +79,7 @@ def initialise(engine: Engine, missing: set[str], without: set[str], seed: int) 
         covered: set[int] = set()
         for model in _transformers_models(engine.model):
             for module in model.modules():
-                # A model built without memory says it is done. Adapters are.
+                # A model built without memory claims to be initialised; adapters are.
                 module._is_hf_initialized = id(module) in adapters
             model.initialize_weights()
             covered.update(id(child) for child in model.modules())
@@ -110,7 +111,7 @@ def _listed(names: set[str]) -> str:
 
 
 def _transformers_models(root: nn.Module) -> list[Any]:
-    """The outermost transformers models in `root`."""
+    """Returns the outermost transformers models in `root`."""
     if hasattr(root, "initialize_weights") and hasattr(root, "_init_weights"):
         return [root]
     return [found for child in root.children() for found in _transformers_models(child)]
@@ -118,15 +119,14 @@ def _transformers_models(root: nn.Module) -> list[Any]:
 
 @contextmanager
 def _marked(engine: Engine, names: set[str]) -> Iterator[None]:
-    """Within, parameters that have their values carry the mark that transformers' initialisation
-    passes over."""
-    param_table = [
+    """Marks parameters that have values, so that transformers' initialisation skips them."""
+    parameters = [
         (tensor, param.name) for param in engine.params for tensor in (param.handle, param.compute)
     ]
-    for tensor, name in param_table:
+    for tensor, name in parameters:
         tensor._is_hf_initialized = name not in names  # type: ignore[union-attr]
     try:
         yield
     finally:
-        for tensor, _ in param_table:
+        for tensor, _ in parameters:
             del tensor._is_hf_initialized  # type: ignore[union-attr]

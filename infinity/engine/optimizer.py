@@ -1,4 +1,4 @@
-"""An optimizer as users know it, over state that rests on tiers."""
+"""The common part of the optimizers, over state that rests on tiers."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ from infinity.streaming.optimizer_step import StepRecord
 
 
 class OffloadedOptimizer(torch.optim.Optimizer):
-    """What the optimizers of `infinity.engine.optimizers` have in common: all but their rule.
+    """Base class of the optimizers of `infinity.engine.optimizers`; subclasses add the update rule.
 
-    Options of every one:
+    Options of every optimizer:
 
-    max_grad_norm: clips the global 2-norm, exactly as `torch.nn.utils.clip_grad_norm_` before the
-        step would; `grad_norm` then holds the norm of the last step (fp32 scalar)
-    always_norm: computes `grad_norm` also where nothing is clipped
-    error_if_nonfinite: raises NonFiniteError before anything is changed
-    skip_if_nonfinite: makes no step where the norm is not finite, as a GradScaler does;
-        `step_was_skipped` then says so, until the next step
+    max_grad_norm: clips the global 2-norm with the bits of `torch.nn.utils.clip_grad_norm_` before
+        the step. `grad_norm` is the norm of the last step (fp32 scalar)
+    always_norm: computes `grad_norm` also without clipping
+    error_if_nonfinite: raises NonFiniteError before anything changes
+    skip_if_nonfinite: skips a step whose norm is not finite, as a GradScaler does.
+        `step_was_skipped` is true until the next step
     """
 
-    name: ClassVar[str]  # As `[optimizer] name` has it.
-    moments: ClassVar[frozenset[str]]  # The most that the rule keeps of a parameter.
-    # Accelerate leaves an optimizer alone that is prepared already.
+    name: ClassVar[str]  # The value of `[optimizer] name`.
+    moments: ClassVar[frozenset[str]]  # All moments that the rule can keep of a parameter.
+    # Accelerate does not wrap a prepared optimizer again.
     _is_accelerate_prepared = True
 
     def __init__(
@@ -60,7 +60,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             raise ConfigError("expected one of error_if_nonfinite and skip_if_nonfinite, got both")
         self.check_group(defaults)
         self._params: dict[int, OffloadedParam] = {}
-        # By id of the handle: a parameter steps when it has a gradient.
+        # By id of the handle. A parameter makes a step if it has a gradient.
         self._steps: dict[int, int] = {}
         self._engine: Engine | None = None
         self.max_grad_norm = max_grad_norm
@@ -77,7 +77,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         if not isinstance(params, nn.Module):
             found = list(params)
         else:
-            engine_of(params).reset()  # A forward that was interrupted may hold parameters still.
+            engine_of(params).reset()  # Releases parameters of an interrupted forward.
             found = [parameter for parameter in params.parameters() if parameter.requires_grad]
         if not found:
             raise ConfigError(
@@ -86,15 +86,15 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             )
         return found
 
-    # -- What a rule says ------------------------------------------------------------------------
+    # -- The rule ------------------------------------------------------------------------
 
     @classmethod
     def check_group(cls, group: dict[str, Any]) -> None:
-        """Raises ConfigError for settings that the rule cannot have."""
+        """Raises ConfigError for settings that the rule does not allow."""
         raise NotImplementedError
 
     def settings_of(self, group: dict[str, Any], param: OffloadedParam, step: int) -> Settings:
-        """What one step of one parameter uses; `step` counts from 1."""
+        """Returns the settings of one step of one parameter. `step` counts from 1."""
         raise NotImplementedError
 
     # -- Groups ----------------------------------------------------------------------------------
@@ -109,7 +109,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self.check_group({**self.defaults, **param_group})
         for place, item in enumerate(params):
             name, parameter = item if isinstance(item, tuple) else (None, item)
-            param = self._find(parameter)  # Frozen ones never get a gradient.
+            param = self._find(parameter)  # A frozen parameter never gets a gradient.
             params[place] = param.handle if name is None else (name, param.handle)
             self._params[id(param.handle)] = param
             param.optimizer = weakref.ref(self)
@@ -119,8 +119,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             break
 
     def _check_room(self, needed: Iterable[str]) -> None:
-        """Raises ConfigError unless the model was offloaded with room for these moments, and with
-        none that no group of this rule could use."""
+        """Raises ConfigError unless the model was offloaded with space for exactly the moments that
+        the groups of this rule can use."""
         assert self._engine is not None
         config = self._engine.config
         reserved = {kind.value for kind in moments_of(config).kinds}
@@ -153,7 +153,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """One step. Returns what the closure returned, if one was given."""
+        """Makes one step. Returns the result of the closure, if one is given."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -179,12 +179,12 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             self._check_room({name for each in settings.values() for name in each.state_names})
             with uninterrupted():
                 self.engine.step(StepRecord(settings, factor))
-                self._steps.update(steps)  # A step that was refused has not been made.
+                self._steps.update(steps)  # A refused step is not counted.
                 self._note_step(settings)
         return loss
 
     def _note_step(self, settings: Mapping[TensorSpec, Settings]) -> None:
-        """A step with these settings was made."""
+        """Records a step with these settings."""
 
     @property
     def engine(self) -> Engine:
@@ -199,13 +199,13 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             )
 
     def _clip(self) -> torch.Tensor | None:
-        """The factor gradients are multiplied by, after the norm was looked at."""
+        """Returns the factor of all gradients, after the check of their norm."""
         self.grad_norm, self.step_was_skipped = None, False
         looks = self.always_norm or self.error_if_nonfinite or self.skip_if_nonfinite
         if self.max_grad_norm is None and not looks:
             return None
         mine = {id(param) for param in self._params.values()}
-        # In the model's order, like clip_grad_norm_(model.parameters()), whatever the groups are.
+        # In the order of the model, like clip_grad_norm_(model.parameters()), for any groups.
         ordered = [param for param in self.engine.params if id(param) in mine]
         norms = self.engine.gradient_norms(ordered)
         if not norms:
@@ -230,11 +230,11 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def clip_grad_norm_(
         self, max_norm: float | None, *, error_if_nonfinite: bool | None = None
     ) -> torch.Tensor:
-        """Clips from the next step on, and returns the norm of the gradients as they are now.
+        """Clips from the next step on, and returns the present norm of the gradients.
 
-        In the place of `torch.nn.utils.clip_grad_norm_` in loops that call it before every step.
-        None, 0 and infinity clip nothing. `error_if_nonfinite`: for this call; by default as the
-        optimizer has it.
+        Replaces `torch.nn.utils.clip_grad_norm_` in loops that call it before every step. None, 0
+        and infinity clip nothing. `error_if_nonfinite` holds for this call; the default is the
+        optimizer's option.
         """
         self.max_grad_norm = max_norm if max_norm and math.isfinite(max_norm) else None
         kept = self.always_norm, self.error_if_nonfinite, self.skip_if_nonfinite
@@ -246,14 +246,15 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             self._clip()
         finally:
             self.always_norm, self.error_if_nonfinite, self.skip_if_nonfinite = kept
-            self.step_was_skipped = False  # It is the step that is skipped.
+            self.step_was_skipped = False  # The step is skipped, not this call.
         assert self.grad_norm is not None
         return self.grad_norm
 
     # -- State -----------------------------------------------------------------------------------
 
     def params_of(self, parameter: Any) -> list[OffloadedParam]:
-        """Of one parameter, or of the tiles that it stands as; those that this optimizer has."""
+        """Returns this optimizer's parameters for one parameter of the model, which may be
+        tiled."""
         found = self.engine.params_of([parameter]) if owner_of(parameter) is self._engine else []
         return [param for param in found if id(param.handle) in self._params]
 
@@ -261,19 +262,21 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         return self._steps.get(id(param.handle), 0)
 
     def state_names_of(self, param: OffloadedParam) -> list[str]:
-        """What `state` shows of a parameter, as torch's optimizer has it after as many steps."""
+        """Returns the names in `state` of a parameter, as in torch's optimizer after the same
+        steps."""
         if not self.step_of(param):
             return []
         group = next(g for g in self.param_groups if any(h is param.handle for h in g["params"]))
         return ["step", *self.settings_of(group, param, self.step_of(param)).state_names]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forgets the gradients, or with `set_to_none` false makes those that are there zero."""
+        """Drops the gradients; with `set_to_none=False`, sets existing gradients to zero."""
         if self._engine is not None:
             self._engine.zero_gradients(self._params.values(), set_to_none=set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """Settings and step counts. Moments stay on their tiers; they are never put in a dict."""
+        """Returns settings and step counts. Moments stay on their tiers and are never part of the
+        dict."""
         index = 0
         groups, steps = [], {}
         for group in self.param_groups:
@@ -289,10 +292,11 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         return {"state": steps, "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes settings and step counts, as far as the moments on the tiers belong to them.
+        """Loads settings and step counts, if they belong to the moments on the tiers.
 
-        Moments are not in the dict. Where it is of another step than they are, this is refused:
-        continuing from it would not be the same run. `infinity.checkpoint.load` brings back both.
+        The dict has no moments. A dict of another step raises ConfigError, because training would
+        not continue the same run. `infinity.checkpoint.load` restores settings and moments
+        together.
         """
         handles = [handle for group in self.param_groups for handle in group["params"]]
         saved, mine = state_dict["param_groups"], self.state_dict()
@@ -313,7 +317,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._steps = {id(handles[index]): step for index, step in steps.items()}
 
     def named_state(self) -> dict[str, Any]:
-        """Settings and step counts by parameter names: what a checkpoint keeps beside moments."""
+        """Returns settings and step counts by parameter name, for a checkpoint beside the
+        moments."""
         names = {key: param.name for key, param in self._params.items()}
         groups = [
             {key: value for key, value in group.items() if key != "params"}
@@ -324,12 +329,11 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         return {"name": self.name, "groups": groups, "steps": steps}
 
     def check_named_state(self, state: dict[str, Any]) -> None:
-        """Raises ConfigError where `state` is of another rule, or its groups are not this
-        optimizer's."""
+        """Raises ConfigError if `state` belongs to another rule or to other groups."""
         name = state.get("name", "adamw")
         if name != self.name:
             raise ConfigError(
-                f'expected the state of "{self.name}", got that of "{name}"; go on with the '
+                f'expected the state of "{self.name}", got that of "{name}"; continue with the '
                 f'optimizer that the run was saved with, optimizer.name = "{name}"'
             )
         saved = [group["params"] for group in state["groups"]]
@@ -342,16 +346,16 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             )
 
     def restore_named_state(self, state: dict[str, Any]) -> None:
-        """Takes what `named_state` gave; the moments on the tiers are those of the same step. Tiles
-        of one parameter step together, so one of another cut tells the count of all."""
+        """Loads the result of `named_state`; the moments on the tiers must be of the same step. All
+        tiles of a parameter have one step count, so the tiles may have changed since."""
         self.check_named_state(state)
         self._take_settings(state["groups"])
         steps = state["steps"]
         names = {param.name: key for key, param in self._params.items()}
         if not set(steps) <= set(names):
-            of_wholes = {name_of_whole(name): step for name, step in steps.items()}
-            tiled_params = {name: name_of_whole(name) for name in names}
-            steps = {n: of_wholes[whole] for n, whole in tiled_params.items() if whole in of_wholes}
+            step_of = {name_of_whole(name): step for name, step in steps.items()}
+            tiled_names = {name: name_of_whole(name) for name in names}
+            steps = {n: step_of[tiled] for n, tiled in tiled_names.items() if tiled in step_of}
         self._steps = {names[name]: step for name, step in steps.items()}
         self.grad_norm = None
 
@@ -361,8 +365,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
 
 def _refuse_others(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """An optimizer of another kind could change parameters one by one, and would keep its state
-    outside of every budget."""
+    """Refuses an optimizer of another kind, which would change parameters one by one and keep state
+    outside every budget."""
     if isinstance(optimizer, OffloadedOptimizer):
         return
     for group in optimizer.param_groups:
@@ -381,13 +385,13 @@ register_optimizer_step_pre_hook(_refuse_others)
 
 
 def _tiled_names(names: list[str]) -> list[str]:
-    """Parameters as the user's model names them, each once."""
+    """Returns the parameters' names in the user's model, each once."""
     return list(dict.fromkeys(map(name_of_whole, names)))
 
 
 def refuse_options(optimizer: OffloadedOptimizer, options: Mapping[str, Any]) -> None:
-    """Raises UnsupportedError for options of torch's optimizers that change the result or the way
-    of use, and are not there. `fused` and `foreach` only say which of torch's kernels to take."""
+    """Raises UnsupportedError for missing options of torch's optimizers that would change the
+    result or the use. `fused` and `foreach` only choose a kernel of torch and are accepted."""
     for key in ("amsgrad", "maximize", "capturable", "differentiable"):
         if options.get(key):
             word = type(optimizer).__name__
@@ -395,7 +399,7 @@ def refuse_options(optimizer: OffloadedOptimizer, options: Mapping[str, Any]) ->
 
 
 def check_number(name: str, value: Any, *, below: float | None = None) -> None:
-    """Raises ConfigError unless `value` is a finite number of at least 0, and less than `below`."""
+    """Raises ConfigError unless `value` is a finite number of at least 0 and less than `below`."""
     number = float(value)
     if not (math.isfinite(number) and number >= 0 and (below is None or number < below)):
         most = "" if below is None else f" and below {below:g}"

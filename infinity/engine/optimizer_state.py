@@ -1,7 +1,7 @@
-"""`optimizer.state`: moments on their tiers, read when they are asked for.
+"""`optimizer.state`: moments on their tiers, fetched on demand.
 
-Plain PyTorch keeps a dict of tensors there. Here nothing is kept: a moment that is asked for is
-fetched, as a copy of fp32 on the host. A change of a copy would be lost, so it is refused.
+Plain PyTorch keeps a dict of tensors. An `OptimizerState` keeps nothing: each access fetches a copy
+of the moment (fp32, on the host). A change of the copy would be lost and is refused.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ _READ_ONLY = (
 
 
 class FetchedMoment(torch.Tensor):
-    """A moment as it was when it was fetched. Refuses to be changed in place, as do its views."""
+    """A copy of a moment at the time of the fetch. The copy and its views refuse in-place
+    changes."""
 
     @classmethod
     def __torch_function__(
@@ -60,7 +61,7 @@ class FetchedMoment(torch.Tensor):
 
 
 class ParameterState:
-    """What the optimizer keeps of one parameter: `step`, and its moments by torch's names."""
+    """The optimizer's state of one parameter: `step`, and the moments under torch's names."""
 
     def __init__(self, optimizer: OffloadedOptimizer, params: list[OffloadedParam]) -> None:
         self._optimizer = weakref.ref(optimizer)
@@ -113,8 +114,8 @@ class ParameterState:
 
 
 class OptimizerState:
-    """`optimizer.state`: of every parameter that has made a step. Not a dict, so that nobody who
-    walks through dicts fetches the moments of a whole model."""
+    """`optimizer.state`: a mapping from every parameter with a step to its state. The type is not a
+    dict, so that code that walks through dicts does not fetch the moments of a whole model."""
 
     def __init__(self, optimizer: OffloadedOptimizer) -> None:
         self._optimizer = weakref.ref(optimizer)
@@ -156,7 +157,8 @@ class OptimizerState:
         return sum(1 for _ in self)
 
     def __setitem__(self, parameter: Any, value: Any) -> None:
-        """Takes back what was read, as who moves optimizers between devices puts it."""
+        """Accepts a value that was read before, as code that moves optimizers between devices
+        assigns it."""
         if not isinstance(value, ParameterState) or value._params != self[parameter]._params:
             raise UnsupportedError(_READ_ONLY.format("optimizer.state[p] = ..."))
 
@@ -171,7 +173,7 @@ class OptimizerState:
 
 
 def read_moment(engine: Engine, param: OffloadedParam, kind: StateKind) -> torch.Tensor:
-    """A copy on the host: fp32, in the parameter's shape and strides."""
+    """Returns a copy on the host: fp32, in the shape and strides of the parameter."""
     if engine.num_ranks > 1:
         raise UnsupportedError(
             f"the state of {param.name!r} is divided over ranks; "

@@ -1,4 +1,4 @@
-"""The optimizers there are: torch's signatures, and one rule each."""
+"""The optimizers: the signatures of torch, and one update rule each."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from infinity.state.units import TensorSpec
 
 
 class AdamW(OffloadedOptimizer):
-    """`torch.optim.AdamW` for an offloaded model; the same bits as its fused implementation.
+    """`torch.optim.AdamW` for an offloaded model, with the bits of the fused implementation.
 
-    `params` is the model, its parameters, or groups of them, as for any torch optimizer.
+    `params` is the model, its parameters, or groups of them, as in any torch optimizer.
     Learning-rate schedulers work on `param_groups`. `fused` and `foreach` are accepted and change
     nothing; `capturable`, `differentiable`, `maximize` and `amsgrad` are refused. `options`: see
     `OffloadedOptimizer`.
@@ -85,8 +85,9 @@ class AdamW(OffloadedOptimizer):
 
 
 class Adam(AdamW):
-    """`torch.optim.Adam` for an offloaded model; the same bits as its fused implementation. Weight
-    decay is added to the gradient. Everything else is as `infinity.AdamW` has it.
+    """`torch.optim.Adam` for an offloaded model, with the bits of the fused implementation.
+
+    Weight decay is added to the gradient. Everything else is as in `infinity.AdamW`.
 
     Source: Kingma and Ba, "Adam: a method for stochastic optimization", 2015.
     """
@@ -112,11 +113,11 @@ class Adam(AdamW):
 
 
 class SGD(OffloadedOptimizer):
-    """`torch.optim.SGD` for an offloaded model; the same bits as its fused implementation.
+    """`torch.optim.SGD` for an offloaded model, with the bits of the fused implementation.
 
-    The configuration of `infinity.offload` says `optimizer.name = "sgd"`, and with a momentum also
-    `optimizer.momentum`: without one there is no state beside weights and gradients. `options`: see
-    `OffloadedOptimizer`.
+    Set `optimizer.name = "sgd"` in the configuration of `infinity.offload`, and
+    `optimizer.momentum` if there is a momentum. Without momentum there is no optimizer state.
+    `options`: see `OffloadedOptimizer`.
 
     Source: Sutskever et al., "On the importance of initialization and momentum in deep learning",
     2013, in the form that torch.optim.SGD documents.
@@ -148,7 +149,7 @@ class SGD(OffloadedOptimizer):
             "lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay,
             "nesterov": nesterov,
         }  # fmt: skip
-        # Specs of parameters whose momentum has begun: that is with the gradient of its first step.
+        # Parameters whose momentum has begun, which happens with the gradient of their first step.
         self._begun: set[TensorSpec] = set()
         super().__init__(
             params, defaults, max_grad_norm=max_grad_norm, always_norm=always_norm,
@@ -167,7 +168,8 @@ class SGD(OffloadedOptimizer):
 
     def settings_of(self, group: dict[str, Any], param: OffloadedParam, step: int) -> Settings:
         momentum = float(group["momentum"])
-        # The rule looks at `step` to begin the momentum; one that was 0 before begins later.
+        # The rule begins the momentum at the first `step`. A momentum of 0 at that step begins
+        # later.
         if momentum:
             step = max(step, 2) if param.spec in self._begun else 1
         return SGDSettings(
@@ -197,11 +199,10 @@ class SGD(OffloadedOptimizer):
 
 
 class Lion(OffloadedOptimizer):
-    """Lion for an offloaded model: steps of one size, in the direction of the sign of an
-    interpolated momentum. torch has none; the arithmetic is that of `infinity.ops.lion`.
+    """Lion for an offloaded model: steps of equal size along the sign of an interpolated momentum.
 
-    The configuration of `infinity.offload` says `optimizer.name = "lion"`. `options`: see
-    `OffloadedOptimizer`.
+    torch has no Lion; `infinity.ops.lion` defines the arithmetic. Set `optimizer.name = "lion"` in
+    the configuration of `infinity.offload`. `options`: see `OffloadedOptimizer`.
 
     Source: Chen et al., "Symbolic discovery of optimization algorithms", 2023.
     """

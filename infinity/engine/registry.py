@@ -1,4 +1,4 @@
-"""Which engine stands behind a model, and behind a parameter."""
+"""Finds the engine of a model and of a parameter."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from infinity.modules.tiling.split import tiles_of
 if TYPE_CHECKING:
     from infinity.engine.engine import Engine
 
-# Weak on both sides: a model keeps its engine by the hooks it carries, nothing else keeps either.
+# Weak references on both sides: only the hooks of a model keep its engine alive.
 _engines: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Engine]] = weakref.WeakKeyDictionary()
 
 
@@ -27,18 +27,19 @@ def forget(engine: Engine) -> None:
 
 
 def mark(param: OffloadedParam, engine: Engine) -> None:
-    """Both faces of the parameter say whose they are."""
+    """Marks the handle and the compute parameter of a parameter with their engine."""
     for tensor in (param.handle, param.compute):
         tensor._offloaded_by = weakref.ref(engine)  # type: ignore[union-attr]
 
 
 def is_offloaded(model: nn.Module) -> bool:
-    """This very module."""
+    """Whether this very module was offloaded."""
     return model in _engines
 
 
 def engine_of(model: nn.Module) -> Engine:
-    """The engine that `infinity.offload` gave to this model, or to a model around or inside it."""
+    """Returns the engine of a model that was offloaded, or of an offloaded model around or inside
+    it. Raises InfinityError if there is none."""
     for module, found in list(_engines.items()):
         is_same = module is model or any(child is module for child in model.modules())
         if is_same or any(child is model for child in module.modules()):
@@ -51,12 +52,12 @@ def engine_of(model: nn.Module) -> Engine:
 
 
 def engines() -> list[Engine]:
-    """Every engine of this process that somebody still has, and that is not closed."""
+    """Returns every engine of this process that is alive and not closed."""
     found = (reference() for reference in list(_engines.values()))
     return [engine for engine in found if engine is not None]
 
 
 def owner_of(tensor: Any) -> Engine | None:
-    """The engine of a parameter, whichever face of it this is; None if it is not offloaded."""
+    """Returns the engine of a handle or compute parameter, or None for any other tensor."""
     found = getattr(tiles_of(tensor)[0], "_offloaded_by", None)
     return None if found is None else found()

@@ -1,7 +1,8 @@
-"""A model offloaded anew from the same place in a program, such as a cell of a notebook run again.
+"""Replaces the engine of an earlier run of the same line, such as a notebook cell that is run
+again.
 
-The engine of the run before has the swap directory, and often no name is left by which it could be
-closed: `model` is the new model already, and the old one lives on in IPython's Out or in a trainer.
+The earlier engine has locked the swap directory, and often no variable is left to close it: `model`
+is the new model already, and the old model lives on in IPython's Out or in a trainer.
 """
 
 from __future__ import annotations
@@ -26,23 +27,23 @@ from infinity.errors import SwapLockedError
 if TYPE_CHECKING:
     from infinity.engine.engine import Engine
 
-_NAME = re.compile(r"[A-Za-z]\w*")  # Those that begin with _ are IPython's own.
+_NAME = re.compile(r"[A-Za-z]\w*")  # Names that begin with _ belong to IPython.
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where in a program something was called: a line for each frame, from the call outwards.
+    """The position of a call in a program: one line per frame, from the call outwards.
 
-    A line of a file is known by its number. A cell has another name whenever it is run or edited,
-    so a line of one is known by its text.
+    A line of a file is identified by its number. A notebook cell gets a new name whenever it is run
+    or edited, so a line of a cell is identified by its text.
     """
 
     lines: tuple[tuple[str, int | str], ...]
     texts: tuple[str, ...]
 
     def assigns(self, names: set[str]) -> bool:
-        """Whether these lines give all these variables a new value once the call has returned.
-        Where no source is known, they are taken to."""
+        """Whether these lines assign all these variables once the call has returned. Lines without
+        a known source count as assigning."""
         if "" in self.texts:
             return True
         targets = (re.split(r"(?<![=!<>])=(?!=)", text)[0] for text in self.texts if "=" in text)
@@ -57,7 +58,7 @@ _places: weakref.WeakKeyDictionary[Engine, Place] = weakref.WeakKeyDictionary()
 
 
 def calling_place() -> Place:
-    """Where the caller of this function was called."""
+    """Returns the position of the call of the function that calls this one."""
     lines: list[tuple[str, int | str]] = []
     texts = []
     for frame in _frames_of_caller():
@@ -76,9 +77,9 @@ def remember(engine: Engine, place: Place) -> None:
 def make_room(config: SwapConfig, place: Place) -> None:
     """Closes engines of this process on the swap directories of `config` that this call replaces.
 
-    Those that nobody uses any more go with the garbage. One that was made by the same call, and
-    whose model no variable names that would keep it, is closed with a warning. Raises
-    SwapLockedError naming any other.
+    An unreachable engine is removed by garbage collection. An engine that the same call has made is
+    closed with a warning, unless a variable would keep its model. For any other engine the function
+    raises SwapLockedError, which names it.
     """
     if not _are_taken(config):
         return
@@ -99,12 +100,12 @@ def make_room(config: SwapConfig, place: Place) -> None:
 
 
 def _are_taken(config: SwapConfig) -> bool:
-    """Apart, so that no local variable keeps an engine from the garbage collector."""
+    """A function of its own, so that no local variable keeps an engine alive."""
     return any(_shared_path(engine, config) is not None for engine in registry.engines())
 
 
 def _shared_path(engine: Engine, config: SwapConfig) -> str | None:
-    """A swap directory that both use."""
+    """Returns a swap directory that both use."""
     if engine.store.volume is None or engine.num_ranks > 1:
         return None
     theirs = {os.path.realpath(tier.path) for tier in engine.config.tiers.nvme}
@@ -113,7 +114,8 @@ def _shared_path(engine: Engine, config: SwapConfig) -> str | None:
 
 
 def _frames_of_caller() -> Iterator[FrameType]:
-    """From whoever called the package to the module, script or cell that began it."""
+    """Yields the frames from the caller of the package to the module, script or cell that began
+    it."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and _is_ours(frame):
         frame = frame.f_back
@@ -125,7 +127,7 @@ def _frames_of_caller() -> Iterator[FrameType]:
 
 
 def _names_of(model: object) -> Iterator[str]:
-    """Variables of those who are calling that are this model."""
+    """Yields the variables of the callers that refer to this model."""
     for frame in _frames_of_caller():
         for scope in (frame.f_locals, frame.f_globals):
             for name, value in list(scope.items()):

@@ -1,7 +1,8 @@
-"""A unit's state in parts that fit the host budget: what checkpoints are read from and written to.
+"""Access to the state of units in parts that fit the host budget, for reading and writing
+checkpoints.
 
-Lent by `Engine.at_rest`, which holds the engine's lock and has flushed everything, so that homes
-are up to date and nobody else moves a byte.
+`Engine.at_rest` provides a StateAccess. It has flushed all state and holds the engine's lock, so
+every location is up to date and nothing else moves state.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ from infinity.tiers.pool import HostPool
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Elements [start, start + values.numel()) of one tensor in one piece, in memory order.
+    """Elements [start, start + values.numel()) of one tensor of one state kind, in memory order.
 
-    `values` is flat, on the host, in the dtype of the piece, and shares memory that is valid until
-    the next part is asked for. Where they are codes of eight bits, `scales` are the fp32 scales of
-    their blocks (the last of which may be short), and `start` is a multiple of BLOCK_NUMEL.
+    `values` is flat, on the host, in the dtype of the state kind. Its memory is valid until the
+    next part is requested. If `values` are codes of eight bits, `scales` are the fp32 scales of
+    their blocks (the last block may be short), and `start` is a multiple of BLOCK_NUMEL.
     """
 
     spec: TensorSpec
@@ -46,27 +47,27 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class StateAccess:
-    """Reads and writes what rests on tiers. Valid inside `Engine.at_rest`."""
+    """Reads and writes state at rest. Valid inside `Engine.at_rest`."""
 
     store: StateStore
     pool: HostPool
     weight_cache: WeightCache
     gradients: GradientSink
     chunk_nbytes: int
-    partition: Partition | None = None  # Where state is divided over ranks.
+    partition: Partition | None = None  # None unless ranks share the state.
 
     @property
     def units(self) -> tuple[Unit, ...]:
-        """What has state on this rank."""
+        """The units with state on this rank."""
         return self.store.units
 
     @property
     def full_units(self) -> tuple[Unit, ...]:
-        """The units of the model, whoever keeps their state."""
+        """The units of the model, whichever rank keeps their state."""
         return self.store.units if self.partition is None else self.partition.full_units
 
     def is_kept(self, unit: Unit, kind: StateKind) -> bool:
-        """Whether a piece of one of `full_units` is kept, on this rank or on all together."""
+        """Whether this rank, or all ranks together, keep this state kind of one of `full_units`."""
         if self.partition is None:
             return self.has_kind(unit, kind)
         return unit.state_numel > 0 and unit.dtype(kind) is not None
@@ -75,12 +76,11 @@ class StateAccess:
         return self.store.location(unit, kind) is not None
 
     def parts(self, unit: Unit, kind: StateKind, *, keep: bool = False) -> Iterator[Part]:
-        """Every element of the piece once, tensor by tensor in memory order.
+        """Yields every element of a state kind once, tensor by tensor in memory order.
 
-        With `keep` nothing is read: the caller fills the `values` of every part, and they go to
-        where the piece rests. State of a whole unit that is divided over ranks comes from all of
-        them, which leave it as it is meanwhile.
-        Gradients are no matter of this: see `gradient`.
+        With `keep`, nothing is read: the caller fills the `values` of every part, and the parts are
+        written to the location of the state. The state of a full unit that is sharded is read from
+        all ranks, which must not change it meanwhile. For gradients see `gradient`.
         """
         assert kind is not StateKind.GRADIENTS
         if kind is StateKind.PARAMETERS:
@@ -93,8 +93,8 @@ class StateAccess:
     def pages(
         self, unit: Unit, kind: StateKind, start_nbytes: int, stop_nbytes: int
     ) -> Iterator[torch.Tensor]:
-        """A range of whole pages of the piece as it rests: uint8, on the host, in parts that are
-        valid until the next is asked for."""
+        """Yields whole pages of a state kind as it rests: uint8, on the host, in parts that are
+        valid until the next part is requested."""
         if kind is StateKind.PARAMETERS:
             weights = self.weight_cache.check_out(unit.index, read=True)
             try:
@@ -117,7 +117,8 @@ class StateAccess:
             self.pool.free(block)
 
     def _weights(self, unit: Unit, *, keep: bool) -> Iterator[Part]:
-        """Through the executor: a forward may have left them in memory, on host or device."""
+        """Reads through the weight cache, because a forward may have left the weights in host or
+        device memory."""
         weights = self.weight_cache.check_out(unit.index, read=not keep)
         try:
             for spec in unit.tensors:
@@ -141,7 +142,7 @@ class StateAccess:
             for chunk in chunk_unit(unit, self.chunk_nbytes):
                 place = {"offset_nbytes": chunk.offset_nbytes(kind), "nbytes": chunk.nbytes(kind)}
                 if keep:
-                    self.pool.tensor(block).zero_()  # What lies between tensors.
+                    self.pool.tensor(block).zero_()  # Clears the padding between tensors.
                 else:
                     self.store.read(unit, kind, block, priority=Priority.STATE, **place).wait()
                 memory = self.pool.tensor(block)[: chunk.nbytes(kind)]
@@ -157,7 +158,7 @@ class StateAccess:
             self.pool.free(block)
 
     def _from_all_ranks(self, divided: Partition, unit: Unit, kind: StateKind) -> Iterator[Part]:
-        """One rank's shard after the other, which lie in memory beside the host budget."""
+        """Yields the shards rank by rank. They take memory beside the host budget."""
         assert isinstance(self.store, DistributedStore)
         for shard in sorted(divided.shards[unit.index], key=lambda shard: shard.start):
             memory = torch.empty(shard.unit.nbytes(kind), dtype=torch.uint8)
@@ -175,13 +176,14 @@ class StateAccess:
         return self.gradients.has(spec)
 
     def gradient(self, unit: Unit, spec: TensorSpec) -> torch.Tensor:
-        """A copy of the gradient summed so far: fp32, the parameter's shape, on the host."""
+        """Returns a copy of the gradient summed so far: fp32, the parameter's shape, on the
+        host."""
         return self.gradients.read(unit, spec)
 
     def put_gradient(
         self, unit: Unit, spec: TensorSpec, gradient: torch.Tensor, device: torch.device
     ) -> None:
-        """Makes `gradient` (fp32, the parameter's shape) the sum so far."""
+        """Replaces the sum so far with `gradient` (fp32, the parameter's shape)."""
         self.gradients.forget(spec)
         self.gradients.add(unit, spec, gradient.to(device))
         self.gradients.settle()
@@ -201,8 +203,8 @@ def _parts(
     start: int,
     stop: int,
 ) -> Iterator[Part]:
-    """Elements [start, stop) of the `numel` in `memory` (uint8), whose own starts count from the
-    first of them."""
+    """Yields the elements [start, stop) of the `numel` elements in `memory` (uint8). The starts of
+    the parts count from the first element in `memory`."""
     if unit.is_8bit(kind):
         for first, state in states_within(memory, numel, start, stop):
             yield Part(spec, first - start, state.codes, state.scales)

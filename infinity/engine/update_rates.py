@@ -1,10 +1,11 @@
-"""`schedule.update_on = "auto"`: what this machine does a second, timed once, and what follows.
+"""`schedule.update_on = "auto"`: measures this machine once and decides where updates run.
 
-Timed is what an update goes through: the host's kernel, the device's, and the link both ways, each
-for a tenth of a second after one turn that is not counted. State is of the model's own format and
-lies in the arena in chunks, as that of the updater does; there is more of it than most caches hold.
-The drives are not timed: `infinity tune` has written what they do into the file, or they are left
-out. All ranks of a node do this at about the same time, as they will update at the same time.
+Measured are the stages of an update: the host kernel, the device kernel and the link in both
+directions, each for a tenth of a second after one round that is not counted. The state has the
+model's own format and lies in the arena in chunks, like that of the updater; it is larger than most
+caches. The drives are not measured: `infinity tune` has written their rates into the file, or they
+are left out. All ranks of a node measure at about the same time, as they will update at the same
+time.
 """
 
 from __future__ import annotations
@@ -32,9 +33,10 @@ from infinity.tiers.host import HostTier
 
 _TIMED_NBYTES = 256 * MIB
 _MOST_S = 0.1
-_ITEM_NBYTES = 4 * STATE_ITEM_NBYTES  # Of an element: weight and residual, gradient, two moments.
-_TOUCHED_NBYTES = 28  # All of it is read, all but the gradient written.
-# The rule is not known yet; others differ by less than the machines do.
+# Bytes of an element: weight and residual, gradient, two moments.
+_ITEM_NBYTES = 4 * STATE_ITEM_NBYTES
+_TOUCHED_NBYTES = 28  # All bytes are read; all but the gradient are written.
+# The rule is not known yet. Rules differ by less than machines do.
 _SETTINGS = AdamWSettings(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, step=2)
 _LONG_ENOUGH_S = 5e-3
 
@@ -50,9 +52,9 @@ def place_updates(
     *,
     num_sharing: int,
 ) -> UpdateDevice:
-    """Where this rank's updates are made. `num_sharing`: ranks that share its drives.
+    """Decides where this rank's updates run. `num_sharing`: ranks that share its drives.
 
-    Called while nothing else is lent from the host tier.
+    Called while nothing else is allocated from the host tier.
     """
     updated = [unit for unit in units if unit.has_state]
     place = settled(
@@ -79,9 +81,9 @@ def place_updates(
 
 
 def _uses(units: Sequence[Unit], batch: Batch) -> Iterator[Use]:
-    """Every unit once, with the least that it computes: products of its matrices and all tokens.
-    Experts come in stacks, of which a token sees a part that is not known here; shards of ranks are
-    no matrices, and are updated while nothing else is computed."""
+    """Yields one use of every unit with its least computation: products of its matrices with all
+    tokens. Stacks of experts count nothing, because the part that a token uses is unknown here.
+    Shards of ranks are no matrices, and nothing else is computed during their update."""
     for index, unit in enumerate(units):
         numel = sum(tensor.numel for tensor in unit.tensors if len(tensor.facts.shape) == 2)
         yield Use((index,), 2.0 * numel * batch.num_tokens, block=index)
@@ -96,7 +98,7 @@ def time_updates(
     drives: dict[str, float],
     clock: Clock = time.perf_counter,
 ) -> Rates | None:
-    """None where the device would not give the host's bits, or host memory is too small."""
+    """Returns None if the device would not give the host's bits, or if host memory is too small."""
     room_nbytes = host.free_nbytes // 2
     most_numel = align_down(room_nbytes // _ITEM_NBYTES, STATE_GRANULE)
     numel = min(chunk_nbytes // STATE_ITEM_NBYTES, unit.state_numel, most_numel)
@@ -148,10 +150,10 @@ def time_updates(
 def time_products(
     device: DeviceAdapter, dtype: torch.dtype, *, clock: Clock = time.perf_counter
 ) -> float:
-    """FLOPs a second of the device in products of matrices, the larger the faster it is."""
+    """Returns the FLOPs per second of matrix products on the device. Larger products are faster."""
     for side in (1024, 2048, 4096, 8192):
         matrix = torch.ones(side, side, dtype=dtype, device=device.torch_device)
-        for _ in range(2):  # The first is not counted.
+        for _ in range(2):  # The first round is not counted.
             start_s = clock()
             matrix @ matrix
             device.synchronize()
@@ -162,7 +164,7 @@ def time_products(
 
 
 def _span(memory: torch.Tensor, is_split: bool) -> StateSpan:
-    """uint8 memory as the state of as many elements as it has room for."""
+    """Returns uint8 memory as the state of as many elements as fit."""
     weight, gradient, *states = memory.view(4, -1)
     residual = None
     if is_split:
@@ -177,7 +179,7 @@ def _span(memory: torch.Tensor, is_split: bool) -> StateSpan:
 
 
 def _rate(nbytes: int, work: Callable[[int], None], clock: Clock) -> float:
-    """Bytes a second of `work(turn)`, each turn of which is `nbytes`."""
+    """Returns the bytes per second of `work(turn)`, which processes `nbytes` per turn."""
     work(0)
     on_tile, start_s = 0, clock()
     while True:

@@ -33,9 +33,9 @@ from infinity.engine.registry import engine_of, owner_of
 from infinity.errors import ConfigError, InfinityError, StorageError, UnsupportedError
 from infinity.sizes import GIB, parse_nbytes
 
-STATE_NAME = "infinity"  # Of the directory inside a Trainer's checkpoint.
+STATE_NAME = "infinity"  # The directory inside a Trainer's checkpoint.
 _OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")
-# What `OffloadedTrainer` answers, and a release of transformers may rename.
+# Methods that `OffloadedTrainer` overrides, and that a release of transformers may rename.
 _ANSWERED = (
     "_clip_grad_norm", "_get_grad_norm", "_load_from_checkpoint", "_load_optimizer_and_scheduler",
     "_save_optimizer_and_scheduler", "get_optimizer_cls_and_kwargs",
@@ -45,16 +45,17 @@ T = TypeVar("T")
 
 
 def prepare_trainer(trainer: T, config: Any = None) -> T:
-    """Makes a Trainer, of whatever subclass, train its model offloaded; returns the same object.
+    """Makes a Trainer of any subclass train its model offloaded; returns the same object.
 
-    The model is offloaded already, or it is now, as `config` says. The optimizer is infinity.AdamW
-    with the groups, the learning rate and the betas of `trainer.args`, and clips to
-    `args.max_grad_norm`; or the optimizer of infinity that was given to the Trainer. The precision
-    is the model's: load it in bfloat16 for that, and leave `args.bf16` false.
+    The model is offloaded already, or is offloaded now with `config`. The optimizer is
+    infinity.AdamW with the groups, learning rate and betas of `trainer.args`, and clips to
+    `args.max_grad_norm`; an optimizer of infinity that the Trainer already has is kept. The
+    precision is that of the model: load the model in bfloat16 for that precision, and leave
+    `args.bf16` false.
 
-    Checkpoints hold, beside what Trainer writes, `infinity/`: everything an exact continuation
-    needs. `save_model` and checkpoints export weights shard by shard. Raises ConfigError for
-    arguments that make no sense with an offloaded model, before anything is touched.
+    Checkpoints contain, beside Trainer's files, `infinity/` with everything that an exact
+    continuation needs. `save_model` and checkpoints export weights shard by shard. Raises
+    ConfigError for arguments that conflict with an offloaded model, before anything changes.
     """
     missing = [name for name in _ANSWERED if not hasattr(trainer, name)]
     if missing:
@@ -81,7 +82,8 @@ def prepare_trainer(trainer: T, config: Any = None) -> T:
 
 
 def _check_arguments(args: Any) -> None:
-    """Raises ConfigError naming what the engine does itself, or cannot do."""
+    """Raises ConfigError that names arguments for tasks of the engine, or for tasks it cannot
+    do."""
     faults = [
         (args.fp16 or args.bf16, "fp16/bf16", "the precision is the model's: load it in bfloat16"),
         (bool(args.deepspeed), "deepspeed", "state is offloaded by infinity.offload already"),
@@ -101,8 +103,8 @@ def _check_arguments(args: Any) -> None:
 
 
 def _refuse_strays(model: nn.Module) -> None:
-    """Raises ConfigError for parameters to train that came to the model after it was offloaded.
-    Frozen ones stay in memory and are used as they are: TRL adds a reference adapter so."""
+    """Raises ConfigError for trainable parameters that were added after `infinity.offload`. Frozen
+    ones stay in memory and work as they are: TRL adds a reference adapter in this way."""
     strays = [
         name
         for name, each in model.named_parameters()
@@ -127,12 +129,13 @@ def _offload(model: nn.Module, config: Any) -> None:
     else:
         if config is not None:
             raise ConfigError("the model is offloaded already; leave `config` out")
-    # Accelerate leaves a model alone that is prepared already: no wrapper, no move, no autocast.
+    # Accelerate does not wrap, move or autocast a prepared model.
     model._is_accelerate_prepared = True  # type: ignore[assignment]
 
 
 def _stream_exports(model: Any) -> None:
-    """`save_pretrained` writes shard by shard. PEFT's own, which writes adapters only, is kept."""
+    """Makes `save_pretrained` write shard by shard. PEFT's own method, which writes adapters only,
+    stays."""
     if hasattr(model, "peft_config") or not hasattr(model, "save_pretrained"):
         return
     plain = model.save_pretrained
@@ -162,8 +165,8 @@ def _stream_exports(model: Any) -> None:
 def _save_over(
     directory: Path, model: nn.Module, optimizer: AdamW, *, step: int | None = None
 ) -> None:
-    """Writes the state in the place of what an earlier run has left there, as Trainer does with
-    the rest of a checkpoint. Where it cannot be written, that is there again."""
+    """Replaces the state of an earlier run, as Trainer does with the rest of a checkpoint. If
+    writing fails, the earlier state is restored."""
     before = directory.with_name(f".{directory.name}.replaced")
     with _reporting(before):
         if before.exists():
@@ -175,7 +178,7 @@ def _save_over(
     try:
         save(directory, model, optimizer, step=step)
     except BaseException:
-        # What this engine wrote itself and has let go of shares files that training rewrites.
+        # Released files of this engine are shared with swap files that training rewrites.
         if has_before and own == _frozen_in(model, directory):
             shutil.rmtree(directory, ignore_errors=True)
             before.rename(directory)
@@ -184,7 +187,7 @@ def _save_over(
 
 
 def _frozen_in(model: nn.Module, directory: Path) -> set[str]:
-    """Checkpoints there whose content this engine keeps from being overwritten."""
+    """Returns the checkpoints there whose content this engine protects from being overwritten."""
     volume = engine_of(model).store.volume
     place = os.path.realpath(directory)
     labels = (each.label for each in volume.frozen) if volume is not None else ()
@@ -200,7 +203,8 @@ def _reporting(path: Path) -> Iterator[None]:
 
 
 class OffloadedTrainer:
-    """What a Trainer does otherwise when its model is offloaded. Mixed in by `prepare_trainer`."""
+    """The methods in which a Trainer differs for an offloaded model. `prepare_trainer` mixes
+    them in."""
 
     model: Any
     args: Any
@@ -209,7 +213,7 @@ class OffloadedTrainer:
 
     @staticmethod
     def get_optimizer_cls_and_kwargs(args: Any, model: Any = None) -> tuple[Any, dict[str, Any]]:
-        """infinity.AdamW; Trainer makes the groups."""
+        """Returns infinity.AdamW; Trainer makes the groups."""
         options = {
             "lr": args.learning_rate,
             "betas": (args.adam_beta1, args.adam_beta2),
@@ -230,7 +234,7 @@ class OffloadedTrainer:
         super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Weights come with the rest of the state, once the optimizer has been made."""
+        """Loads nothing: weights come with the rest of the state, after the optimizer exists."""
         if not (Path(resume_from_checkpoint) / STATE_NAME).is_dir():
             raise ConfigError(
                 f"{resume_from_checkpoint} has no {STATE_NAME}/ and so no state to go on from: it "
@@ -247,11 +251,11 @@ class OffloadedTrainer:
 def prepare_accelerator(
     accelerator: Any, model: nn.Module, optimizer: OffloadedOptimizer, config: Any = None
 ) -> tuple[nn.Module, AcceleratedOptimizer]:
-    """For a loop of your own with accelerate, in the place of `accelerator.prepare(model, ...)`.
+    """Replaces `accelerator.prepare(model, ...)` in a user's own loop with accelerate.
 
-    Data loaders and schedulers are given to `accelerator.prepare` as ever. `accumulate`,
-    `backward`, `clip_grad_norm_` of all the model's parameters, `save_state` and `load_state` work;
-    the latter two keep all state in `infinity/` of their directory. Returns model and optimizer.
+    Pass data loaders and schedulers to `accelerator.prepare` as usual. `accumulate`, `backward`,
+    `clip_grad_norm_` of all the model's parameters, `save_state` and `load_state` work; the latter
+    two keep all state in `infinity/` of their directory. Returns model and optimizer.
     """
     if accelerator.num_processes > 1 or accelerator.mixed_precision != "no":
         raise ConfigError(
@@ -271,7 +275,7 @@ def prepare_accelerator(
         return optimizer.clip_grad_norm_(max_norm)
 
     def keep_state(models: list[Any], weights: list[Any], output_dir: str) -> None:
-        weights.clear()  # What accelerate would write instead.
+        weights.clear()  # Accelerate would write these instead.
         _save_over(Path(output_dir) / STATE_NAME, model, optimizer)
 
     def bring_state(models: list[Any], input_dir: str) -> None:

@@ -1,1 +1,1 @@
-"""The face of an offloaded model towards PyTorch: handles, hooks and uses of units."""
+"""The part of an offloaded model that PyTorch sees: handles, hooks and uses of units."""

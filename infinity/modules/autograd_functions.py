@@ -1,15 +1,16 @@
-"""Functions of the user's own (`torch.autograd.Function`) that are given handles.
+"""Calls of the user's `torch.autograd.Function` with handles as arguments.
 
-`Function.apply` is the one door to autograd that does not ask `__torch_function__`. A handle that
-went through it would be a leaf beside the compute parameter, and its gradient would wait on it for
-nobody. So the door asks here: the function is given compute parameters, which are held while its
-forward runs, and while its node of the backward does. `ctx.save_for_backward`, addresses of memory
-and reentrant checkpoints then work as in plain PyTorch, and all gradients of a parameter meet in
-one sum, in the order of plain autograd.
+`Function.apply` is the only entry to autograd that bypasses `__torch_function__`. A handle passed
+to it would be a leaf beside the compute parameter, and its gradient would never be collected.
+Therefore `apply` is replaced: the function receives compute parameters. Their units are in use
+while the forward of the function runs, and while its node of the backward runs.
+`ctx.save_for_backward`, memory addresses and reentrant checkpoints then work as in plain PyTorch,
+and all gradients of a parameter are added in one sum, in the order of plain autograd.
 
-Note [The lower of two doors]
-  `MyFunction.apply` is often bound when its file is imported, long before anything is offloaded. A
-  bound `Function.apply` still calls `apply` of the class below it, so it is that one which asks.
+Note [The lower apply]
+  `MyFunction.apply` is often bound when its file is imported, before anything is offloaded. A bound
+  `Function.apply` still calls `apply` of its base class, so the method of the base class is
+  replaced.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from infinity.modules.originals import Follower
 
 
 def install() -> None:
-    """From now on every `Function.apply` of the process asks whether it was given handles."""
+    """Makes every `Function.apply` of the process look for handles among its arguments."""
     if "apply" not in vars(_SingleLevelFunction):
         _SingleLevelFunction.apply = classmethod(_apply)
 
@@ -45,8 +46,8 @@ def _followed(given: Any) -> Any:
 def _apply_to_parameters(
     cls: Any, owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """The handles of one owner are replaced; those of another owner when the function is applied
-    anew. Lists stay the objects they are: no gradient flows to what is in them."""
+    """Replaces the handles of one owner. Handles of another owner are replaced when the function is
+    applied again. Lists stay the same objects, because no gradient flows into their elements."""
     given = [*args, *kwargs.values()]
     mine = {id(each): each for each in given if isinstance(each, Handle) and each.owner is owner}
 
@@ -59,5 +60,5 @@ def _apply_to_parameters(
         )
 
     # INV-23: gradients arrive at the compute parameters and nowhere else.
-    apply.__name__ = cls.__name__  # For messages.
+    apply.__name__ = cls.__name__  # Shown in messages.
     return owner.compute_with(apply, tuple(mine.values()), {}, changes=())

@@ -1,13 +1,13 @@
-"""A parameter whose value is still to come: what `infinity.init_empty_weights` leaves in a module.
+"""Parameters without a value yet, which `infinity.init_empty_weights` leaves in modules.
 
-It is a tensor on meta that says its value will be on the CPU. Libraries put what they add to a
-model where its parameters are; PEFT moves an adapter to the device of the layer that it adapts, and
-on meta the adapter's values would be gone. So adapters are real from the start, with the values
-that they have over a model in memory.
+An `Awaited` is a tensor on meta that reports the CPU as its device. Libraries put additions to a
+model on the device of its parameters: PEFT moves an adapter to the device of the layer that it
+adapts. On meta the values of the adapter would be lost. With `Awaited`, adapters have memory from
+the start, and the values that they have over a model in memory.
 
-Shapes and dtypes follow from operations as on meta. A value that is written to it as a whole is
-kept: the parameter is a plain one from then on. A value that is made of it and written to memory
-would be rubbish, and is refused.
+Shapes and dtypes follow from operations as on meta. A complete value that is written to the
+parameter is kept and makes it a plain parameter. A value that is computed from it and written to
+memory would be undefined, and is refused.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ _building = 0
 
 @contextmanager
 def building() -> Iterator[None]:
-    """Within, constructors run: what they do to a parameter without memory is meant to be lost."""
+    """Allows operations on parameters without memory while constructors run; their results are
+    discarded."""
     global _building
     _building += 1
     try:
@@ -38,19 +39,19 @@ def building() -> Iterator[None]:
 
 
 class Awaited(torch.Tensor):
-    """A parameter without a value, or what an operation made of one."""
+    """A parameter without a value, or the result of an operation on one."""
 
     _is_param: bool
 
     def __new__(cls, data: torch.Tensor, requires_grad: bool = True, **attributes: Any) -> Awaited:
-        """As `nn.Parameter`; PEFT registers a parameter again with all its attributes."""
+        """Like `nn.Parameter`. PEFT registers a parameter again with all its attributes."""
         awaited = cls.make(data)
         awaited.__dict__.update(attributes)
         return awaited.requires_grad_(requires_grad)
 
     @staticmethod
     def make(parameter: torch.Tensor) -> Awaited:
-        """In the place of `parameter`, with its attributes."""
+        """Returns an Awaited in the place of `parameter`, with its attributes."""
         with torch._C.DisableTorchFunctionSubclass():
             awaited = torch.Tensor._make_subclass(
                 Awaited, parameter.detach().to("meta"), parameter.requires_grad
@@ -85,9 +86,11 @@ class Awaited(torch.Tensor):
 
 
 class Provisional(nn.Parameter):
-    """A parameter small enough to keep what its constructor drew, until a value is given to it."""
+    """A parameter that is small enough to keep its constructor's value until it gets another
+    one."""
 
-    built_version: int = 0  # Its version when its model was built; later ones are somebody's value.
+    # Its version when its model was built. A later version means that a value was assigned.
+    built_version: int = 0
 
     def copy_(self, *args: Any, **kwargs: Any) -> torch.Tensor:  # type: ignore[override]
         copied = super().copy_(*args, **kwargs)
@@ -97,7 +100,7 @@ class Provisional(nn.Parameter):
 
 
 def is_to_come(parameter: torch.Tensor) -> bool:
-    """Whether the parameter's value is still to be loaded, or drawn from the seed."""
+    """Whether the parameter still waits for its value, from a file or from the seed."""
     if isinstance(parameter, Provisional):
         return parameter._version == parameter.built_version
     return parameter.is_meta
@@ -151,14 +154,14 @@ _WRITING_OPERATORS = (
     "__ipow__",
 )  # fmt: skip
 
-# What initialisations from the base weights begin with (PiSSA, OLoRA, MiCA, ...).
+# The beginnings of names of initialisations from base weights (PiSSA, OLoRA, MiCA, ...).
 _DECOMPOSITIONS = {
     torch.svd, torch.svd_lowrank, torch.pca_lowrank, torch.qr, torch.linalg.svd, torch.linalg.qr,
     torch.linalg.eigh, torch.linalg.svdvals, torch.Tensor.svd, torch.Tensor.qr,
 }  # fmt: skip
 
 
-# -- Operations with a meaning of their own ----------------------------------------------------
+# -- Operations with special handling ----------------------------------------------------
 
 
 def _get_device(tensor: torch.Tensor) -> torch.device:
@@ -166,7 +169,7 @@ def _get_device(tensor: torch.Tensor) -> torch.device:
 
 
 def _get_is_meta(tensor: torch.Tensor) -> bool:
-    # load_state_dict warns of a copy to meta, which is lost; this one is kept.
+    # load_state_dict warns that a copy to meta is lost; this copy is kept.
     loads = sys._getframe(2).f_code is nn.Module._load_from_state_dict.__code__
     return tensor.is_meta and not loads
 
@@ -197,7 +200,7 @@ def _copy_(tensor: torch.Tensor, source: torch.Tensor, *args: Any, **kwargs: Any
 
 
 def _take(tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """The parameter is a plain one with this value from now on."""
+    """Makes the parameter a plain one with this value."""
     attributes = dict(tensor.__dict__)
     plain = nn.Parameter(value.detach().clone(), requires_grad=tensor.requires_grad)
     torch.utils.swap_tensors(tensor, plain)
@@ -215,12 +218,12 @@ def _to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         wanted = {key: kwargs[key] for key in ("device", "dtype") if key in kwargs}
         device, dtype, _, _ = torch._C._nn._parse_to(*args, **wanted)
     if device is not None and device.type not in ("cpu", "meta"):
-        return tensor.to(device)  # Refused by torch, which says that there is no data.
+        return tensor.to(device)  # Refused by torch, because there is no data.
     return tensor if dtype in (None, tensor.dtype) else _awaited(tensor.to(dtype=dtype))
 
 
 def _like(value: Any) -> Any:
-    """What a plain tensor is converted to, where that is the dtype and device of an awaited one."""
+    """Returns a tensor with dtype and device of an awaited one, as the target of a conversion."""
     if isinstance(value, Awaited):
         return torch.empty(0, dtype=value.dtype)
     return value

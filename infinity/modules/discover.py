@@ -1,13 +1,12 @@
-"""How a model falls apart into sites and units.
+"""Divides a model into hooked modules and units.
 
-A *site* is a module whose forward and backward need weights: a child of an outermost block list, or
-any other module that owns parameters itself. A *unit* is a set of parameters that are needed by the
-same sites, so that what moves together is used together: a block's own weights are one unit, a
-weight tied between embedding and head is another, and so is a block that several layers share.
-Frozen and trainable parameters are units of their own: an adapter is read, updated and saved
-without the base that it adapts.
-A tile of an operator too large for one unit (`modules/tiling/split.py`) is a site of its own, also
-inside a block.
+A *hooked module* is a module whose forward and backward need weights: a child of an outermost block
+list, or any other module that owns parameters. A *unit* is a set of parameters that the same hooked
+modules need, so the parameters that move together are used together. The weights of a block are one
+unit. A weight tied between embedding and head is another, and so is a block that several layers
+share. Frozen and trainable parameters are separate units: an adapter is read, updated and saved
+without its base model. A tile of an operator that is too large for one unit
+(`modules/tiling/split.py`) is a hooked module, also inside a block.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ class Alias:
 
 @dataclass(eq=False, slots=True)
 class FoundParam:
-    """A parameter, every place it is registered at, and the sites that use it."""
+    """A parameter, the places where it is registered, and the hooked modules that use it."""
 
     name: str
     parameter: nn.Parameter
@@ -50,19 +49,19 @@ class FoundParam:
 class FoundModule:
     name: str
     module: nn.Module
-    is_block: bool  # One of a list of repeated ones, or named so by the user.
+    is_block: bool  # One of a list of equal modules, or named as a block by the user.
 
 
 @dataclass(frozen=True, slots=True)
 class ModelLayout:
-    """Sites of a model, and its parameters grouped into units (lists of Found, in model order)."""
+    """The hooked modules of a model, and its parameters grouped into units, in model order."""
 
     root: nn.Module
     hooked_modules: list[FoundModule]
     units: list[tuple[str, list[FoundParam]]]
 
     def module_units(self) -> list[list[int]]:
-        """For every site, the indexes of the units it needs, in unit order."""
+        """Returns, for every hooked module, the indexes of the units it needs, in unit order."""
         needed: list[list[int]] = [[] for _ in self.hooked_modules]
         for index, (_, members) in enumerate(self.units):
             for hooked in members[0].hooked_modules:
@@ -70,7 +69,7 @@ class ModelLayout:
         return needed
 
     def held_nbytes(self, nbytes_of_unit: Sequence[int]) -> int:
-        """The most weight bytes that sites nested in each other hold at once."""
+        """Returns the most weight bytes that nested hooked modules use at the same time."""
         needed = self.module_units()
         index_of = {id(hooked.module): index for index, hooked in enumerate(self.hooked_modules)}
 
@@ -84,8 +83,8 @@ class ModelLayout:
         return most(self.root, frozenset())
 
     def units_by_block(self) -> tuple[list[int], list[set[int]]]:
-        """Units that are used outside of blocks, or by several, and those of each block alone, with
-        the tiles in it."""
+        """Returns the units that are used outside blocks or by several blocks, and the units of
+        each single block with the tiles in it."""
         needed = self.module_units()
         index_of = {id(hooked.module): index for index, hooked in enumerate(self.hooked_modules)}
         outside: set[int] = set()
@@ -107,8 +106,11 @@ class ModelLayout:
 
 
 def discover_units(model: nn.Module, rule: UnitRule = "auto") -> ModelLayout:
-    """Finds sites and units. `rule` "auto" takes block lists; a list of class names or of name
-    patterns (fnmatch) names the block modules instead."""
+    """Finds hooked modules and units.
+
+    rule: "auto" takes the children of block lists as blocks. A list of class names or name patterns
+    (fnmatch) names the block modules instead.
+    """
     is_block = _block_test(model, rule)
     hooked_modules: list[FoundModule] = []
     found: dict[int, FoundParam] = {}
@@ -120,7 +122,7 @@ def discover_units(model: nn.Module, rule: UnitRule = "auto") -> ModelLayout:
     units = []
     for (used_by, is_trained), members in groups.items():
         name = _unit_name(members, hooked_modules)
-        # Each unit has a name of its own: what a commit keeps is found by it.
+        # Names of units are unique, because a commit finds a unit by its name.
         is_second = not is_trained and (used_by, True) in groups
         units.append((f"{name} (frozen)" if is_second else name, members))
     return ModelLayout(model, hooked_modules, units)
@@ -137,8 +139,8 @@ def _block_test(model: nn.Module, rule: UnitRule) -> Callable[[str, nn.Module], 
 
 
 def _blocks(module: nn.Module) -> Iterator[nn.Module]:
-    """Callable children of the outermost module lists. Lists of lists are walked through, tiles
-    are no blocks."""
+    """Yields the callable children of the outermost module lists. Walks through lists of lists;
+    tiles are no blocks."""
     if isinstance(module, Tiled):
         return
     if isinstance(module, _LISTS):
@@ -161,7 +163,8 @@ def _visit(
     found: dict[int, FoundParam],
     seen: set[int],
 ) -> None:
-    """Depth-first in registration order. `block` is the site of the block this module is in."""
+    """Walks depth-first in registration order. `block` is the hooked module of the surrounding
+    block."""
     hooked = block
     if hooked is None:
         starts_block = is_block(name, module) and any(True for _ in module.parameters())
@@ -192,8 +195,8 @@ def _visit(
     if isinstance(module, Tiled):
         block, is_block = None, _never
     for child_name, child in module.named_children():
-        # `named_children` gives a module that is registered twice once per parent, which is what is
-        # wanted: each of its places may belong to another block.
+        # `named_children` yields a module once per parent that registers it. That is intended: the
+        # places may belong to different blocks.
         full_name = f"{name}.{child_name}" if name else child_name
         _visit(child, full_name, block, is_block, hooked_modules, found, seen)
 
@@ -210,8 +213,11 @@ def _unit_name(members: list[FoundParam], hooked_modules: list[FoundModule]) -> 
 
 
 def storage_strides(parameter: torch.Tensor) -> tuple[int, ...]:
-    """The strides a parameter keeps on its tier: its own when it fills its memory without gaps or
-    overlaps (then autograd lays its gradient out the same way), else contiguous ones."""
+    """Returns the strides that a parameter keeps on its tier.
+
+    A tensor that fills its memory without gaps or overlaps keeps its own strides, because autograd
+    lays its gradient out in the same way. Any other tensor gets contiguous strides.
+    """
     if torch.ops.aten.is_non_overlapping_and_dense(parameter):
         return tuple(parameter.stride())
     return tuple(torch.empty(parameter.shape, device="meta").stride())

@@ -1,4 +1,4 @@
-"""Weights that are changed otherwise than by the optimizer's step, and become the units' state."""
+"""Changes of weights other than the optimizer's step, and their way into the state of the units."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import torch
 from torch.autograd.graph import Node
 
 from infinity.errors import InfinityError, UnsupportedError
-from infinity.modules.param import OffloadedParam
-from infinity.modules.param_table import ParamTable
+from infinity.modules.param import OffloadedParam, ParamTable
 from infinity.sizes import PAGE_NBYTES, align_down
 from infinity.state.store import StateStore
 from infinity.state.units import TensorSpec, Unit, weight_of
@@ -21,12 +20,15 @@ from infinity.streaming.masters import MasterWeights
 from infinity.streaming.optimizer_step import StepRunner
 from infinity.streaming.parameters import WeightCache
 
-_DIGESTED_NBYTES = 16 << 20  # At a time, where memory is not the host's.
+_DIGESTED_NBYTES = 16 << 20  # Digests at most this much at a time, if the memory is not the host's.
 
 
 class WeightEdits:
-    """Units that may be changed on the device, from when they are lent until what was changed is
-    taken over; and writes of values that come from elsewhere. Called under the engine's lock."""
+    """Units that may be changed on the device, and writes of values from elsewhere.
+
+    `lend` and `expect` announce a change of units in use; `take_over` moves the changed weights to
+    the units' state when the last use ends. Every method runs under the engine's lock.
+    """
 
     def __init__(
         self,
@@ -45,18 +47,18 @@ class WeightEdits:
         self._is_sharded = is_sharded
         self._param_table = param_table
         self._expected: set[int] = set()
-        self._before: dict[OffloadedParam, torch.Tensor] = {}  # Weights as they were lent.
+        self._before: dict[OffloadedParam, torch.Tensor] = {}  # Weights at the time of `lend`.
 
     def expect(self, units: Iterable[int]) -> None:
-        """These units, which are held, are changed before they are let go."""
+        """Announces a change of these units, which are in use, before their last use ends."""
         self._expected.update(units)
 
     def lend(self, units: Iterable[int]) -> None:
-        """As `expect`; elements that are not changed keep the value behind them to the bit."""
+        """Like `expect`. Elements that do not change keep their fp32 value to the bit."""
         self.lend_params(param for unit in units for param in self._param_table.of_unit(unit))
 
     def lend_params(self, params: Iterable[OffloadedParam]) -> None:
-        """As `lend`, of single parameters."""
+        """Like `lend`, for single parameters."""
         for param in params:
             self._expected.add(param.unit.index)
             if self._masters.has(param.unit, param.spec) and param not in self._before:
@@ -65,8 +67,8 @@ class WeightEdits:
 
     @contextmanager
     def watching(self, params: Sequence[OffloadedParam]) -> Iterator[None]:
-        """Within, these parameters, which are held, are there to be read. What changes all the
-        same is taken over, and a warning says so."""
+        """Guards a block that only reads these parameters, which are in use. A change is taken over
+        nevertheless, with a warning."""
         before = {param: _digest(param.compute) for param in params}
         yield
         undeclared = []
@@ -76,7 +78,8 @@ class WeightEdits:
             if param.unit.index not in self._expected:
                 undeclared.append(param.name)
             param.changes += 1
-            torch.autograd.graph.increment_version([param.compute])  # Also what `.data` changed.
+            # Also counts changes made through `.data`.
+            torch.autograd.graph.increment_version([param.compute])
         if undeclared and self._is_sharded:
             raise InfinityError(
                 f"{', '.join(undeclared[:4])} changed inside infinity.gather() without "
@@ -90,8 +93,8 @@ class WeightEdits:
             )
 
     def put_back(self, unit: int) -> UnsupportedError | None:
-        """The unit is held for the last moment: values that `.data =` put in the place of
-        parameters are copied to where these stand. Returns the refusal of one that cannot be."""
+        """Copies values that `.data =` assigned into the memory of their parameters, before the
+        last use of the unit ends. Returns the refusal of a value that cannot be copied, or None."""
         refusal = None
         for param in self._param_table.of_unit(unit):
             value = param.put_back()
@@ -99,7 +102,8 @@ class WeightEdits:
                 continue
             fault = self._why_not(param, value)
             if fault is None:
-                # Behind autograd's back, as the assignment was: graphs that saved it are valid.
+                # Autograd does not see the copy, as it did not see the assignment: graphs that
+                # saved the parameter stay valid.
                 param.place.copy_(value.clone() if _overlaps(value, param.place) else value)
                 param.was_replaced = True
             else:
@@ -111,10 +115,10 @@ class WeightEdits:
         return refusal
 
     def refuse_saved(self, replaced: Iterable[OffloadedParam], nodes: Iterable[Node]) -> None:
-        """Of parameters whose data was replaced, the old value must not be in a graph: the new one
-        takes its memory."""
+        """Raises UnsupportedError if a graph has saved the old value of a parameter whose data was
+        replaced, because the new value takes the same memory."""
         if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
-            return  # Saved otherwise, such as by a checkpoint: looking would run its forward.
+            return  # Saved by other means, such as a checkpoint: reading it would run its forward.
         saved = [tensor for node in nodes for tensor in _saved_by(node)]
         for param in replaced:
             if any(t.dtype == param.place.dtype and _overlaps(t, param.place) for t in saved):
@@ -133,9 +137,9 @@ class WeightEdits:
         return None
 
     def take_over(self, unit: int) -> None:
-        """Nobody holds the unit any more: if it was changed, that is its state from now on."""
+        """Makes the weights of a changed unit its state. Runs after the last use of the unit."""
         params = self._param_table.of_unit(unit)
-        # Also by its module's own code.
+        # The module's own code may have changed them, too.
         if unit not in self._expected and not any(param.was_changed for param in params):
             return
         self._expected.discard(unit)
@@ -153,10 +157,10 @@ class WeightEdits:
         self._weight_cache.check_in(unit, dirty_nbytes=facts.weight_nbytes, write_now=False)
 
     def write(self, unit: Unit, values: Mapping[TensorSpec, torch.Tensor]) -> None:
-        """Replaces weights (and masters) of a unit that nobody holds; the write to NVMe is left
-        for later. Values of any float dtype, in the tensors' shapes."""
-        whole = len(values) == len(unit.tensors)
-        weights = self._weight_cache.check_out(unit.index, read=not whole)
+        """Replaces weights and masters of a unit that is not in use; the write to NVMe may come
+        later. Values have the shapes of the tensors and any float dtype."""
+        is_complete = len(values) == len(unit.tensors)
+        weights = self._weight_cache.check_out(unit.index, read=not is_complete)
         for spec, value in values.items():
             flat = in_memory_order(value.detach().cpu(), spec)
             if self._masters.has(unit, spec):
@@ -165,11 +169,11 @@ class WeightEdits:
                 weight_of(weights, spec).copy_(flat)
         self._weight_cache.check_in(unit.index, dirty_nbytes=unit.weight_nbytes, write_now=False)
         written = [param for param in self._param_table.of_unit(unit.index) if param.spec in values]
-        # Who saved the old weights for a backward must find out, as in plain PyTorch.
+        # As in plain PyTorch, a backward that saved the old weights must raise.
         torch.autograd.graph.increment_version([param.compute for param in written])
 
     def fill(self, unit: Unit) -> None:
-        """Writes a unit's original parameters, those that have memory, to its tiers."""
+        """Writes the values of a unit's original parameters, if they have any, to its tiers."""
         values = {
             param.spec: param.original.detach()
             for param in self._param_table.of_unit(unit.index)
@@ -181,7 +185,7 @@ class WeightEdits:
 
 
 def _overlaps(value: torch.Tensor, place: torch.Tensor) -> bool:
-    """Whether `value`, of the same dtype, begins inside of `place`."""
+    """Whether `value`, of the same dtype, begins inside `place`."""
     if value.untyped_storage()._cdata != place.untyped_storage()._cdata:
         return False
     return 0 <= value.storage_offset() - place.storage_offset() < max(place.numel(), 1)
@@ -191,17 +195,18 @@ def _saved_by(node: Node) -> Iterator[torch.Tensor]:
     for name in dir(node):
         if name.startswith("_saved_") or name == "saved_tensors":
             found = getattr(node, name)
-            for each in found if isinstance(found, (tuple, list)) else (found,):
-                if isinstance(each, torch.Tensor) and each.layout is torch.strided:
-                    yield each
+            for value in found if isinstance(found, (tuple, list)) else (found,):
+                if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+                    yield value
 
 
 def _digest(tensor: torch.Tensor) -> bytes:
-    """Of a parameter's bytes."""
+    """Returns a digest of the parameter's bytes."""
     flat = tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
     parts = []
     for part in flat.split(_DIGESTED_NBYTES) if flat.numel() else ():
-        here = part.cpu()
-        whole = align_down(here.numel(), PAGE_NBYTES)
-        parts += [digest_of_pages(here.data_ptr(), whole), here[whole:].numpy().tobytes()]
+        block = part.cpu()
+        aligned_nbytes = align_down(block.numel(), PAGE_NBYTES)
+        parts.append(digest_of_pages(block.data_ptr(), aligned_nbytes))
+        parts.append(block[aligned_nbytes:].numpy().tobytes())
     return b"".join(parts)

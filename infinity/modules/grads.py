@@ -1,4 +1,4 @@
-"""The `.grad` of parameters: taken away as soon as autograd has set it, shown again on demand."""
+"""The `.grad` of parameters: taken as soon as autograd has completed it, and shown on demand."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ import torch
 from infinity.errors import UnsupportedError
 from infinity.modules.hooks import BackwardCalls
 from infinity.modules.interrupts import uninterrupted
-from infinity.modules.param import OffloadedParam
-from infinity.modules.param_table import ParamTable
+from infinity.modules.param import OffloadedParam, ParamTable
 from infinity.modules.process import OwnProcess
 from infinity.observe import Tracer, Track
 from infinity.streaming.gradients import GradientSink
@@ -22,8 +21,8 @@ from infinity.streaming.parameters import WeightCache
 
 
 class ParamGrads:
-    """Gradients on their way from autograd to where they are summed, and back to who looks at
-    them. Any thread."""
+    """Moves gradients from autograd to the gradient store, and shows stored gradients to callers.
+    Methods may run in any thread."""
 
     def __init__(
         self,
@@ -43,13 +42,13 @@ class ParamGrads:
         self._backwards = backwards
         self._lock = lock
         self._process = OwnProcess()
-        # Those whose `.grad` is the sum so far, and its version while it is.
+        # Parameters whose `.grad` shows the sum so far, with the version at that time.
         self._shown: dict[OffloadedParam, tuple[torch.Tensor, int]] = {}
-        self._frozen: list[OffloadedParam] = []  # When the model was offloaded.
+        self._frozen: list[OffloadedParam] = []  # Frozen at the time of offload.
 
     def install(self, params: Iterable[OffloadedParam]) -> None:
-        """From now on the gradients of these parameters are taken as they are complete."""
-        grads = weakref.ref(self)  # A hook on a tensor is out of the garbage collector's sight.
+        """Registers the hooks that take each gradient of these parameters when it is complete."""
+        grads = weakref.ref(self)  # The garbage collector does not see a tensor's hooks.
 
         def take(parameter: torch.Tensor) -> None:
             here = grads()
@@ -67,7 +66,7 @@ class ParamGrads:
                 param.compute.register_post_accumulate_grad_hook(take)
             elif param.compute.is_floating_point():
                 self._frozen.append(param)
-                param.compute.requires_grad_(True)  # Or it takes no hook.
+                param.compute.requires_grad_(True)  # A frozen tensor accepts no hook.
                 param.compute.register_post_accumulate_grad_hook(refuse)
                 param.compute.requires_grad_(False)
 
@@ -76,23 +75,23 @@ class ParamGrads:
         gradient = parameter.grad
         assert param is not None and gradient is not None
         if param in self._shown:
-            self._add(param, gradient, is_sum=True)  # Autograd has added to what was there.
+            self._add(param, gradient, is_sum=True)  # Autograd has added to the shown sum.
         else:
-            # First: what follows may raise, and the next backward must not add.
+            # First of all: the code below may raise, and the next backward must not add to it.
             parameter.grad = None
             self._add(param, gradient)
 
     def take(self, param: OffloadedParam, gradient: torch.Tensor) -> None:
-        """A gradient that has come another way than to the compute parameter."""
+        """Adds a gradient that did not arrive at the compute parameter."""
         with uninterrupted(), self._lock:
-            self._bring_up_to_date(param)  # Nobody has held the unit since the step.
+            self._bring_up_to_date(param)  # The unit was not used since the step.
             shown = param.compute.grad if param in self._shown else None
             if shown is not None:
                 param.compute.grad = gradient = shown + gradient
             self._add(param, gradient, is_sum=shown is not None)
 
     def _add(self, param: OffloadedParam, gradient: torch.Tensor, *, is_sum: bool = False) -> None:
-        """`is_sum`: together with all that came before."""
+        """`is_sum`: the gradient includes everything that was added before."""
         with (
             uninterrupted(),
             self._lock,
@@ -106,7 +105,7 @@ class ParamGrads:
                 self._shown[param] = gradient, gradient._version
 
     def drop(self, params: Iterable[OffloadedParam]) -> None:
-        """A backward was broken off while gradients were on their way to the engine."""
+        """Drops incomplete gradients of a backward that was interrupted."""
         for param in params:
             if param not in self._shown:
                 param.compute.grad = None
@@ -117,7 +116,7 @@ class ParamGrads:
         return self._gradients.has(param.spec)
 
     def read(self, param: OffloadedParam) -> torch.Tensor | None:
-        """A copy of the gradient summed so far: fp32, on the host; None if there is none."""
+        """Returns a copy of the gradient summed so far (fp32, on the host), or None."""
         self._process.refuse_others()
         with self._lock:
             if not self._gradients.has(param.spec):
@@ -130,8 +129,8 @@ class ParamGrads:
 
     @contextmanager
     def shown(self, params: Iterable[OffloadedParam]) -> Iterator[None]:
-        """Within, compute parameters that have a gradient show a copy of it; what is done to it is
-        taken over at the end."""
+        """Shows copies of the gradients on the compute parameters for the time of a `with` block. A
+        change of a copy becomes the gradient at the end."""
         mine = [param for param in params if param.compute.grad is None]
         try:
             for param in mine:
@@ -161,7 +160,7 @@ class ParamGrads:
             self._gradients.forget(param.spec)
 
     def put(self, param: OffloadedParam, value: torch.Tensor, *, is_other: bool = False) -> None:
-        """`value`, of the parameter's shape, is the sum from now on; see `GradientStore.put`."""
+        """Makes `value`, in the parameter's shape, the sum; see `GradientStore.put`."""
         if param.spec.state_offset < 0:
             raise _frozen(param.name)
         self._process.refuse_others()
@@ -170,13 +169,13 @@ class ParamGrads:
             self._gradients.put(param.unit, param.spec, value, is_other=is_other)
 
     def zero(self, param: OffloadedParam) -> None:
-        """The gradient, if there is one, becomes zeros."""
+        """Sets the gradient to zeros, if there is one."""
         with uninterrupted(), self._lock:
             self._bring_up_to_date(param)
             self._gradients.zero(param.unit, param.spec)
 
     def _bring_up_to_date(self, param: OffloadedParam) -> None:
-        """The gradients of a unit whose update is pending are still to be used."""
+        """Applies a pending update of the unit first, because it still needs the gradients."""
         if self._updater.is_pending(param.unit.index):
             assert not self._weight_cache.is_in_use(param.unit.index)
             self._updater.bring_up_to_date(param.unit.index)
@@ -186,6 +185,6 @@ def _frozen(*names: str) -> UnsupportedError:
     more = f" and {len(names) - 4} others" if len(names) > 4 else ""
     return UnsupportedError(
         f"{', '.join(map(repr, names[:4]))}{more} had no requires_grad when the model was "
-        "offloaded, so there is no place for a gradient and no optimizer state; set requires_grad "
-        "before infinity.offload, of all adapters that are to be trained"
+        "offloaded, so there is no space for a gradient and no optimizer state; set requires_grad "
+        "before infinity.offload, also on adapters that are to be trained"
     )

@@ -1,16 +1,17 @@
-"""What stands in a module while a parameter is away: a tensor without bytes that fails loudly.
+"""The handle: the tensor without bytes that stands in a module while its parameter is away.
 
-A handle is an `nn.Parameter` to everyone who asks: true shape, dtype and device, in
-`named_parameters`, in an optimizer's groups. It has no storage. Reading it outside its module, or
-changing it in place under no_grad, fetches the bytes for that one operation; copying, pickling or
-converting it raises an error that names the parameter and the way to do it.
+A handle is an `nn.Parameter` for every caller: it has the true shape, dtype and device in
+`named_parameters` and in the groups of an optimizer. It has no storage. An operation that reads a
+handle outside its module, or changes it in place under no_grad, fetches the bytes for that one
+operation. Copying, pickling or converting a handle raises an error that names the parameter and the
+remedy.
 
-`handle.data` is a handle as well: of the same bytes, without a gradient. Where a view of a
-parameter is asked for, a mirror is given (`mirrors.py`).
+`handle.data` is a handle of the same bytes without a gradient. A function that would return a view
+of the parameter returns a mirror (`mirrors.py`).
 
-Why a wrapper subclass and nothing simpler: a full-shape tensor over an empty storage crashes the
-interpreter when touched, a meta tensor silently computes rubbish in `F.linear`, and a one-element
-placeholder broadcasts.
+Simpler stand-ins fail: a full-shape tensor over an empty storage crashes the interpreter when it is
+read, a meta tensor silently computes garbage in `F.linear`, and a one-element placeholder
+broadcasts.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from infinity.modules.torch_names import PLAIN, members, says_it_writes
 
 
 class Owner(Protocol):
-    """Who answers for a handle: `HandleOps`, or the `TiledParam` of tiles."""
+    """The object that serves operations on a handle: `HandleOps`, or the `TiledParam` of tiles."""
 
     def compute_with(
         self,
@@ -41,11 +42,11 @@ class Owner(Protocol):
     ) -> Any:
         """Runs `function` with real tensors in the place of this owner's handles.
 
-        `changes`: the handles the function says it writes to.
+        `changes`: the handles that the function writes to, according to its signature.
         """
 
-    def whole_handle(self, name: str) -> Handle:
-        """The handle that stands in modules, of one that `.data` or `.grad` gave."""
+    def module_handle(self, name: str) -> Handle:
+        """Returns the handle in the modules, for a handle that `.data` or `.grad` returned."""
 
     def gradient_of(self, handle: Handle) -> torch.Tensor | None: ...
     def put_gradient(self, handle: Handle, value: torch.Tensor, *, is_other: bool) -> None: ...
@@ -53,37 +54,37 @@ class Owner(Protocol):
     def zero_gradient(self, handle: Handle) -> None: ...
     def set_trainable(self, handle: Handle, is_trainable: bool) -> None: ...
     def state_value(self, handle: Handle) -> torch.Tensor:
-        """What a `state_dict()` holds of the parameter."""
+        """Returns the value of the parameter in a `state_dict()`."""
 
     def leaves_of(self, handle: Handle) -> list[torch.Tensor]:
-        """The parameters that gradients of the handle's values arrive at, in order of rows."""
+        """Returns the parameters that accumulate the handle's gradients, in order of rows."""
 
     def take_gradient(self, handle: Handle, gradient: torch.Tensor) -> None:
-        """A gradient has arrived at the handle itself."""
+        """Adds a gradient that autograd has delivered to the handle itself."""
 
 
 class Alias(Protocol):
-    """What looks at the memory of a parameter, or of its gradient."""
+    """A tensor that shows the memory of a parameter or of its gradient."""
 
     is_gradient: bool
 
     def lose(self) -> None:
-        """The parameter is about to get other memory; keep what was in this one."""
+        """Keeps the present content, because the parameter is about to get other memory."""
 
 
 class Handle(torch.Tensor):
-    """A released parameter, or (with `is_gradient`) a gradient that rests on a tier, or (with
-    `is_data`) the `.data` of a parameter."""
+    """A released parameter; or a gradient on a tier (`is_gradient`); or the `.data` of a parameter
+    (`is_data`)."""
 
     owner: Owner
     name_in_model: str
     is_gradient: bool
     is_data: bool = False
-    kept: torch.Tensor | None = None  # The values, since the parameter or `.grad` got others.
-    number: int = 0  # Which gradient of the parameter: they come and go.
+    kept: torch.Tensor | None = None  # The old values, after the parameter or `.grad` got others.
+    number: int = 0  # Numbers the gradients of one parameter.
     aliases: weakref.WeakValueDictionary[int, Alias] | None = None
 
-    # nn.Parameter's metaclass answers isinstance() for tensor subclasses by this attribute.
+    # The metaclass of nn.Parameter reads this attribute in isinstance() for tensor subclasses.
     _is_param = True
 
     @staticmethod
@@ -95,8 +96,8 @@ class Handle(torch.Tensor):
         is_gradient: bool = False,
         shape: Sequence[int] | None = None,
     ) -> Handle:
-        """A handle with the shape, stride, dtype, device and requires_grad of `like`; or with a
-        shape of its own, row-major."""
+        """Returns a handle with the shape, stride, dtype, device and requires_grad of `like`. A
+        given `shape` replaces that of `like` and is row-major."""
         strides = like.stride() if shape is None else torch.empty(shape, device="meta").stride()
         handle = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             Handle,
@@ -116,16 +117,17 @@ class Handle(torch.Tensor):
         return handle
 
     def make_data(self) -> Handle:
-        """What `.data` is."""
+        """Returns the handle for `.data`."""
         with torch._C.DisableTorchFunctionSubclass():
             handle = Handle.make(self.owner, self.name_in_model, self)
             handle.requires_grad_(False)
         handle.is_data, handle._is_param = True, False
-        self.owner.whole_handle(self.name_in_model).note_alias(handle)
+        self.owner.module_handle(self.name_in_model).note_alias(handle)
         return handle
 
     def note_alias(self, alias: Alias) -> None:
-        """`alias` shows this parameter's memory, and is told when that is replaced."""
+        """Registers a tensor that shows this parameter's memory. `alias.lose` runs when the memory
+        is replaced."""
         if self.aliases is None:
             self.aliases = weakref.WeakValueDictionary()
         self.aliases[id(alias)] = alias
@@ -152,8 +154,8 @@ class Handle(torch.Tensor):
 
     @property
     def grad(self) -> torch.Tensor | None:  # type: ignore[override]
-        """The gradient summed so far, as a handle that fetches it when read; None if there is
-        none."""
+        """The gradient summed so far, as a handle that fetches the gradient when read; None without
+        one."""
         return None if self.is_gradient or self.is_data else self.owner.gradient_of(self)
 
     @grad.setter
@@ -228,12 +230,11 @@ class Handle(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Reached only where __torch_function__ was switched off: nothing may compute on a
-        handle."""
+        """Refuses an operation that bypasses __torch_function__, because a handle has no bytes."""
         if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
             return args[0]
         handle = _first_handle((args, kwargs or {}))
-        if func.overloadpacket is torch.ops.aten.set_:  # It never comes by __torch_function__.
+        if func.overloadpacket is torch.ops.aten.set_:  # `set_` never reaches __torch_function__.
             _refuse_parametrization(handle)
         raise ParameterNotResident(
             handle.name_in_model,
@@ -248,7 +249,7 @@ def _first_handle(tree: Any) -> Handle:
 
 
 def find_handles(tree: Any) -> list[Handle]:
-    """Every handle in nested tuples, lists and dicts."""
+    """Returns every handle in nested tuples, lists and dicts."""
     if isinstance(tree, Handle):
         return [tree]
     if isinstance(tree, (tuple, list)):
@@ -259,7 +260,7 @@ def find_handles(tree: Any) -> list[Handle]:
 
 
 def replace_handles(tree: Any, replace: Callable[[Handle], torch.Tensor]) -> Any:
-    """The same nest with every handle replaced."""
+    """Returns the same nest with every handle replaced."""
     if isinstance(tree, Handle):
         return replace(tree)
     if isinstance(tree, tuple):
@@ -275,7 +276,7 @@ def replace_handles(tree: Any, replace: Callable[[Handle], torch.Tensor]) -> Any
 def _one_by_one(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], count: int
 ) -> list[Any] | None:
-    """A function over lists, one element after the other: all of them need not be in memory."""
+    """Runs a function over lists element by element, so that one element at a time is in memory."""
 
     def part(value: Any, index: int) -> Any:
         is_list = isinstance(value, (tuple, list)) and len(value) == count
@@ -292,7 +293,7 @@ def _one_by_one(
 def targets(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> list[Handle]:
-    """The handles `func` says it writes to."""
+    """Returns the handles that `func` writes to, according to its signature."""
     out = find_handles(kwargs.get("out"))
     if out or not says_it_writes(func):
         return out
@@ -303,7 +304,8 @@ def targets(
 
 
 def _take_stray(handle: Any) -> None:
-    """Something that did not ask `__torch_function__` has put the handle itself into a graph."""
+    """Passes on a gradient that reached the handle itself, through a graph made by code that
+    bypassed `__torch_function__`."""
     with torch._C.DisableTorchFunctionSubclass():
         gradient = torch.Tensor.grad.__get__(handle)
         torch.Tensor.grad.__set__(handle, None)
@@ -311,28 +313,32 @@ def _take_stray(handle: Any) -> None:
 
 
 def _grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-    """`torch.autograd.grad` by handles. The backward itself fetches what it needs."""
+    """`torch.autograd.grad` for handles. The backward itself fetches the parameters it needs."""
     if find_handles(outputs):
         return NotImplemented
     given = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
-    leaves = [each.owner.leaves_of(each) if isinstance(each, Handle) else [each] for each in given]
-    wanted = [leaf for each in leaves for leaf in each]
+    leaves = [_leaves_of(tensor) for tensor in given]
+    wanted = [leaf for tiles in leaves for leaf in tiles]
     flat = iter(torch.autograd.grad(outputs, wanted, *args, **kwargs))
-    rows = 1 if kwargs.get("is_grads_batched") else 0
-    return tuple(_of_rows([next(flat) for _ in each], each, rows) for each in leaves)
+    dim = 1 if kwargs.get("is_grads_batched") else 0
+    return tuple(_joined([next(flat) for _ in tiles], tiles, dim) for tiles in leaves)
 
 
-def _of_rows(
+def _leaves_of(tensor: torch.Tensor) -> list[torch.Tensor]:
+    return tensor.owner.leaves_of(tensor) if isinstance(tensor, Handle) else [tensor]
+
+
+def _joined(
     parts: list[torch.Tensor | None], leaves: list[torch.Tensor], dim: int
 ) -> torch.Tensor | None:
-    """One gradient, where the parameter stands as tiles and some of them may have none."""
-    there = next((part for part in parts if part is not None), None)
-    if len(parts) == 1 or there is None:
-        return there
-    lead = there.shape[:dim]
+    """Joins the gradients of tiles into one gradient; a tile without a gradient counts as zero."""
+    first = next((part for part in parts if part is not None), None)
+    if len(parts) == 1 or first is None:
+        return first
+    lead = first.shape[:dim]
     return torch.cat(
         [
-            there.new_zeros((*lead, *leaf.shape)) if part is None else part
+            first.new_zeros((*lead, *leaf.shape)) if part is None else part
             for part, leaf in zip(parts, leaves, strict=True)
         ],
         dim,
@@ -344,11 +350,8 @@ def _backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
     inputs = kwargs.get("inputs")
     if inputs is None or find_handles((tensors, args)):
         return NotImplemented
-    leaves = [
-        leaf
-        for each in ((inputs,) if isinstance(inputs, torch.Tensor) else inputs)
-        for leaf in (each.owner.leaves_of(each) if isinstance(each, Handle) else [each])
-    ]
+    given = (inputs,) if isinstance(inputs, torch.Tensor) else inputs
+    leaves = [leaf for tensor in given for leaf in _leaves_of(tensor)]
     return torch.autograd.backward(tensors, *args, **{**kwargs, "inputs": leaves})
 
 
@@ -359,7 +362,7 @@ def _register_hook(handle: Handle, hook: Any) -> Any:
 
 
 def _view_as(handle: Any, other: Any) -> Any:
-    """`torch.autograd.graph` asks for a view in order to see the node behind it, not its values."""
+    """Returns a tensor whose node `torch.autograd.graph` can inspect; its values are not used."""
     if not _was_called_by(_get_grad_fn_or_grad_acc):
         return NotImplemented
     leaf = _leaf_of(handle, "a gradient edge")
@@ -370,8 +373,8 @@ def _leaf_of(handle: Handle, what: str) -> torch.Tensor:
     leaves = handle.owner.leaves_of(handle)
     if len(leaves) != 1:
         raise UnsupportedError(
-            f"{what} of {handle!r}: it stands as {len(leaves)} tiles, whose gradients never meet; "
-            "use the tiles, which model.parameters() gives"
+            f"{what} of {handle!r}: the parameter is split into {len(leaves)} tiles, each with a "
+            "gradient of its own; use the tiles, which model.parameters() yields"
         )
     return leaves[0]
 
@@ -422,10 +425,10 @@ def _set_values(handle: Handle, value: torch.Tensor) -> None:
 
 
 def _set_gradient(handle: Handle, value: torch.Tensor, *, is_other: bool) -> None:
-    """`parameter.grad = value` (`is_other`), or `parameter.grad.data = value`."""
-    whole = handle.owner.whole_handle(handle.name_in_model)
-    mine = whole.grad
-    if isinstance(mine, Handle) and mine.is_same(value):
+    """Handles `parameter.grad = value` (`is_other`) and `parameter.grad.data = value`."""
+    parameter = handle.owner.module_handle(handle.name_in_model)
+    present = parameter.grad
+    if isinstance(present, Handle) and present.is_same(value):
         return
     if not isinstance(value, torch.Tensor) or value.shape != handle.shape:
         got = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
@@ -433,15 +436,15 @@ def _set_gradient(handle: Handle, value: torch.Tensor, *, is_other: bool) -> Non
             f"expected a gradient of {handle.name_in_model!r} with shape {tuple(handle.shape)}, "
             f"got {got}"
         )
-    # nn.Module.to(dtype) sets a rounded copy of what is fp32 here.
-    is_narrow = mine is not None and value.dtype is whole.dtype is not torch.float32
-    if is_narrow and torch.equal(mine.to(value.dtype), value):  # type: ignore[union-attr]
+    # nn.Module.to(dtype) assigns a rounded copy of the fp32 gradient.
+    is_narrow = present is not None and value.dtype is parameter.dtype is not torch.float32
+    if is_narrow and torch.equal(present.to(value.dtype), value):  # type: ignore[union-attr]
         return
     if isinstance(value, Handle) and value.kept is not None:
         value = value.kept
     value = value.detach().clone() if isinstance(value, Handle) else value.detach()
-    whole.lose_aliases(object if is_other else Origin, is_gradient=True)
-    whole.owner.put_gradient(whole, value, is_other=is_other)
+    parameter.lose_aliases(object if is_other else Origin, is_gradient=True)
+    parameter.owner.put_gradient(parameter, value, is_other=is_other)
 
 
 def _set_requires_grad(handle: Handle, value: bool) -> None:
@@ -463,7 +466,7 @@ def _requires_grad_(handle: Handle, requires_grad: bool = True) -> Handle:
 def _zero_(handle: Handle) -> Any:
     if not handle.is_gradient:
         return NotImplemented
-    handle.owner.zero_gradient(handle)  # nn.Module.zero_grad(set_to_none=False) does this.
+    handle.owner.zero_gradient(handle)  # nn.Module.zero_grad(set_to_none=False) calls this.
     return handle
 
 
@@ -474,12 +477,13 @@ def _copy_(handle: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
 def _refuse_grad_hook(handle: Handle, *args: Any, **kwargs: Any) -> Any:
     raise UnsupportedError(
         f"a hook after the accumulation of the gradient of {handle.name_in_model!r} would find no "
-        "gradient: it has left for its tier by then. Use register_hook"
+        "gradient: the gradient moves to its tier first. Use register_hook"
     )
 
 
 def _converted(handle: Handle, device: torch.device | None, dtype: torch.dtype | None) -> Any:
-    """`.to()` of what it already is; anything else is refused, for the engine owns both."""
+    """Returns the handle if `.to()` changes nothing; refuses anything else, because the engine owns
+    dtype and device."""
     same_device = device is None or (
         device.type == handle.device.type
         and (device.index is None or handle.device.index in (None, device.index))
@@ -497,7 +501,7 @@ def _converted(handle: Handle, device: torch.device | None, dtype: torch.dtype |
 
 def _to(handle: Any, *args: Any, **kwargs: Any) -> Any:
     if not isinstance(handle, Handle):
-        other = args[0]  # tensor.to(handle): only dtype and device are asked of it.
+        other = args[0]  # tensor.to(handle) reads only dtype and device.
         return handle.to(device=other.device, dtype=other.dtype)
     if kwargs.get("copy"):
         return NotImplemented
@@ -510,8 +514,8 @@ def _to(handle: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _detach(handle: Handle) -> Any:
-    # nn.Parameter(handle) detaches what it is given and would refuse the plain tensor that comes of
-    # it with words about subclasses.
+    # nn.Parameter(handle) detaches its argument and would refuse the plain tensor that results with
+    # a message about subclasses.
     if _was_called_by(torch.nn.Parameter.__new__):
         _refuse_parametrization(handle)
     if _was_called_by(torch.nn.Module._save_to_state_dict):
@@ -520,7 +524,8 @@ def _detach(handle: Handle) -> Any:
 
 
 def _was_called_by(function: Any) -> bool:
-    """Whether `function` is what came to `__torch_function__`, which has called the caller."""
+    """Whether `function` is the function that `__torch_function__` received and that called the
+    caller."""
     frame = sys._getframe(2)
     while frame.f_code.co_name == "__torch_function__" and frame.f_back is not None:
         frame = frame.f_back
@@ -544,7 +549,7 @@ def _refuse_reshape(handle: Handle, *args: Any, **kwargs: Any) -> Any:
 
 def _array(handle: Handle, *args: Any, **kwargs: Any) -> Any:
     if handle.requires_grad and not kwargs.get("force"):
-        torch.empty(0, requires_grad=True).numpy()  # Raises what torch says of this.
+        torch.empty(0, requires_grad=True).numpy()  # Raises the message of torch.
     return handle.detach().__array__(*args) if args else handle.detach().numpy()
 
 
@@ -595,7 +600,7 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
     torch.Tensor.data_ptr: _refuse_storage,
     torch.Tensor.untyped_storage: _refuse_storage,
     torch.Tensor.storage: _refuse_storage,
-    torch._has_compatible_shallow_copy_type: lambda *args: True,  # nn.Module._apply asks.
+    torch._has_compatible_shallow_copy_type: lambda *args: True,  # nn.Module._apply calls this.
     torch.Tensor.numpy: _array,
     torch.Tensor.__array__: _array,
     torch.Tensor.__dlpack__: _refuse_storage,

@@ -1,13 +1,14 @@
-"""What an operation on a handle does: it fetches the bytes, computes, and lets go of them.
+"""Operations on handles: each fetches the bytes, computes, and releases them.
 
-That is how a weight is read outside of the module that owns it (a tied head, a penalty on weights,
-a print), how it is changed in place there (an average of weights, a merged adapter, a clipped
-gradient), and how the rules of modules initialise a model that is never whole in memory.
+Handle operations serve code that reads a weight outside the module that owns it (a tied head, a
+penalty on weights, a print), code that changes it there (an average of weights, a merged adapter, a
+clipped gradient), and initialisation rules of a model that never fits in memory.
 
-Note [Who writes]
-  A function is run on the parameter itself, and what it changed shows in the version that PyTorch
-  counts. Only what the function's name says is known before: of such a parameter a copy is kept, so
-  that the fp32 values behind elements that do not change are kept to the bit.
+Note [Detecting writes]
+  The function runs on the parameter itself. The version that PyTorch counts shows afterwards
+  whether the function has changed it. Only the function's name tells of a write beforehand: then a
+  copy of the parameter is kept, so that elements that do not change keep their fp32 value to the
+  bit.
 """
 
 from __future__ import annotations
@@ -27,8 +28,7 @@ from infinity.modules.handle import Handle, find_handles, replace_handles
 from infinity.modules.hooks import BackwardCalls, ModuleCall, nodes_since
 from infinity.modules.mirrors import mirrored
 from infinity.modules.outputs import detach_from_parameters
-from infinity.modules.param import OffloadedParam
-from infinity.modules.param_table import ParamTable
+from infinity.modules.param import OffloadedParam, ParamTable
 from infinity.modules.state_values import StateValue
 from infinity.modules.tiling.tiled_param import TiledParam
 from infinity.modules.uses import UnitUses
@@ -42,19 +42,19 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("infinity")
 
-# Units that initialisation keeps attached at once, so that views it takes stay valid a while.
+# Units that initialisation keeps attached at the same time, so that its views stay valid a while.
 _INITIALISING_UNITS = 2
 
 
 @dataclass(slots=True)
 class _Lent:
-    """What stands in the place of a handle while a function runs."""
+    """The tensor that stands in the place of a handle while a function runs."""
 
     handle: Handle
     param: OffloadedParam
     tensor: torch.Tensor
     version: int
-    is_target: bool  # Some functions over lists change no version.
+    is_target: bool  # Needed because some functions over lists change no version.
 
     @property
     def was_changed(self) -> bool:
@@ -62,7 +62,7 @@ class _Lent:
 
 
 class HandleOps:
-    """The owner of every handle of one engine: see `handles.Owner`."""
+    """The owner of every handle of one engine: see `handle.Owner`."""
 
     def __init__(
         self,
@@ -73,12 +73,12 @@ class HandleOps:
         counters: Counters,
         param_table: ParamTable,
         uses: UnitUses,
-        changes: WeightEdits,
+        edits: WeightEdits,
         backwards: BackwardCalls,
         grads: ParamGrads,
         setting: Callable[[list[int]], AbstractContextManager[None]],
     ) -> None:
-        self._engine = engine  # Who keeps a handle keeps what it needs.
+        self._engine = engine  # A handle keeps its engine alive.
         self._counters = counters
         self._passes = passes
         self._pool = pool
@@ -86,14 +86,14 @@ class HandleOps:
         self._setting_on_ranks = setting
         self._param_table = param_table
         self._uses = uses
-        self._changes = changes
+        self._edits = edits
         self._backwards = backwards
         self._grads = grads
         self._warned: set[str] = set()
-        self._initialising: list[int] | None = None  # Units held by initialisation, oldest first.
+        self._initialising: list[int] | None = None  # Units in use by initialisation, oldest first.
 
     def param_of(self, tensor: torch.Tensor) -> OffloadedParam:
-        """The slot of a parameter, given either of its faces."""
+        """Returns the parameter of a handle or compute parameter."""
         param = self._param_table.find(tensor)
         if param is None or self._uses.is_closed:
             raise ParameterNotResident(
@@ -103,8 +103,8 @@ class HandleOps:
         return param
 
     def set_trainable(self, handle: Handle, is_trainable: bool) -> None:
-        """One that was frozen when the model was offloaded may say that it is trainable, as an
-        adapter does that is made active to be evaluated; a gradient of it is refused."""
+        """Sets requires_grad of a handle. A parameter that was frozen at offload may become
+        trainable, as an adapter does that is activated for evaluation; its gradient is refused."""
         param = self._known(handle)
         param.compute.requires_grad_(is_trainable)
         with torch._C.DisableTorchFunctionSubclass():
@@ -126,7 +126,7 @@ class HandleOps:
         return gradient
 
     def put_gradient(self, handle: Handle, value: torch.Tensor, *, is_other: bool) -> None:
-        """`value` is the sum of gradients from now on."""
+        """Makes `value` the sum of gradients."""
         self._refuse_closed(handle.name_in_model)
         self._grads.put(self._known(handle), value, is_other=is_other)
 
@@ -140,7 +140,7 @@ class HandleOps:
         self._grads.take(self._known(handle), gradient)
 
     def zero_gradient(self, handle: Handle) -> None:
-        """Of the gradient that `handle` stands for."""
+        """Sets the gradient that `handle` stands for to zeros."""
         self._grads.zero(self._param_table.named(handle.name_in_model))
 
     def _known(self, handle: Handle) -> OffloadedParam:
@@ -148,7 +148,7 @@ class HandleOps:
         assert param is not None, handle
         return param
 
-    def whole_handle(self, name: str) -> Handle:
+    def module_handle(self, name: str) -> Handle:
         return self._param_table.named(name).handle
 
     def _refuse_closed(self, name: str) -> None:
@@ -165,9 +165,9 @@ class HandleOps:
         *,
         changes: Sequence[Handle],
     ) -> Any:
-        """An operation on handles outside their module: fetch, compute, let go.
+        """Runs an operation on handles outside their module: fetch, compute, release.
 
-        Handles of other models fetch themselves when the function comes to them.
+        Handles of other models fetch their own bytes when the function reaches them.
         """
         handles = find_handles((args, kwargs))
         for handle in handles:
@@ -185,7 +185,7 @@ class HandleOps:
         setting = self._setting([params[id(h)].unit.index for h in changed])
         with setting, self._uses.using(units):
             if self._initialising is None:
-                self._changes.lend_params(params[id(h)] for h in changed)
+                self._edits.lend_params(params[id(h)] for h in changed)
             lent = {key: self._lend(h, params[key], changes) for key, h in mine.items()}
 
             def real(handle: Handle) -> torch.Tensor:
@@ -212,8 +212,8 @@ class HandleOps:
         return self.param_of(handle)
 
     def _setting(self, units: list[int]) -> AbstractContextManager[None]:
-        """Around a change of weights, which all ranks make alike; a forward's own is each rank's
-        business."""
+        """Guards a change of weights, which every rank makes alike. A change inside a forward is
+        local to its rank."""
         if not units or self._initialising is not None:
             return nullcontext()
         return nullcontext() if self._passes.is_in_forward else self._setting_on_ranks(units)
@@ -227,7 +227,7 @@ class HandleOps:
         return _Lent(handle, param, tensor, tensor._version, is_target)
 
     def _take_changes(self, lent: Iterable[_Lent]) -> None:
-        """What a function has changed becomes the state of its parameter."""
+        """Makes the changes of a function the state of its parameters."""
         for each in lent:
             if not each.was_changed:
                 continue
@@ -235,7 +235,7 @@ class HandleOps:
                 self._grads.put(each.param, each.tensor)
                 continue
             each.param.changes += 1
-            self._changes.expect([each.param.unit.index])
+            self._edits.expect([each.param.unit.index])
             if each.param.compute.grad_fn is not None:
                 each.param.compute.detach_()
                 raise UnsupportedError(
@@ -244,7 +244,7 @@ class HandleOps:
                 )
 
     def _shown(self, units: list[int], answer: Any, first: int, lent: Iterable[_Lent]) -> Any:
-        """The answer as whoever asked may keep it."""
+        """Returns the result in a form that the caller may keep."""
         for each in lent:
             if answer is each.tensor and each.was_changed:
                 return each.handle
@@ -262,7 +262,7 @@ class HandleOps:
         if gradient is None:
             raise InfinityError(
                 f"the gradient of {handle.name_in_model!r} is not there any more: it was "
-                "forgotten (zero_grad) after `.grad` was taken. Clone a gradient that is to "
+                "dropped (zero_grad) after `.grad` was taken. Clone a gradient that is to "
                 "be kept"
             )
         return gradient.to(handle.device)
@@ -281,7 +281,8 @@ class HandleOps:
             )
 
     def _watch_fault(self, units: list[int], answer: Any, first: int) -> Any:
-        """The result keeps no view of memory that goes away, and its backward fetches again."""
+        """Copies views of memory that will be released, and fetches the units again in the backward
+        of the result."""
         answer = detach_from_parameters(answer, self._param_table.is_parameter_memory)
         self._backwards.watch(ModuleCall(units), *nodes_since(first, answer))
         return answer
@@ -320,7 +321,7 @@ class HandleOps:
             return
         unit = param.unit.index
         with self._setting([unit]), self._uses.using([unit]), torch.no_grad():
-            self._changes.lend_params([param])
+            self._edits.lend_params([param])
             _bytes_of(param.compute, param)[place] = values
             torch.autograd.graph.increment_version([param.compute])
 
@@ -328,9 +329,9 @@ class HandleOps:
 
     @contextmanager
     def initialising(self) -> Iterator[None]:
-        """Within, operations on handles may change them in place, and views of them stay valid
-        until the next unit is touched, or where there is room the next but one. What was touched is
-        written to its tiers."""
+        """Allows in-place changes of handles for the time of a `with` block. Views stay valid until
+        the next unit is used, or the one after it if memory allows. Changed units are written to
+        their tiers."""
         assert self._initialising is None
         self._initialising = []
         try:
@@ -341,11 +342,11 @@ class HandleOps:
                 self._release_unit(unit)
 
     def _keep(self, kept: list[int], units: list[int]) -> None:
-        """Holds units, and lets go of others before: the budget is that of training, which holds no
-        unit for later."""
+        """Keeps units in use and releases earlier ones, because the budget is that of training,
+        which keeps no unit for later."""
         coming = [unit for unit in units if unit not in kept]
         while coming and kept and not self._may_call([*kept, *coming]):
-            # Without a master first: to take one over needs room.
+            # First the unit without a master: taking a master over needs memory.
             self._release_unit(kept.pop(kept.index(min(kept, key=self._has_master))))
         coming = [unit for unit in units if unit not in kept]
         try:
@@ -360,8 +361,8 @@ class HandleOps:
         kept.extend(coming)
 
     def _may_call(self, units: list[int]) -> bool:
-        """Whether to try to hold all of these. Where memory is scarce one of two units with a
-        master could not be taken over beside the other."""
+        """Whether to keep all of these units in use. In little memory, two units with masters could
+        not be taken over beside each other."""
         is_safe = not self._pool.is_tight or sum(map(self._has_master, units)) < 2
         return len(units) <= _INITIALISING_UNITS and is_safe
 
@@ -369,10 +370,10 @@ class HandleOps:
         return self._units[unit].master_dtype is not None
 
     def _release_unit(self, unit: int) -> None:
-        self._changes.expect([unit])
+        self._edits.expect([unit])
         self._uses.leave([unit])
 
 
 def _bytes_of(tensor: torch.Tensor, param: OffloadedParam) -> torch.Tensor:
-    """The dense memory behind a parameter, or its gradient: uint8, flat."""
+    """Returns the dense memory of a parameter or its gradient: uint8, flat."""
     return tensor.detach().as_strided((param.spec.numel,), (1,)).view(torch.uint8)

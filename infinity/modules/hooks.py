@@ -1,31 +1,32 @@
-"""The moments in a module's life at which weights are needed, and the order they come in.
+"""Hooks that acquire the units of a module before its forward and backward, and release them after.
 
-  pre-forward    the site's units are held
-  post-forward   the hold ends; the nodes of the autograd graph that this forward made are found
-  pre-backward   the first gradient to reach one of its outputs holds the units again
-  post-backward  the last of its nodes has run: the hold ends
-  end            of a backward: whatever is still held is let go (an exception, a fault)
+  pre-forward      acquires the units of the hooked module
+  post-forward     releases the units; finds the autograd nodes that this forward has made
+  pre-backward     the first gradient that reaches one of these nodes acquires the units again
+  post-backward    the last of these nodes has run: releases the units
+  end of backward  releases every unit that is still in use (after an exception or a fault)
 
 Note [Nodes of a forward]
-  Autograd numbers nodes as it makes them, so the nodes of this forward are those at or above the
-  number at its start that its outputs reach. Each of them gets a hook that holds the units before
-  it runs: also a backward that enters in the middle, through a tensor the module put aside (a
-  router's auxiliary loss), finds them. Its *exits* are the nodes with no next node among them:
-  every node of the forward lies before an exit, so when all exits have run the site's backward is
-  over, whatever else uses the same tensors. Nothing is put between the module and its inputs: an
-  alias or an identity function there would add gradients up in another order, which changes bits,
-  and would make some in-place operations illegal.
+  Autograd numbers nodes as it makes them. The nodes of a forward are the nodes that its outputs
+  reach and that are numbered at or above the number at its start. Each of these nodes gets a hook
+  that acquires the units before the node runs. A backward may therefore enter the module in the
+  middle, through a tensor that the module has saved (a router's auxiliary loss). The *exits* are
+  the nodes with no next node in the set. Every node of the forward lies before an exit, so the
+  module's backward is over when all exits have run, whatever else uses the same tensors.
+  No node is inserted between the module and its inputs: an alias or an identity function would
+  change the order in which gradients are summed, which changes bits, and would make some in-place
+  operations illegal.
 
 Note [Nodes, not tensors]
-  A hook on an output tensor is lost when the output is a view and is later changed in place; a full
-  backward hook makes outputs views, which an in-place operation then refuses, and fires before the
-  children when no input needs a gradient.
+  A hook on an output tensor is lost if the output is a view and is changed in place later. A full
+  backward hook turns outputs into views, which in-place operations then refuse; if no input needs a
+  gradient, the full backward hook fires before the backward of the children.
 
 Note [No cycles]
-  A node's hook must not reach the node again, or the graph, with all it saved, waits for the
-  garbage collector. An inner node's hook holds the exits (graphs point that way anyway), an exit's
-  hook holds the `ModuleCall` alone. So an exit that is reached first holds the units for itself
-  only.
+  If a node's hook refers to the node, the graph and all saved tensors live until the garbage
+  collector runs. The hook of an inner node therefore refers to the exits only (as the graph does),
+  and the hook of an exit refers to the `ModuleCall` only. An exit that is reached first acquires
+  the units for itself only.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ from infinity.streaming.passes import OUTSIDE_BACKWARD, current_backward
 
 @dataclasses.dataclass(eq=False, slots=True)
 class HookedModule:
-    """A module that needs units while it runs. `is_block`: one of a list of repeated ones."""
+    """A module that needs units while it runs. `is_block`: it is one of a list of equal modules."""
 
     name: str
     module: nn.Module
@@ -58,7 +59,7 @@ class HookedModule:
 
 @dataclasses.dataclass(eq=False, slots=True)
 class ModuleCall:
-    """One use of a site (or of single units), from its forward to the end of its backward."""
+    """One call of a hooked module, or one use of single units, from forward to end of backward."""
 
     units: list[int]
     backward_id: int = OUTSIDE_BACKWARD
@@ -66,68 +67,69 @@ class ModuleCall:
 
 
 class Uses(Protocol):
-    """Holds of units, as hooks see them."""
+    """The part of `UnitUses` that hooks call."""
 
     yields_at_tiles: bool
 
     def yield_at_tile(self, units: list[int], *, is_over: bool = False) -> None:
-        """Where `yields_at_tiles`: before `enter`, and when a backward is about to go on behind the
-        units, their gradients given (`is_over`), other micro-batches come there first."""
+        """Lets the other micro-batches reach the same tile. Called if `yields_at_tiles`: before
+        `enter`, and (`is_over`) when the backward of the units is complete and about to continue
+        behind them."""
 
     def begin_use(self, hooked: HookedModule) -> None:
-        """A forward of the site begins; nothing is held for it yet."""
+        """Announces a forward of the hooked module, before its units are acquired."""
 
     def enter(self, units: list[int]) -> None: ...
     def leave(self, units: list[int]) -> None: ...
     def is_parameter_memory(self, tensor: torch.Tensor) -> bool: ...
     def check_saved(self, units: list[int], nodes: Iterable[Node]) -> None:
-        """Raises UnsupportedError if these nodes have saved a weight that is about to be lost."""
+        """Raises UnsupportedError if a node has saved a weight whose memory will be released."""
 
     def backward_started(self) -> None: ...
     def backward_ended(self) -> None: ...
 
 
 class BackwardCalls:
-    """Who is held by which running backward."""
+    """The module calls whose units each running backward has acquired."""
 
-    def __init__(self, residency: Uses) -> None:
-        self._residency = residency
+    def __init__(self, uses: Uses) -> None:
+        self._uses = uses
         self._calls: dict[ModuleCall, None] = {}
         self._armed: set[int] = set()
 
     def watch(self, call: ModuleCall, inner: Iterable[Node], exits: list[Node]) -> None:
-        """Arranges that the units are held while the nodes of a forward run in a backward."""
+        """Registers hooks that keep the units in use while these nodes run in a backward."""
         for node in inner:
             node.register_prehook(lambda gradients: self._reached(call, exits))
         for node in exits:
             node.register_prehook(lambda gradients: self._reached(call, ()))
             node.register_hook(lambda inputs, outputs: self._passed(call))
-        if self._residency.yields_at_tiles:
+        if self._uses.yields_at_tiles:
             units = call.units
             for node in _behind({*inner, *exits}):
                 node.register_prehook(
-                    lambda gradients: self._residency.yield_at_tile(units, is_over=True)
+                    lambda gradients: self._uses.yield_at_tile(units, is_over=True)
                 )
 
     def _reached(self, call: ModuleCall, exits: Iterable[Node]) -> None:
-        """A node of the forward is about to run; `exits` is empty when it is one itself."""
+        """Runs before a node of the forward. `exits` is empty if the node is an exit itself."""
         running = current_backward()
         if torch.is_grad_enabled():
             self._follow(call)
         if call.backward_id == running:
             return
-        if self._residency.yields_at_tiles:
-            self._residency.yield_at_tile(call.units)
+        if self._uses.yields_at_tiles:
+            self._uses.yield_at_tile(call.units)
         with uninterrupted():
             self._arm(running)
-            self._residency.enter(call.units)
+            self._uses.enter(call.units)
             call.backward_id = running
             self._calls[call] = None
             call.exits_left = sum(map(torch._C._will_engine_execute_node, exits)) or 1
 
     def _follow(self, call: ModuleCall) -> None:
-        """This backward is differentiable (`create_graph`): the nodes that the node about to run
-        will make have saved the same weights."""
+        """Watches the nodes that the current node makes in a differentiable backward
+        (`create_graph`), because these nodes save the same weights."""
         first = torch.autograd._get_sequence_nr()
 
         def made(inputs: tuple[torch.Tensor | None, ...], outputs: Any) -> None:
@@ -146,17 +148,17 @@ class BackwardCalls:
         with uninterrupted():
             del self._calls[call]
             call.backward_id = OUTSIDE_BACKWARD
-            self._residency.leave(call.units)
+            self._uses.leave(call.units)
 
     def _arm(self, running: int) -> None:
-        """Asks autograd to call back when this backward is over. Once per backward."""
+        """Queues a callback for the end of this backward, once per backward."""
         if running not in self._armed:
             self._armed.add(running)
-            self._residency.backward_started()
+            self._uses.backward_started()
             Variable._execution_engine.queue_callback(lambda: self._ended(running))
 
     def ensure_armed(self) -> None:
-        """For gradients that arrive without any site having been entered."""
+        """Queues the callback for gradients that arrive before any hooked module is entered."""
         running = current_backward()
         if running != OUTSIDE_BACKWARD:
             self._arm(running)
@@ -167,10 +169,11 @@ class BackwardCalls:
             # INV-6: nothing stays in use after a backward, nor after an exception.
             for call in [call for call in self._calls if call.backward_id == running]:
                 self._release(call)
-            self._residency.backward_ended()
+            self._uses.backward_ended()
 
     def abandon(self) -> bool:
-        """Lets go of everything a backward that raised has left. Returns whether there was any."""
+        """Releases the units that a failed backward has left in use. Returns whether there were
+        any."""
         if current_backward() != OUTSIDE_BACKWARD or not (self._calls or self._armed):
             return False
         self._armed.clear()
@@ -180,17 +183,17 @@ class BackwardCalls:
 
 
 def outside_graphs(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """torch.compile breaks its graph here; `reason` is what it says where it must not."""
+    """Makes torch.compile break its graph before `hook`, with an error under fullgraph=True."""
     reason = (
-        "infinity fetches a module's weights between graphs: leave out fullgraph=True, or compile "
-        "functions that are called inside of modules and own no parameters"
+        "infinity fetches the weights of a module between graphs; leave out fullgraph=True, or "
+        "compile functions that own no parameters and are called inside modules"
     )
     disabled: Callable[..., Any] = torch._dynamo.disable(hook, reason=reason)
     return disabled
 
 
 def refuse_jit() -> NoReturn:
-    """For torch.jit.script and torch.jit.trace, which look into modules."""
+    """Refuses torch.jit.script and torch.jit.trace, which read the parameters of modules."""
     raise UnsupportedError(
         "torch.jit cannot compile a module whose parameters are fetched while it runs; script or "
         "trace the model before infinity.offload, or export its weights with "
@@ -199,7 +202,7 @@ def refuse_jit() -> NoReturn:
 
 
 class Unscriptable:
-    """Says to torch.jit.script that a module cannot be compiled; until it is removed."""
+    """Makes torch.jit.script refuse a module, until `remove`."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -210,16 +213,16 @@ class Unscriptable:
 
 
 class ModuleHooks:
-    """The forward hooks of one site."""
+    """The forward hooks of one hooked module."""
 
-    def __init__(self, hooked: HookedModule, residency: Uses, backwards: BackwardCalls) -> None:
+    def __init__(self, hooked: HookedModule, uses: Uses, backwards: BackwardCalls) -> None:
         self._hooked = hooked
-        self._residency = residency
+        self._uses = uses
         self._backwards = backwards
-        # For every forward of this module that is running, the number of its first node. Nodes are
-        # numbered per thread, and several threads may be inside one module at once.
+        # The number of the first node of every running forward of this module. Autograd numbers
+        # nodes per thread, and several threads may run the module at the same time.
         self._running: dict[int, list[int]] = {}
-        self.is_suspended = False  # Somebody else holds the units and watches the backward.
+        self.is_suspended = False  # The caller acquires the units and watches the backward.
 
     def install(self) -> list[Any]:
         """Registers the hooks; returns their handles for removal."""
@@ -234,12 +237,12 @@ class ModuleHooks:
         return bool(self._running)
 
     def reset(self) -> None:
-        """Forgets forwards that were left by an exception that hooks do not see."""
+        """Forgets forwards that ended by an exception, which hooks do not see."""
         with uninterrupted():
             while self._running:
                 _, numbers = self._running.popitem()
                 for _ in numbers:
-                    self._residency.leave(self._hooked.units)
+                    self._uses.leave(self._hooked.units)
 
     @outside_graphs
     def _before(self, module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -247,11 +250,11 @@ class ModuleHooks:
             refuse_jit()
         if self.is_suspended:
             return
-        if self._residency.yields_at_tiles:
-            self._residency.yield_at_tile(self._hooked.units)
-        self._residency.begin_use(self._hooked)
+        if self._uses.yields_at_tiles:
+            self._uses.yield_at_tile(self._hooked.units)
+        self._uses.begin_use(self._hooked)
         with uninterrupted():
-            self._residency.enter(self._hooked.units)
+            self._uses.enter(self._hooked.units)
             numbers = self._running.setdefault(threading.get_ident(), [])
             numbers.append(torch.autograd._get_sequence_nr())
 
@@ -259,32 +262,32 @@ class ModuleHooks:
     def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         numbers = self._running.get(threading.get_ident())
         if not numbers:
-            return output  # The pre-forward itself raised.
+            return output  # The pre-forward hook has raised.
         with uninterrupted():
             first = numbers.pop()
             if not numbers:
                 del self._running[threading.get_ident()]
             try:
-                output = detach_from_parameters(output, self._residency.is_parameter_memory)
+                output = detach_from_parameters(output, self._uses.is_parameter_memory)
                 if output is not None and torch.is_grad_enabled():
                     self._watch(first, output)
                 return output
             finally:
-                self._residency.leave(self._hooked.units)
+                self._uses.leave(self._hooked.units)
 
     def _watch(self, first: int, output: Any) -> None:
         inner, exits = nodes_since(first, output)
-        self._residency.check_saved(self._hooked.units, [*inner, *exits])
+        self._uses.check_saved(self._hooked.units, [*inner, *exits])
         self._backwards.watch(ModuleCall(self._hooked.units), inner, exits)
 
 
-# AccumulateGrad nodes carry the highest number there is.
+# AccumulateGrad nodes have the highest possible number.
 _ACCUMULATES = 2**64 - 1
 
 
 def nodes_since(first: int, output: Any) -> tuple[list[Node], list[Node]]:
-    """The nodes numbered `first` or higher that the output's tensors reach: (inner nodes,
-    exits)."""
+    """Returns the nodes numbered `first` or higher that the tensors of `output` reach, as (inner
+    nodes, exits)."""
 
     def is_new(node: Node | None) -> bool:
         return node is not None and first <= node._sequence_nr() < _ACCUMULATES
@@ -304,6 +307,6 @@ def nodes_since(first: int, output: Any) -> tuple[list[Node], list[Node]]:
 
 
 def _behind(nodes: set[Node]) -> set[Node]:
-    """The nodes that these hand gradients to, but for those of parameters."""
+    """Returns the nodes that receive gradients from these, without the nodes of parameters."""
     following = {each for node in nodes for each, _ in node.next_functions if each is not None}
     return {each for each in following - nodes if each._sequence_nr() < _ACCUMULATES}

@@ -1,9 +1,9 @@
-"""Ctrl-C waits while bookkeeping is half done.
+"""Delays Ctrl-C while bookkeeping is incomplete.
 
-Python raises KeyboardInterrupt between any two bytecodes: between moving pages and noting that they
-moved, or between updating a unit and noting that it is up to date. Within `uninterrupted` the
-signal is noted and handed to its handler at the end. Only the main thread runs Python's signal
-handlers, so elsewhere it does nothing.
+Python raises KeyboardInterrupt between any two bytecodes: for example between a move of pages and
+the record of the move, or between an update of a unit and the record of the update. Inside
+`uninterrupted` the signal is recorded and passed to its handler at the end. Only the main thread
+runs Python's signal handlers, so `uninterrupted` has no effect in other threads.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 
 class _Uninterrupted:
-    """Reentrant; there is one for the process, as there is one main thread."""
+    """Reentrant. The process has one, as it has one main thread."""
 
     def __init__(self) -> None:
         self._depth = 0
@@ -26,7 +26,7 @@ class _Uninterrupted:
         if threading.current_thread() is not threading.main_thread():
             return
         if self._depth == 0:
-            # An interrupt up to here leaves everything as it was; from the swap on there is none.
+            # An interrupt before this point changes nothing; after the swap none is raised.
             self._received = None
             self._handler = signal.getsignal(signal.SIGINT)
             if callable(self._handler):
@@ -52,5 +52,5 @@ _UNINTERRUPTED = _Uninterrupted()
 
 
 def uninterrupted() -> _Uninterrupted:
-    """A context within which SIGINT waits. May be nested."""
+    """Returns a context that delays SIGINT. Contexts may be nested."""
     return _UNINTERRUPTED

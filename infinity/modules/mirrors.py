@@ -1,17 +1,17 @@
-"""Mirrors: what a read of a handle gives in the place of a view of the parameter's memory.
+"""Mirrors: tensors that a handle returns instead of views of the parameter's memory.
 
-The memory behind a released parameter goes away after the operation that fetched it, so a view of
-it (`weight[0]`, `weight.detach()`, `weight.t()`) cannot be given out. A mirror is a tensor with
-memory of its own that behaves as that view does:
+The memory of a released parameter is freed after the operation that fetched it, so a view of that
+memory (`weight[0]`, `weight.detach()`, `weight.t()`) cannot be returned. A mirror is a tensor with
+its own memory that behaves like the view:
 
-  read   shows the parameter as it is now: it is fetched again where it has changed since
-  write  what is written to a mirror in place is written to the parameter, or to the gradient
-  numpy  gives a read-only array: nobody sees what is written there
+  read   shows the present value of the parameter; it is fetched again if it has changed
+  write  an in-place write to a mirror is written to the parameter, or to the gradient
+  numpy  returns a read-only array, because a write to it could not be detected
 
 Note [Bytes]
-  A mirror's storage is a copy of one range of bytes of the parameter, with the strides of the view
-  over it. So views of a mirror are views of the same storage, and reading and writing back is
-  copying that range, whatever view operations and dtypes lie between.
+  The storage of a mirror is a copy of one range of bytes of the parameter, with the strides of the
+  view. Views of a mirror are therefore views of the same storage. Reading and writing back copy
+  that range, for any chain of view operations and dtypes.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from infinity.modules.torch_names import PLAIN, members, says_it_writes
 
 
 class Original(Protocol):
-    """Who has the bytes behind mirrors: `HandleOps`, or the `TiledParam` of tiles."""
+    """The owner of the bytes behind mirrors: `HandleOps`, or the `TiledParam` of tiles."""
 
     def stamp(self, name: str, *, is_gradient: bool) -> tuple[int, ...] | None:
-        """Changes when the bytes do. The first number says which gradient it is; None where there
-        is none."""
+        """Returns a value that changes with the bytes. Its first number identifies the gradient.
+        None if there is no gradient."""
 
     def read_bytes(
         self, name: str, start: int, into: torch.Tensor, *, is_gradient: bool
@@ -44,21 +44,21 @@ class Original(Protocol):
 
 
 class Origin:
-    """Which bytes the storage of a mirror, and of all views of it, stands for."""
+    """The bytes that the storage of a mirror, and of all views of it, copies."""
 
     def __init__(
         self, owner: Original, name: str, start: int, storage: Any, *, is_gradient: bool
     ) -> None:
-        self._owner = weakref.ref(owner)  # A dict of mirrors does not keep a dropped model.
+        self._owner = weakref.ref(owner)  # A dict of mirrors does not keep a dropped model alive.
         self._name = name
-        self._start = start  # First byte, counted from that of the parameter.
+        self._start = start  # First byte, relative to the first byte of the parameter.
         self._storage = storage
         self.is_gradient = is_gradient
         self._stamp = owner.stamp(name, is_gradient=is_gradient)
-        self.is_lost = False  # The parameter or the gradient has other memory since.
+        self.is_lost = False  # The parameter or the gradient got other memory.
 
     def pull_updated(self) -> bool:
-        """Brings the storage up to date. Returns whether it was changed."""
+        """Updates the storage. Returns whether it has changed."""
         owner = self._owner()
         if owner is None or self.is_lost:
             return False
@@ -73,7 +73,7 @@ class Origin:
         return True
 
     def write_back(self) -> None:
-        """The storage was changed: the parameter follows."""
+        """Writes the changed storage to the parameter."""
         owner = self._owner()
         if owner is None or self.is_lost:
             return
@@ -81,16 +81,17 @@ class Origin:
         self._stamp = owner.stamp(self._name, is_gradient=self.is_gradient)
 
     def spoil(self) -> None:
-        """The storage was changed by an operation that is refused."""
+        """Marks the storage as changed by a refused operation, so that the next read fetches it
+        again."""
         self._stamp = (self._stamp[0], -1) if self._stamp else None
 
     def lose(self) -> None:
-        """The parameter is about to get other memory; mirrors keep what was in this one."""
+        """Updates the mirror a last time, before the parameter gets other memory."""
         self.pull_updated()
         self.is_lost = True
 
     def lost(self) -> Origin:
-        """The origin of a tensor that was a mirror and has memory of its own now."""
+        """Returns the origin of a former mirror that has its own memory."""
         other = object.__new__(Origin)
         other.__dict__.update(self.__dict__, is_lost=True)
         return other
@@ -101,7 +102,8 @@ class Origin:
 
 
 class Mirror(torch.Tensor):
-    """See the module. Everything but views of it is a plain tensor."""
+    """A tensor with the content of a view of a parameter. Results other than its views are plain
+    tensors."""
 
     _origin: Origin
 
@@ -138,14 +140,14 @@ class Mirror(torch.Tensor):
 
 
 class _Plain:
-    """A mirror as a plain tensor, while one operation runs."""
+    """A mirror as a plain tensor, during one operation."""
 
     def __init__(self, mirror: Mirror) -> None:
         self.mirror = mirror
         with torch._C.DisableTorchFunctionSubclass():
             if mirror._origin.pull_updated():
                 torch.autograd.graph.increment_version(mirror)
-            # A leaf that was made of a mirror may be written to in place as any other.
+            # A leaf made from a mirror allows in-place writes like any leaf.
             self._is_view = mirror.requires_grad and not mirror.is_leaf
             self.tensor = mirror.as_subclass(torch.Tensor)  # type: ignore[arg-type]
             self.storage = mirror.untyped_storage()._cdata
@@ -199,7 +201,7 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 
 
 def _map(tree: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """The nest of tensors that a function of torch takes or gives, with every tensor changed."""
+    """Applies `change` to every tensor in the arguments or results of a torch function."""
     if isinstance(tree, torch.Tensor):
         return change(tree)
     if isinstance(tree, list):
@@ -207,7 +209,7 @@ def _map(tree: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     if isinstance(tree, tuple):
         parts = [_map(each, change) for each in tree]
         if all(new is old for new, old in zip(parts, tree, strict=True)):
-            return tree  # Named tuples of torch are made by other means.
+            return tree  # Named tuples of torch have other constructors.
         return type(tree)(*parts) if hasattr(tree, "_fields") else tuple(parts)
     return tree
 
@@ -216,7 +218,7 @@ def _map(tree: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
 
 
 class _Copied(torch.autograd.Function):
-    """A copy with the strides of a view; its gradient is the view's."""
+    """A copy with the strides of a view. Its gradient is the gradient of the view."""
 
     @staticmethod
     def forward(ctx: Any, view: torch.Tensor) -> torch.Tensor:
@@ -228,11 +230,11 @@ class _Copied(torch.autograd.Function):
 
 
 def _copied(view: torch.Tensor) -> torch.Tensor:
-    """A copy of the memory that a view spans, and the same view of the copy."""
+    """Returns a copy of the memory that a view spans, with the strides of the view."""
     span = 1 + sum((n - 1) * step for n, step in zip(view.shape, view.stride(), strict=True))
     storage = view.detach().as_strided((span,), (1,)).clone().untyped_storage()
     copy = torch.empty(0, dtype=view.dtype, device=view.device)
-    return copy.set_(storage, 0, view.shape, view.stride())  # No view, as autograd sees it.
+    return copy.set_(storage, 0, view.shape, view.stride())  # Not a view for autograd.
 
 
 def mirrored(
@@ -245,8 +247,9 @@ def mirrored(
     is_gradient: bool,
     is_copy: bool,
 ) -> Any:
-    """The answer of a function with mirrors for views of `base`, the dense memory of what `owner`
-    knows by `name`. `is_copy`: its memory stays, and need not be copied again."""
+    """Replaces the views of `base` in a result with mirrors. `base` is the dense memory that
+    `owner` knows as `name`. `is_copy`: the memory is a copy already and need not be copied again.
+    """
     storage = base.untyped_storage()._cdata
     first = base.storage_offset() * base.itemsize
     nbytes = base.numel() * base.itemsize
@@ -271,11 +274,11 @@ def mirrored(
     return _map(answer, mirror)
 
 
-# -- Operations with a meaning of their own --------------------------------------------------------
+# -- Operations with special handling --------------------------------------------------------
 
 
 def _own(func: Callable[..., Any], mirror: Any, *args: Any, **kwargs: Any) -> Any:
-    """Of the tensor itself, and without its values."""
+    """Runs the function on the tensor itself, without its values."""
     with torch._C.DisableTorchFunctionSubclass():
         return func(mirror, *args, **kwargs)
 
@@ -293,7 +296,7 @@ def _array(func: Callable[..., Any], mirror: Mirror, *args: Any, **kwargs: Any) 
 
 
 def _set_data(func: Callable[..., Any], mirror: Any, value: torch.Tensor) -> None:
-    """The mirror has other memory from now on; the parameter does not."""
+    """Gives the mirror other memory; the parameter keeps its own."""
     if not isinstance(mirror, Mirror):  # tensor.data = mirror
         value = value.clone()
     else:
@@ -303,13 +306,13 @@ def _set_data(func: Callable[..., Any], mirror: Any, value: torch.Tensor) -> Non
 
 def _refuse(func: Callable[..., Any], mirror: Mirror, *args: Any, **kwargs: Any) -> Any:
     raise UnsupportedError(
-        f"{getattr(func, '__name__', func)} would give away or replace the memory of a view of a "
-        "parameter that rests on a tier; what is written there would be lost. Clone it first"
+        f"{getattr(func, '__name__', func)} would export or replace the memory of a view of a "
+        "parameter that rests on a tier; writes to that memory would be lost. Clone it first"
     )
 
 
 def _detach(func: Callable[..., Any], mirror: Mirror) -> Any:
-    """nn.Parameter(mirror) detaches what it is given, and shares its memory."""
+    """Detaches a mirror. nn.Parameter(mirror) detaches its argument and would share its memory."""
     frame = sys._getframe(2)
     if frame.f_code is not torch.nn.Parameter.__new__.__code__:
         return _as_mirror(_up_to_date(func, mirror), mirror._origin)
@@ -320,7 +323,7 @@ def _detach(func: Callable[..., Any], mirror: Mirror) -> Any:
             "nn.Parameter(weight.detach().clone())"
         )
     copy = _up_to_date(torch.Tensor.clone, mirror).detach()
-    return _as_mirror(copy, mirror._origin.lost())  # Of another model, which loads and assigns.
+    return _as_mirror(copy, mirror._origin.lost())  # Another model loads with assign=True.
 
 
 _SPECIAL: dict[Any, Callable[..., Any]] = {

@@ -1,12 +1,12 @@
-"""Parameters of the user's own that somebody still has after `offload`.
+"""The user's original parameters that are still referenced after `offload`.
 
-A list in a module, a closure, a partial, an optimizer's groups, another model: whoever has the
-original keeps an object that the model does not use any more. It becomes a *follower*: the same
-object, without bytes, that stands for the handle in whatever is done with it. So it reads true,
-and its gradient goes where that of the parameter goes.
+A list in a module, a closure, a partial, the groups of an optimizer or another model may keep an
+original parameter, which the model no longer uses. Such an original becomes a *follower*: the same
+object, without bytes, that stands for the handle in every operation. A follower reads the present
+value, and its gradient is added to the gradient of the parameter.
 
-Followers are made when the model's parameters have left, of those originals that are still alive;
-who has them need not be known.
+Followers are made after the model has released its parameters, from the originals that are still
+alive. Who refers to them need not be known.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from infinity.modules.handle import Handle
 
 
 class Follower(nn.Parameter):
-    """An original that stands for a handle from now on. Made by `Originals.follow` alone."""
+    """An original parameter that stands for a handle. Only `Originals.follow` makes it."""
 
-    stands_for: weakref.ref[Handle]  # Who drops a model without closing it gets its memory back.
+    # Weak, so that a model dropped without close() releases its memory.
+    stands_for: weakref.ref[Handle]
     name_in_model: str
 
     @property
@@ -74,7 +75,7 @@ class Follower(nn.Parameter):
 
 
 def _followed(tree: Any) -> Any:
-    """The same nest with handles in the place of followers."""
+    """Returns the same nest with handles in the place of followers."""
     if isinstance(tree, Follower):
         return tree.handle
     if isinstance(tree, tuple):
@@ -88,14 +89,15 @@ def _followed(tree: Any) -> Any:
 
 
 class Originals:
-    """The user's own parameters while their model is offloaded; keeps none of them alive."""
+    """The user's own parameters while their model is offloaded. Keeps none of them alive."""
 
     def __init__(self, model: nn.Module) -> None:
         refuse_aliases(model)
         self._found = [(weakref.ref(p), name) for name, p in model.named_parameters()]
 
     def follow(self, handle_of: Callable[[str], Handle]) -> int:
-        """Those that are still alive follow their handles, by name. Returns their number."""
+        """Makes the originals that are still alive follow their handles, by name. Returns their
+        number."""
         alive = [(parameter, name) for ref, name in self._found if (parameter := ref()) is not None]
         for parameter, name in alive:
             _follow(parameter, handle_of(name))
@@ -111,7 +113,7 @@ def _follow(original: Any, handle: Handle) -> None:
 
     def refuse(gradient: torch.Tensor) -> NoReturn:
         raise InfinityError(
-            f"a graph that was made before infinity.offload comes to {name!r}, "
+            f"a graph that was made before infinity.offload reaches {name!r}, "
             "which is on its tier now; run that backward before, or the forward again"
         )
 
@@ -127,7 +129,7 @@ def _follow(original: Any, handle: Handle) -> None:
 
 def refuse_aliases(model: nn.Module) -> None:
     """Raises UnsupportedError for a buffer, or a tensor in an attribute of a module, that shares
-    memory with a parameter: it would keep the values of before."""
+    memory with a parameter, because it would keep the old values."""
     ranges: dict[int, tuple[int, str]] = {}
     for name, parameter in model.named_parameters():
         if not parameter.is_meta and parameter.numel():
@@ -142,7 +144,7 @@ def refuse_aliases(model: nn.Module) -> None:
                 continue
             name = _overlapped(_range_of(tensor), starts, ranges)
             owner, _, own = (name or "").rpartition(".")
-            # The old spectral_norm keeps one, and sets it anew in every forward.
+            # The old spectral_norm keeps such a view, and sets it again in every forward.
             if name is not None and (owner, own) != (path, f"{attribute}_orig"):
                 raise UnsupportedError(
                     f"{path + '.' if path else ''}{attribute} is a view of the memory of parameter "
@@ -155,7 +157,7 @@ _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
 def _range_of(tensor: torch.Tensor) -> tuple[int, int]:
-    """First address and end of what the tensor spans."""
+    """Returns the first address and the end of the memory that the tensor spans."""
     last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
 
@@ -163,7 +165,7 @@ def _range_of(tensor: torch.Tensor) -> tuple[int, int]:
 def _overlapped(
     span: tuple[int, int], starts: Sequence[int], ranges: Mapping[int, tuple[int, str]]
 ) -> str | None:
-    """The parameter whose memory the span begins in, or that begins in the span."""
+    """Returns the parameter that overlaps the span, or None."""
     index = bisect_right(starts, span[0]) - 1
     for start in starts[max(index, 0) : index + 2]:
         stop, name = ranges[start]
@@ -173,7 +175,7 @@ def _overlapped(
 
 
 def _tensors_kept_by(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Buffers and plain attributes, also in lists and mappings; not parameters."""
+    """Yields buffers and plain attributes, also in lists and mappings, but no parameters."""
     own = [(name, value) for name, value in vars(module).items() if name not in _OF_EVERY_MODULE]
     for name, value in [*module._buffers.items(), *own]:
         if isinstance(value, Mapping):

@@ -1,8 +1,8 @@
-"""What a module returns: its tensors, wherever they are, and copies in the place of some of them.
+"""Finds and replaces tensors in the outputs of modules.
 
-Looked into are tuples, lists, sets, mappings, and the attributes of other objects, with and without
-`__slots__`; not modules, classes and functions. One traversal says what is found and what is
-replaced, so that no tensor is seen by one and missed by the other.
+The search visits tuples, lists, sets, mappings, and the attributes of other objects, with and
+without `__slots__`. It does not visit modules, classes and functions. Finding and replacing use the
+same traversal, so both see the same tensors.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.autograd.graph import Node
 
 from infinity.errors import UnsupportedError
 
-# An output may lead to the rest of the program, by objects that know each other.
+# An output may lead to the rest of the program through objects that refer to each other.
 _MOST_DEPTH = 12
 
 _NOT_LOOKED_INTO = (
@@ -27,8 +27,8 @@ _NOT_LOOKED_INTO = (
 
 
 def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
-    """Every tensor in an output."""
-    seen: dict[int, Any] = {}  # Kept, so that no id is given anew.
+    """Yields every tensor in an output."""
+    seen: dict[int, Any] = {}  # Kept alive, so that no id is reused.
     waiting = [(tree, 0)]
     while waiting:
         here, depth = waiting.pop()
@@ -40,10 +40,12 @@ def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
 
 
 def detach_from_parameters(output: Any, is_parameter_memory: Callable[[torch.Tensor], bool]) -> Any:
-    """The output with every view of a parameter replaced by a copy, in place where it is mutable.
+    """Replaces every view of a parameter in the output with a copy, in place if the container is
+    mutable.
 
-    A parameter's memory goes away when its module is left; class tokens and latents are returned as
-    views of it. What was one tensor in two places is one copy in both.
+    A module's parameters lose their memory when the module ends, but class tokens and latents are
+    returned as views of parameters. A tensor that appears twice becomes one copy that appears
+    twice.
     """
     return _detached(output, is_parameter_memory, {}, [], 0)
 
@@ -55,7 +57,8 @@ def _detached(
     kept: list[Any],
     depth: int,
 ) -> Any:
-    """`done`: what came of everything by its id. `kept`: all of it, so that no id is given anew."""
+    """`done`: the result for every visited object by its id. `kept`: all visited objects, so that
+    no id is reused."""
     if tree is None or depth > _MOST_DEPTH:
         return tree
     if id(tree) in done:
@@ -64,7 +67,7 @@ def _detached(
     if isinstance(tree, torch.Tensor):
         done[id(tree)] = tree.clone() if is_parameter_memory(tree) else tree
         return done[id(tree)]
-    done[id(tree)] = tree  # It may lead to itself.
+    done[id(tree)] = tree  # It may contain itself.
     changed = {}
     for key, value in _parts_of(tree):
         copy = _detached(value, is_parameter_memory, done, kept, depth + 1)
@@ -76,7 +79,8 @@ def _detached(
 
 
 def _parts_of(tree: Any) -> list[tuple[Any, Any]]:
-    """What a container or an object holds, by index, key or attribute; of a set by itself."""
+    """Returns the parts of a container or an object by index, key or attribute; the elements of a
+    set by themselves."""
     if isinstance(tree, (tuple, list)):
         return list(enumerate(tree))
     if isinstance(tree, Mapping):
@@ -102,12 +106,12 @@ def _has(tree: Any, name: str) -> bool:
     try:
         object.__getattribute__(tree, name)
     except AttributeError:
-        return False  # A slot that was never set.
+        return False  # An unset slot.
     return True
 
 
 def _with(tree: Any, changed: dict[Any, Any]) -> Any:
-    """The container or object with other parts: itself where it is mutable."""
+    """Returns the container or object with other parts; the same object if it is mutable."""
     if isinstance(tree, tuple):
         return _tuple_with(tree, changed)
     if isinstance(tree, frozenset):
@@ -125,7 +129,7 @@ def _with(tree: Any, changed: dict[Any, Any]) -> Any:
         )
     else:
         for name, value in changed.items():
-            object.__setattr__(tree, name, value)  # Frozen dataclasses, too.
+            object.__setattr__(tree, name, value)  # Works for frozen dataclasses, too.
     return tree
 
 

@@ -1,14 +1,21 @@
-"""One parameter of an offloaded model, and its two faces: its module shows one at a time."""
+"""The parameters of an offloaded model, each with a handle and a compute parameter.
+
+While the unit of a parameter is in use, its module shows the *compute parameter*: a plain,
+persistent `nn.Parameter` over the unit's region. At other times the module shows the *handle*. Both
+live as long as the engine, so autograd, optimizers and hooks may keep references to them.
+"""
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
+from infinity.errors import InfinityError
 from infinity.modules.discover import Alias
 from infinity.modules.handle import Handle
 from infinity.state.units import TensorSpec, Unit
@@ -16,7 +23,11 @@ from infinity.state.units import TensorSpec, Unit
 
 @dataclass(eq=False, slots=True, repr=False)
 class OffloadedParam:
-    """One parameter of the model: its facts, its place and its two faces."""
+    """One parameter of the model: its unit, its handle and its compute parameter.
+
+    aliases: every place in the model's modules that shows the parameter
+    place: the memory of the compute parameter in the unit's region, with its own version counter
+    """
 
     name: str
     unit: Unit
@@ -24,38 +35,40 @@ class OffloadedParam:
     handle: Handle
     compute: nn.Parameter
     aliases: list[Alias]
-    original: nn.Parameter | None  # What the module had before; back in place after a failure.
-    version: int = 0  # Of the compute parameter when it was shown.
-    changes: int = 0  # Those that its version does not show, too.
-    optimizer: weakref.ref[Any] | None = None  # The one its moments belong to.
+    original: nn.Parameter | None  # The parameter before offload; restored if offload fails.
+    version: int = 0  # Version of the compute parameter when the module began to show it.
+    changes: int = 0  # Counts the changes that `compute._version` does not count.
+    optimizer: weakref.ref[Any] | None = None  # The optimizer that owns its moments.
     place: torch.Tensor = field(init=False)
-    was_replaced: bool = False  # Its data was, since the compute parameter was shown.
+    was_replaced: bool = False  # Its `.data` was assigned since the module began to show it.
 
     def __post_init__(self) -> None:
-        # The compute parameter's place, with a version counter of its own.
         self.place = self.compute.data
 
     def __repr__(self) -> str:
-        return f"Slot({self.name!r})"  # A released compute parameter must not be printed.
+        # Without the compute parameter: printing it would read released memory.
+        return f"OffloadedParam({self.name!r})"
 
     def shown(self) -> None:
-        """Its module has the compute parameter from now on."""
+        """Records that the module shows the compute parameter from now on."""
         self.version = self.compute._version
         self.was_replaced = False
 
     @property
     def was_changed(self) -> bool:
-        """In place or by `.data =`, since the compute parameter was shown."""
+        """Whether it was changed, in place or by `.data =`, since the module began to show it."""
         return self.was_replaced or self.compute._version != self.version
 
     @property
     def stands_elsewhere(self) -> bool:
-        """`.data =` has put the compute parameter over other memory than the unit's."""
+        """Whether `.data =` has moved the compute parameter to memory outside the unit's region."""
         return not self.compute.is_set_to(self.place)
 
     def put_back(self) -> torch.Tensor | None:
-        """The compute parameter stands over its place again, if `.data =` has put it elsewhere.
-        Returns what it stood over."""
+        """Moves the compute parameter back to the unit's region, if `.data =` has moved it away.
+
+        Returns the tensor that was assigned, or None.
+        """
         if not self.stands_elsewhere:
             return None
         value = self.compute.data
@@ -63,17 +76,103 @@ class OffloadedParam:
         return value
 
     def show(self, tensor: nn.Parameter | Handle, other: nn.Parameter | Handle) -> None:
-        """Registers `tensor` wherever `other` stands."""
+        """Registers `tensor` in every module that shows `other`."""
         for alias in self.aliases:
             if alias.module._parameters.get(alias.attribute) is other:
                 alias.module._parameters[alias.attribute] = tensor
             else:
+                # A parametrization may have moved the parameter into a child module.
                 _replace_below(alias.module, other, tensor)
 
 
+class ParamTable:
+    """All parameters of one model. Lookups from any thread; `show_*` under the engine's lock."""
+
+    def __init__(self, model: nn.Module, params: Iterable[OffloadedParam]) -> None:
+        self._model = model
+        self._params = list(params)
+        self._by_name = {param.name: param for param in self._params}
+        self._by_tensor = {
+            id(tensor): param for param in self._params for tensor in (param.handle, param.compute)
+        }
+        self._by_unit: dict[int, list[OffloadedParam]] = {}
+        for param in self._params:
+            self._by_unit.setdefault(param.unit.index, []).append(param)
+        self._rnns = {unit: _rnns_of(params) for unit, params in self._by_unit.items()}
+        self._storages = {param.compute.untyped_storage()._cdata for param in self._params}
+
+    # -- Showing ---------------------------------------------------------------------------------
+
+    def install(self) -> None:
+        """Replaces the model's own parameters with handles."""
+        for param in self._params:
+            assert param.original is not None
+            param.show(param.handle, param.original)
+        _refresh(self._model.modules())
+
+    def restore(self) -> None:
+        """Replaces handles with the model's own parameters, as far as these still exist."""
+        for param in self._params:
+            if param.original is not None:
+                param.show(param.original, param.handle)
+        _refresh(self._model.modules())
+
+    def show_parameters(self, unit: int) -> None:
+        """Replaces the handles of a unit with its compute parameters."""
+        for param in self._by_unit[unit]:
+            param.show(param.compute, param.handle)
+            param.shown()
+        _refresh(self._rnns[unit])
+
+    def show_handles(self, unit: int) -> None:
+        """Replaces the compute parameters of a unit with its handles."""
+        for param in self._by_unit[unit]:
+            param.show(param.handle, param.compute)
+        _refresh(self._rnns[unit])
+
+    # -- Looking up ------------------------------------------------------------------------------
+
+    def of_unit(self, unit: int) -> list[OffloadedParam]:
+        """Returns the parameters of a unit. Another rank's shard has none."""
+        return self._by_unit.get(unit, [])
+
+    def find(self, tensor: torch.Tensor) -> OffloadedParam | None:
+        """Returns the parameter of a handle or compute parameter; None for any other tensor."""
+        return self._by_tensor.get(id(tensor))
+
+    def named(self, name: str) -> OffloadedParam:
+        """Returns the parameter of this name. Raises InfinityError if there is none."""
+        param = self._by_name.get(name)
+        if param is None:
+            raise InfinityError(f"no parameter {name!r}; see engine.parameter_names()")
+        return param
+
+    def is_parameter_memory(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor is a compute parameter or a view of one."""
+        if tensor.layout is not torch.strided or isinstance(tensor, Handle):
+            return False
+        try:
+            return tensor.untyped_storage()._cdata in self._storages
+        except (NotImplementedError, RuntimeError):
+            return False  # A wrapper subclass has no storage.
+
+
 def _replace_below(module: nn.Module, old: torch.Tensor, new: torch.Tensor) -> None:
-    """A parametrization may have moved the parameter into a child since it was found."""
     for child in module.modules():
         for name, parameter in child._parameters.items():
             if parameter is old:
                 child._parameters[name] = new  # type: ignore[assignment]
+
+
+def _rnns_of(params: Iterable[OffloadedParam]) -> list[nn.Module]:
+    owners = {id(alias.module): alias.module for param in params for alias in param.aliases}
+    return [module for module in owners.values() if isinstance(module, nn.RNNBase)]
+
+
+def _refresh(modules: Iterable[nn.Module]) -> None:
+    """Updates the second list of parameters that `nn.RNN` keeps."""
+    for module in modules:
+        if isinstance(module, nn.RNNBase):
+            module._flat_weights = [
+                getattr(module, name, None) for name in module._flat_weights_names
+            ]

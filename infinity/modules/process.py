@@ -1,5 +1,5 @@
-"""The process that a model was offloaded in. A forked child has its objects and none of its state:
-the arena is not copied, threads are gone, and the swap files are the parent's."""
+"""The process in which a model was offloaded. A forked child has its objects and none of its state:
+the arena is not copied, threads are gone, and the swap files belong to the parent."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
-"""What `model.state_dict()` holds of an offloaded model: values that are read when they are used.
+"""The values in `model.state_dict()` of an offloaded model, fetched on use.
 
-A state dictionary names every parameter, and who asks for one often wants few of them: PEFT saves
-the adapter and drops the rest. So a value has shape, dtype and device, and fetches its bytes for
-each operation, as the parameter's handle does. It shows the parameter as it is at that moment, as
-in plain PyTorch; `clone`, `copy.deepcopy`, `torch.save` and conversions give plain tensors.
+A state dictionary names every parameter, but its caller often needs few of them: PEFT saves the
+adapter and drops the rest. A value therefore has shape, dtype and device, and fetches its bytes for
+each operation, as the handle of the parameter does. As in plain PyTorch, it shows the present value
+of the parameter. `clone`, `copy.deepcopy`, `torch.save` and conversions return plain tensors.
 
 Note [Storage]
-  Who asks for memory (safetensors does, to find tensors that share it) gets that of a copy, which
-  the value keeps: an address has to stay what it was. From then on the copy is what is read.
+  A caller that needs memory (safetensors does, to find tensors that share it) gets the memory of a
+  copy. The value keeps the copy, because an address must not change, and reads it from then on.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class StateValue(torch.Tensor):
         return value
 
     def read(self) -> torch.Tensor:
-        """A plain tensor: a copy that is the caller's, or the one that this value keeps."""
+        """Returns a plain tensor: a new copy, or the copy that this value keeps."""
         if self.kept is not None:
             return self.kept
         with torch.no_grad():
@@ -93,7 +93,7 @@ class StateValue(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Reached only where __torch_function__ was switched off."""
+        """Reached only if __torch_function__ was bypassed."""
         if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
             return args[0]
         if func._schema.is_mutable:
@@ -103,12 +103,12 @@ class StateValue(torch.Tensor):
 
 
 def plain_value(value: torch.Tensor) -> torch.Tensor:
-    """A plain tensor in the place of a state value; anything else as it is."""
+    """Returns a plain tensor for a state value, and anything else unchanged."""
     return value.read() if isinstance(value, StateValue) else value
 
 
 def is_value_of(value: Any, tensor: Any) -> bool:
-    """Whether a value of a state dictionary is that of `tensor`, or `tensor` itself."""
+    """Whether a value of a state dictionary is the value of `tensor`, or `tensor` itself."""
     return (value.handle if isinstance(value, StateValue) else value) is tensor
 
 
@@ -119,7 +119,7 @@ def _write(
     handles: tuple[Any, ...],
     named: dict[str, Any],
 ) -> Any:
-    """Writes to the parameter, or is refused, as the same call on its handle."""
+    """Writes to the parameter, or refuses, as the same call on its handle does."""
     if func in _SETTERS:
         is_wanted = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
         if is_wanted:
@@ -134,7 +134,7 @@ def _write(
 
 
 def _detach(value: StateValue) -> StateValue:
-    # nn.Parameter(value) detaches what it is given.
+    # nn.Parameter(value) detaches its argument.
     if sys._getframe(2).f_code is torch.nn.Parameter.__new__.__code__:
         _refuse_parameter(value)
     return value

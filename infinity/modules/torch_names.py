@@ -1,4 +1,4 @@
-"""Functions of PyTorch, by their names: what they ask of a tensor, and whether they change it."""
+"""Functions of PyTorch by name: which of them need bytes, and which of them write."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 def members(names: str) -> set[Any]:
-    """Getters and methods of torch.Tensor among `names` that this PyTorch has."""
+    """Returns the getters and methods of torch.Tensor in `names` that this PyTorch has."""
     found: set[Any] = set()
     for name in names.split():
         member = getattr(torch.Tensor, name, None)
@@ -18,7 +18,7 @@ def members(names: str) -> set[Any]:
     return found
 
 
-# Those that ask for what is known of a parameter without its bytes.
+# They need no bytes of a parameter.
 PLAIN = members(
     "shape dtype device layout is_leaf grad_fn ndim names is_cuda is_cpu is_meta is_sparse "
     "is_sparse_csr is_quantized is_mkldnn is_nested is_mps is_xla is_xpu is_ipu is_vulkan is_mtia "
@@ -31,7 +31,8 @@ PLAIN = members(
 
 
 def says_it_writes(func: Callable[..., Any]) -> bool:
-    """To its first argument, judged by PyTorch's naming: `add_`, `__iadd__`."""
+    """Whether `func` writes to its first argument, according to PyTorch's naming: `add_`,
+    `__iadd__`."""
     name = getattr(func, "__name__", "")
     dunder = name.startswith("__") and name.endswith("__")
     return name in _WRITING_DUNDERS if dunder else name.endswith("_")

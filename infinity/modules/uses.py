@@ -18,7 +18,7 @@ from infinity.errors import InfinityError
 from infinity.modules.edits import WeightEdits
 from infinity.modules.hooks import HookedModule
 from infinity.modules.interrupts import uninterrupted
-from infinity.modules.param_table import ParamTable
+from infinity.modules.param import ParamTable
 from infinity.modules.process import OwnProcess
 from infinity.observe import Tracer, Track
 from infinity.state.units import Unit

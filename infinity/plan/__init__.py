@@ -1,7 +1,7 @@
-"""What a run would do, without running it: places, bytes, seconds, and what would help.
+"""Predicts a run without running it: placement, bytes, seconds, and changes that would help.
 
-`model` makes units from shapes, `hardware` knows machines, `predict` puts both on the clock of
-`infinity.simulate.step`, `advice` asks again with one thing changed, `report` says it.
+`model` makes units from shapes, `hardware` describes machines, `predict` combines both on the clock
+of `infinity.simulate.step`, `advice` repeats the prediction with one change, `report` prints it.
 """
 
 from infinity.plan.advice import Advice, advise

@@ -1,4 +1,4 @@
-"""What would help most: the same prediction with one thing changed."""
+"""The changes that would help most: the same prediction with one thing changed."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from infinity.simulate.update_device import Place
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """A change and what it makes of tokens per second: 1.2 is a fifth more."""
+    """A change and the ratio of tokens per second: 1.2 is a fifth more."""
 
     change: str
     ratio: float
 
 
 def advise(config: SwapConfig, model: PlannedModel, base: Forecast) -> list[Advice]:
-    """Every change that can be predicted, the most helpful first."""
+    """Returns every change that can be predicted, the most helpful first."""
     found = []
     for change, (changed, hardware, batch) in _changes(config, base):
         try:
             other = forecast(changed, model, hardware, batch, num_ranks=base.num_ranks)
         except InfinityError:
-            continue  # What cannot be done is no advice,
+            continue  # An impossible change is no advice,
         if len(other.warnings) > len(base.warnings):
             continue  # nor is a batch whose activations do not fit.
         found.append(Advice(change, other.tokens_per_s / base.tokens_per_s))
@@ -93,7 +93,7 @@ def _changes(config: SwapConfig, base: Forecast) -> Iterator[tuple[str, _Case]]:
 
 
 def _with_twice_the_host(config: SwapConfig) -> SwapConfig:
-    """A share of the memory, or "auto", grows with it; bytes are doubled."""
+    """Doubles the host budget. A share of the memory, or "auto", grows with the memory."""
     host = config.tiers.host
     if host.capacity.nbytes is None:
         return config
@@ -102,7 +102,7 @@ def _with_twice_the_host(config: SwapConfig) -> SwapConfig:
 
 
 def _with_faster_exchange(hardware: Hardware) -> Hardware:
-    """From device to device, and from host to host."""
+    """Doubles the rates from device to device and from host to host."""
     host, device, rates = hardware.host, hardware.device, hardware.rates()
     device = device.model_copy(
         update={
@@ -121,7 +121,7 @@ def _with_updates_on(config: SwapConfig, place: Place) -> SwapConfig:
 
 
 def _layer_major(config: SwapConfig, hardware: Hardware, batch: Batch) -> SwapConfig:
-    """What waits for the backward goes where there is most room."""
+    """Changes to layer-major order. Saved inputs go to the tier with the most space."""
     tier = "nvme" if hardware.nvme is not None else "host"
     tier = "device" if hardware.shares_host_memory else tier
     count = max(batch.num_tokens // batch.sequence_length, 1)

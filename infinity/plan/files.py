@@ -1,4 +1,4 @@
-"""The TOML files of machines and models: those that are shipped, by name, and a user's, by path."""
+"""The TOML files of machines and models: shipped files by name, a user's files by path."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ _T = TypeVar("_T", bound=Table)
 
 
 def read_table(kind: type[_T], folder: str, name: str) -> _T:
-    """`infinity/plan/FOLDER/NAME.toml`, or the file `name` if that ends in .toml.
+    """Reads `infinity/plan/FOLDER/NAME.toml`, or the file `name` if it ends in .toml.
 
-    Raises ConfigError for a file that is not there, naming those that are, and for what is in it.
+    Raises ConfigError for a missing file, with the names of the shipped files, and for invalid
+    content.
     """
     shipped = resources.files("infinity.plan") / folder
     file = Path(name if name.endswith(".toml") else str(shipped / f"{name}.toml"))
@@ -34,7 +35,7 @@ def read_table(kind: type[_T], folder: str, name: str) -> _T:
         raise ConfigError(
             f"{folder}: {name!r} is neither a .toml file nor one of {', '.join(shipped_in(folder))}"
         ) from None
-    except ValueError as error:  # No regular file, too long, or no UTF-8.
+    except ValueError as error:  # Not a regular file, too long, or not UTF-8.
         raise ConfigError(f"{folder}: {name} is no text of TOML: {error}") from None
     try:
         return kind.model_validate(parse_toml(text))
@@ -48,6 +49,6 @@ def read_table(kind: type[_T], folder: str, name: str) -> _T:
 
 
 def shipped_in(folder: str) -> list[str]:
-    """Names of the files that come with the package."""
+    """Returns the names of the files that come with the package."""
     entries = (resources.files("infinity.plan") / folder).iterdir()
     return sorted(e.name.removesuffix(".toml") for e in entries if e.name.endswith(".toml"))

@@ -1,4 +1,4 @@
-"""A simulated step as a picture: a row per track, a bar per operation."""
+"""A picture of the simulated step: a row per track, a bar per operation."""
 
 from __future__ import annotations
 

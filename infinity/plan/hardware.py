@@ -1,7 +1,7 @@
-"""Machines: what their memories hold and what their links move, from files of figures.
+"""Machines: the sizes of their memories and the rates of their links, from files.
 
-A hardware file is TOML: [host], [device], [nvme]; decimal GB/s and TFLOPS. The figures are those a
-program sees, not those of a data sheet; where they come from is said in the file.
+A hardware file is TOML: [host], [device], [nvme]; decimal GB/s and TFLOPS. The figures are those
+that a program measures, not those of a data sheet. The file names their source.
 """
 
 from __future__ import annotations
@@ -22,13 +22,15 @@ _SOCKETS_SHARE = 8  # See Host.
 
 
 class Host(Table):
-    """`update_gb_per_s` counts every byte the optimizer's pass reads or writes; `sum_gb_per_s`
-    those of
-    adding up gradients. `hold_gb_per_s` counts weights each time that they are put under a model
-    that computes on the host: what the engine itself does; without it, that costs nothing.
-    `sockets_gb_per_s` is what ranks of this node send each other from host to host, all of them
-    together, each byte counted once; without it an eighth of `sum_gb_per_s`: a byte is copied into
-    the kernel and out of it, each copy reads and writes it, and about half of that was seen."""
+    """The memory and rates of the host.
+
+    `update_gb_per_s` counts every byte that the optimizer's pass reads or writes; `sum_gb_per_s`
+    the bytes of summing gradients. `hold_gb_per_s` counts weights each time that they are mapped
+    under a model that computes on the host; without it this engine work costs nothing.
+    `sockets_gb_per_s` is the traffic between the hosts of ranks on this node, all ranks together,
+    each byte counted once. Its default is an eighth of `sum_gb_per_s`: a byte is copied into the
+    kernel and out of it, each copy reads and writes it, and about half of that rate was measured.
+    """
 
     memory: Nbytes
     update_gb_per_s: Gbps
@@ -38,9 +40,12 @@ class Host(Table):
 
 
 class Device(Table):
-    """`count` devices, each with `memory` and the links below to the host, each `tflops` fast.
-    `gather_gb_per_s` is what each receives of the others, and gives them; `update_gb_per_s` is the
-    host's figure where the device makes the update. A device without memory is the host."""
+    """`count` devices, each with `memory`, with the links below to the host, and `tflops` fast.
+
+    `gather_gb_per_s` is the rate at which each device receives from the others, and sends.
+    `update_gb_per_s` has the meaning of the host's, for updates on the device. A device without
+    memory is the host.
+    """
 
     count: int = Field(1, ge=1)
     tflops: float = Field(gt=0)
@@ -52,10 +57,9 @@ class Device(Table):
 
 
 class Nvme(Table):
-    """All drives of the node together. `mixed_gb_per_s` is the sum of both directions at once;
-    without
-    it reads and writes take turns. `endurance_nbytes` may be written over the life of the drives.
-    """
+    """All drives of the node together. `mixed_gb_per_s` is the sum of both directions at the same
+    time; without it, reads and writes alternate. `endurance_nbytes` may be written over the life of
+    the drives."""
 
     drives: int = Field(1, ge=1)
     capacity: Nbytes
@@ -66,7 +70,7 @@ class Nvme(Table):
 
 
 class Hardware(Table):
-    """One node. `source` says where its figures come from."""
+    """One node. `source` names the origin of its figures."""
 
     name: str
     source: str
@@ -79,10 +83,10 @@ class Hardware(Table):
         return self.device.memory is None
 
     def of_rank(self, count: int) -> Hardware:
-        """What one of `count` ranks has, each with a device of its own: an even part of the host
-        and of the drives. Where the device is the host itself, a part of that.
+        """Returns the share of one of `count` ranks, each with its own device: an even part of the
+        host and of the drives. If the device is the host itself, a part of the host.
 
-        Raises ConfigError where there are fewer devices.
+        Raises ConfigError if there are fewer devices.
         """
         device = self.device
         if self.shares_host_memory:
@@ -108,7 +112,8 @@ class Hardware(Table):
         )  # fmt: skip
 
     def rates(self) -> Rates:
-        """Everything together: with N devices a unit is cut in N parts, which move at once."""
+        """Returns the rates of everything together: N devices move N parts of a unit at the same
+        time."""
         giga, inf = 1e9, float("inf")
         count, device, nvme = self.device.count, self.device, self.nvme
         drives = {}
@@ -140,7 +145,7 @@ _T = TypeVar("_T", bound=Table)
 
 
 def _part(table: _T, count: int, *rates: str) -> _T:
-    """With these figures, where there are any, divided."""
+    """Divides these rates of a table, as far as they are set."""
     found = {name: getattr(table, name) for name in rates}
     return table.model_copy(
         update={name: rate / count for name, rate in found.items() if rate is not None}
@@ -148,5 +153,6 @@ def _part(table: _T, count: int, *rates: str) -> _T:
 
 
 def load_hardware(name: str) -> Hardware:
-    """A shipped machine by name, or a file by path. Raises ConfigError with what is there."""
+    """Loads a shipped machine by name, or a file by path. Raises ConfigError with the shipped
+    names."""
     return read_table(Hardware, "hardware", name)

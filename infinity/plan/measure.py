@@ -1,9 +1,9 @@
-"""This machine as a `Hardware`: a few seconds of moving bytes and computing a block.
+"""Measures this machine as a `Hardware`, in a few seconds.
 
-Bandwidth of the drives is taken from the swap-tier file where `infinity tune` wrote it. Everything
-else is measured in the shape in which training does it: the training thread while the engine trains
-two of the model's own blocks (`rehearsal.py`), or where there is no model but shapes, a plain block
-of their size and the optimizer's own pass; sums of fp32 arrays.
+The bandwidth of the drives is taken from the configuration file if `infinity tune` wrote it.
+Everything else is measured as training uses it: the training thread while the engine trains two of
+the model's own blocks (`rehearsal.py`), or a plain block of equal size and the optimizer's pass if
+only shapes are known; and sums of fp32 arrays.
 """
 
 from __future__ import annotations
@@ -37,14 +37,15 @@ _ARENA_NBYTES = 256 * MIB
 _EXTENT_NBYTES = 16 * MIB
 _NUM_ROUNDS = 3
 _LEAST_S = 0.3
-_MOST_FFN_RATIO = 16  # Stacked experts are far larger than what a token sees of them.
+_MOST_FFN_RATIO = 16  # Stacked experts are far larger than the part that one token uses.
 _HEAD_DIM = 64
 
 
 def measure(config: SwapConfig, model: PlannedModel, batch: Batch) -> Hardware:
-    """Needs 256 MiB of memory, and twice that on each drive for the moment; and for two blocks.
+    """Measures this machine. Needs 256 MiB of memory, twice that on each drive, and space for two
+    blocks.
 
-    Raises UnsupportedError for a CUDA device, which has no measurement yet: name a hardware file.
+    Raises UnsupportedError for a CUDA device, which has no measurement yet; use a hardware file.
     """
     kind = config.tiers.device.kind
     if kind == "cuda" or (kind == "auto" and torch.cuda.is_available()):
@@ -52,7 +53,7 @@ def measure(config: SwapConfig, model: PlannedModel, batch: Batch) -> Hardware:
             "only a machine that computes on the CPU is measured here; describe the one with the "
             "CUDA device in a file and give it with --hardware (docs/PLAN.md)"
         )
-    keep_freed_memory()  # As the training program does; page faults would be timed else.
+    keep_freed_memory()  # As the training program does; otherwise page faults would be measured.
     if config.train is not None and config.train.threads != "auto":
         torch.set_num_threads(config.train.threads)
     with Arena(_ARENA_NBYTES, huge_pages=config.tiers.host.huge_pages) as arena:
@@ -99,7 +100,7 @@ def _free_nbytes(tier: NvmeTier) -> int:
 
 
 def _existing(path: Path) -> Path:
-    """The directory itself, or the one that it will be made in."""
+    """Returns the directory itself, or its existing parent."""
     if path.is_dir():
         return path
     if not path.parent.is_dir():
@@ -108,7 +109,7 @@ def _existing(path: Path) -> Path:
 
 
 def _measured(config: SwapConfig, arena: Arena) -> tuple[float, float, float]:
-    """GB/s of reading, writing and both at once, over all paths together."""
+    """Returns GB/s of reading, writing and both at the same time, over all paths together."""
     directories = [_existing(tier.path) for tier in config.tiers.nvme]
     with (
         BenchDirectory(arena, directories, _ARENA_NBYTES) as scratch,
@@ -136,14 +137,14 @@ def _files(config: SwapConfig, scratch: BenchDirectory, arena: Arena) -> Iterato
 
 
 def _sum_gb_per_s() -> float:
-    """Of adding one fp32 array to another: two are read, one is written."""
+    """Returns GB/s of adding one fp32 array to another: two are read, one is written."""
     total, part = torch.zeros(16 * MIB), torch.ones(16 * MIB)
     return 3 * part.nbytes / _median_s(lambda: total.add_(part)) / 1e9
 
 
 def _flops_of_a_block_alike(model: PlannedModel, batch: Batch, dtype: torch.dtype) -> float:
-    """Of forward and backward of a plain block as wide and as large as the model's largest one:
-    matrix products, and what goes with them, counted as products alone."""
+    """Returns the FLOPs per second of forward and backward of a plain block with the width and size
+    of the model's largest block. All work is timed; only products are counted."""
     count, length = timed_shape(batch)
     hidden = model.checkpoint_width
     blocks = {
@@ -168,7 +169,8 @@ def _flops_of_a_block_alike(model: PlannedModel, batch: Batch, dtype: torch.dtyp
 
 
 def _median_s(work: Callable[[], object]) -> float:
-    """Of one call, after a first that is not counted; at least three and 0.3 s in all."""
+    """Returns the median time of one call, after a first call that is not counted; at least three
+    calls and 0.3 s in all."""
     work()
     spent: list[float] = []
     while len(spent) < _NUM_ROUNDS or sum(spent) < _LEAST_S:

@@ -1,8 +1,9 @@
-"""Models as shapes: the units they fall apart into and the FLOPs of each, without a tensor.
+"""Models as shapes: their units and the FLOPs of each, without a tensor.
 
-A unit is what `engine.discover` makes of the same model: the embedding, every block, the final norm
-and the head; a tied embedding is one unit with two uses. Expert matrices are stacked, as in
-transformers. FLOPs are those of matrix products and attention: two a weight and token.
+The units are those that `modules/discover.py` makes of the same model: the embedding, every block,
+the final norm and the head. A tied embedding is one unit with two uses. Expert matrices are
+stacked, as in transformers. FLOPs are those of matrix products and attention: two per weight and
+token.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ class LatentAttention(Table):
 
 
 class Moe(Table):
-    """Blocks after the first `dense_layers` have `experts` of width `expert_ffn`; each token goes
-    through `experts_per_token` of them and all of the `shared_experts`."""
+    """Blocks after the first `dense_layers` have `experts` of width `expert_ffn`. Each token passes
+    `experts_per_token` of them and all of the `shared_experts`."""
 
     experts: int
     experts_per_token: int
@@ -58,9 +59,9 @@ class ModelShape(Table):
 
 @dataclass(frozen=True, slots=True)
 class ModuleWork:
-    """One forward of a site: its units, the weights a token is multiplied with, and the width that
-    attention scores and mixes are computed over (0 without attention, which are the sites outside
-    of blocks). `is_tile`: of the block before it, and used while that is held."""
+    """One forward of a hooked module: its units, the weights that multiply a token, and the width
+    of attention scores and mixing (0 without attention, as outside blocks). `is_tile`: a tile of
+    the block before it, used while that block is in use."""
 
     units: tuple[int, ...]
     active_params: int
@@ -68,22 +69,23 @@ class ModuleWork:
     is_tile: bool = False
 
     def forward_flops(self, num_tokens: int, sequence_length: int) -> float:
-        """Of `num_tokens` in sequences of this length. Causal attention looks at half of it."""
+        """Returns the FLOPs of `num_tokens` in sequences of this length. Causal attention covers
+        half of the length."""
         attended = self.attention_width * sequence_length / 2
         return 2.0 * num_tokens * (self.active_params + attended)
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedModel:
-    """What the planner needs of a model, wherever it came from."""
+    """The facts of a model that the planner needs, from any source."""
 
     name: str
     units: tuple[Unit, ...]
     hooked_modules: tuple[ModuleWork, ...]
-    held_nbytes: int  # The most weight bytes that nested sites hold at once.
+    held_nbytes: int  # The most weight bytes that nested modules use at the same time.
     num_params: int
-    checkpoint_width: int  # Values a token leaves behind per checkpointed block.
-    hf_config: Any = None  # Of transformers, where the model is one of theirs.
+    checkpoint_width: int  # Values per token that a checkpointed block saves.
+    hf_config: Any = None  # The configuration of a transformers model.
 
     @property
     def active_params(self) -> int:
@@ -91,13 +93,14 @@ class PlannedModel:
 
 
 def load_model(name: str, dtype: torch.dtype, moments: Moments = OF_ADAM) -> PlannedModel:
-    """A shipped model by name, or a file by path. Raises ConfigError with what is there."""
+    """Loads a shipped model by name, or a file by path. Raises ConfigError with the shipped
+    names."""
     return model_of_shape(read_table(ModelShape, "models", name), dtype, moments)
 
 
 def scaled_gpt(num_params: int) -> ModelShape:
-    """A GPT-like shape of about so many parameters: blocks of 12 hidden^2, as wide as 150 of them
-    are deep, between the shapes of ZeRO-Infinity's table."""
+    """Returns a GPT-like shape with about this number of parameters: blocks of 12 hidden^2, and a
+    width of 150 per block, between the shapes of ZeRO-Infinity's table."""
     hidden = max(256, round((num_params * 150 / 12) ** (1 / 3) / 256) * 256)
     layers = max(1, round(num_params / (12 * hidden**2)))
     return ModelShape(
@@ -116,7 +119,7 @@ def scaled_gpt(num_params: int) -> ModelShape:
 def model_of_shape(
     shape: ModelShape, dtype: torch.dtype, moments: Moments = OF_ADAM
 ) -> PlannedModel:
-    """Units and sites, in the order of the forward."""
+    """Returns units and hooked modules in the order of the forward."""
     units: list[Unit] = []
     hooked_modules: list[ModuleWork] = []
 
@@ -188,7 +191,7 @@ def _attention(shape: ModelShape) -> dict[str, tuple[int, ...]]:
 
 
 def _attention_width(shape: ModelShape) -> int:
-    """Products per token and position looked at, of scores and of mixing the values."""
+    """Returns the products per token and position, of scores and of mixing the values."""
     latent = shape.latent_attention
     if latent is not None:
         return shape.heads * (latent.nope_head_dim + latent.rope_head_dim + latent.v_head_dim)
@@ -216,7 +219,7 @@ def _norms(shape: ModelShape) -> dict[str, tuple[int, ...]]:
 
 
 def model_of_config(config: Any) -> PlannedModel:
-    """The model of a swap-tier file, built on meta by transformers; needs no weights."""
+    """Builds the model of a configuration file on meta with transformers; needs no weights."""
     from infinity.engine.build import facts_of
     from infinity.engine.dtypes import Dtypes
     from infinity.modules.discover import discover_units
@@ -261,7 +264,7 @@ def model_of_config(config: Any) -> PlannedModel:
 
 
 def _active(size: tuple[int, ...], experts_per_token: int | None) -> int:
-    """Weights of a tensor that one token is multiplied with. Experts are stacked in front."""
+    """Returns the weights of a tensor that multiply one token. Experts are stacked in front."""
     if len(size) == 3 and experts_per_token is not None:
         return _numel(size[1:]) * min(experts_per_token, size[0])
     return _numel(size)

@@ -1,8 +1,8 @@
-"""From a configuration, a model and a machine to one predicted step. Pure.
+"""Predicts one step from a configuration, a model and a machine. Pure.
 
-Budgets and placement are the engine's own functions, asked with the machine's sizes. With ranks
-the step is that of one of them: the one that owns most, from which others differ by what a unit
-cannot be cut into equal parts.
+Budgets and placement are computed by the engine's own functions with the machine's sizes. With
+ranks, the step is that of the rank that owns most. Other ranks differ by the remainder of units
+that do not divide evenly.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ _CHECKPOINT_ITEM_NBYTES = 2
 
 @dataclass(frozen=True, slots=True)
 class RankLayout:
-    """How state is divided, and what one rank takes of what it has, by tier: (bytes, of bytes).
+    """How state is divided, and what one rank uses of its share, by tier: (bytes, of bytes).
 
-    The device's are those that the engine takes: what rests there, what is in use at once, and the
-    buffers of the exchange; `of` is None where it is not limited.
+    The device's bytes are those of the engine: state at rest, units in use, and exchange buffers.
+    `of` is None without a limit.
     """
 
     count: int
@@ -53,11 +53,11 @@ class RankLayout:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """What a run would do. `placed_nbytes` is by kind and tier; `spare_nbytes` on NVMe are for what
-    commits and linked checkpoints keep, in `num_spares` generations.
+    """The forecast of a run. `placed_nbytes` is by state kind and tier. `spare_nbytes` on NVMe hold
+    the `num_spares` generations of commits and linked checkpoints.
 
-    `hardware` is the node. With ranks, batch, bytes and seconds are those of one of them; tokens
-    and FLOPs a second are of all.
+    `hardware` is the node. With ranks, batch, bytes and seconds are those of one rank; tokens and
+    FLOPs per second are of all ranks.
     """
 
     model: PlannedModel
@@ -73,7 +73,7 @@ class Forecast:
     job: StepSpec
     step: Prediction
     warnings: tuple[str, ...]
-    saved: tuple[str, int] | None  # Tier and bytes of inputs of blocks that wait off the device.
+    saved: tuple[str, int] | None  # Tier and bytes of block inputs that are saved off the device.
     ranks: RankLayout | None = None
 
     @property
@@ -86,13 +86,14 @@ class Forecast:
 
     @property
     def flops_per_s(self) -> float:
-        """Of the model's own arithmetic, recomputation not counted: 3 times the forward."""
+        """FLOPs per second of the model's own arithmetic, without recomputation: 3 times the
+        forward."""
         forward = sum(use.forward_flops for use in self.job.uses)
         return 3 * forward * self.num_ranks * self.batch.num_micro_batches / self.step.step_s
 
     @property
     def endurance_steps(self) -> float | None:
-        """Steps until the drives have been written as often as they are made for."""
+        """Steps until the endurance of the drives is used up."""
         nvme = self.hardware.nvme
         written = self.step.moved_nbytes.get(WRITE, 0)
         if nvme is None or nvme.endurance is None or not written:
@@ -109,10 +110,11 @@ def forecast(
     num_ranks: int = 1,
     rank: int | None = None,
 ) -> Forecast:
-    """Raises CapacityError, with the key to change, for what the machine cannot hold.
+    """Predicts a step. Raises CapacityError, with the key to change, for demands the machine cannot
+    meet.
 
-    With `num_ranks` on the node, of which each has a batch of its own: what `rank` does, or the one
-    that owns most.
+    With `num_ranks` on the node, each with its own batch, the forecast is that of `rank`, or of the
+    rank that owns most.
     """
     node = _Node(config, hardware, num_ranks, rank)
     config, machine = node.config_of_rank, node.hardware_of_rank
@@ -182,7 +184,7 @@ class _Node:
             self.config_of_rank,
             is_collective=self.is_collective,
         )
-        # The shards of all ranks are in the partition of each.
+        # The partition of each rank contains the shards of all ranks.
         if rank is None:
             of_ranks = list(zip(*sharding.partition.shards, strict=True))
             owned = [sum(shard.unit.state_numel for shard in shards) for shards in of_ranks]
@@ -196,7 +198,8 @@ class _Node:
 
 
 def _is_collective(config: SwapConfig, hardware: Hardware) -> bool:
-    """As the engine decides, which asks its device: one with memory is taken to be CUDA's."""
+    """Decides as the engine does. The engine asks its device; a device with memory counts as
+    CUDA."""
     wanted = config.distributed.exchange
     if hardware.shares_host_memory:
         if wanted == "collective":
@@ -237,8 +240,8 @@ def _ranks(
 
 
 def _saved(config: SwapConfig, model: PlannedModel, batch: Batch) -> tuple[str, int] | None:
-    """The input of every block, for all tokens of a step, in the compute dtype: as the engine parks
-    them where micro-batches go layer by layer."""
+    """Returns the input of every block, for all tokens of a step, in the compute dtype, as the
+    engine saves it in layer-major order."""
     tier = config.placement.activations[0]
     if config.schedule.micro_batch is None or tier == "device":
         return None
@@ -262,7 +265,7 @@ def _said_of_saved(
 
 
 def _input_nbytes(config: SwapConfig, model: PlannedModel, batch: Batch) -> int:
-    """Of one block, for all tokens of a step."""
+    """Returns the bytes of one block's input, for all tokens of a step."""
     itemsize = 2 if config.precision.compute_dtype == "bfloat16" else 4
     return batch.tokens_per_step * model.checkpoint_width * itemsize
 
@@ -271,9 +274,9 @@ _Fitted = tuple[PlannedModel, ShardingPlan | None, Budgets]
 
 
 def _fitted(node: _Node, model: PlannedModel, window_nbytes: int | None) -> _Fitted:
-    """With tiles where the engine would make them."""
+    """Returns the model with the tiles that the engine would make."""
     config, hardware = node.config_of_rank, node.hardware_of_rank
-    # A part of a node's memory is what a rank is given of it, or all that it may take of all of it.
+    # A share of the node's memory means a share of this rank's part.
     takes_all = node.count > 1 and config.distributed.budgets == "rank"
 
     def attempt(limit_nbytes: int | None) -> _Fitted:
@@ -297,7 +300,8 @@ def _fitted(node: _Node, model: PlannedModel, window_nbytes: int | None) -> _Fit
 
 
 def _device_nbytes(config: SwapConfig, hardware: Hardware) -> int | None:
-    """What one device may hold of the model; None where it computes on host memory."""
+    """Returns the bytes of the model that one device may hold; None if it computes on host
+    memory."""
     if hardware.device.memory is None:
         return config.tiers.device.capacity.nbytes
     return config.tiers.device.budget_nbytes(hardware.device.memory)
@@ -306,7 +310,7 @@ def _device_nbytes(config: SwapConfig, hardware: Hardware) -> int | None:
 def _refuse_full_tiers(
     model: PlannedModel, hardware: Hardware, budgets: Budgets, spare_nbytes: int, num_ranks: int
 ) -> None:
-    """What the engine finds out later: host memory that is not there, and full drives."""
+    """Refuses what the engine would find out late: missing host memory and full drives."""
     part = "" if num_ranks == 1 else f", of which a rank has 1/{num_ranks}"
     needed_nbytes = budgets.host_nbytes + budgets.reduce_buffer_nbytes
     if needed_nbytes > hardware.host.memory:
@@ -326,7 +330,7 @@ def _refuse_full_tiers(
 
 
 def _rewritten_nbytes(units: Sequence[Unit], placement: Placement) -> int:
-    """Of what rests on NVMe: what steps rewrite and commits keep, one generation."""
+    """Returns the bytes on NVMe that steps rewrite and commits keep, for one generation."""
     return sum(
         rewritten_nbytes(units[index], state_kind) or 0
         for (index, state_kind), tier in placement.tiers.items()
@@ -420,7 +424,7 @@ def _job(
 
 
 def _blocks(model: PlannedModel) -> list[int | None]:
-    """Of every site, which block it belongs to."""
+    """Returns, for every hooked module, the block that it belongs to."""
     numbers: list[int | None] = []
     for index, hooked in enumerate(model.hooked_modules):
         is_tile = hooked.is_tile and bool(numbers)
@@ -429,7 +433,8 @@ def _blocks(model: PlannedModel) -> list[int | None]:
 
 
 def _units_by_block(model: PlannedModel) -> tuple[list[int], list[set[int]]]:
-    """Those that are used outside of blocks, or by several, and those of each block alone."""
+    """Returns the units that are used outside blocks or by several blocks, and the units of each
+    single block."""
     users: defaultdict[int, set[int | None]] = defaultdict(set)
     for hooked, block in zip(model.hooked_modules, _blocks(model), strict=True):
         for unit in hooked.units:
@@ -446,7 +451,7 @@ def _units_by_block(model: PlannedModel) -> tuple[list[int], list[set[int]]]:
 
 
 def _update_place(config: SwapConfig, hardware: Hardware, job: StepSpec) -> UpdateDevice:
-    """As the engine would decide by the rates of this machine."""
+    """Decides as the engine would with the rates of this machine."""
     place = settled(
         config.schedule.update_on,
         config.precision.moments,

@@ -1,8 +1,8 @@
-"""Two of the model's own blocks, trained for a few steps by the engine itself, with a trace.
+"""Trains two of the model's own blocks for a few steps with the engine itself and a trace.
 
-What a processor does in training it does nowhere else: matrix products of the model's own shapes
-while drives write to the same memory; updates a chunk at a time; the engine's own work at every
-block. So that is what is timed, each by the lane of the trace that it is in.
+Only training loads a processor as training does: matrix products of the model's own shapes while
+drives write to the same memory, updates in chunks, and the engine's own work at every block. Each
+of these is timed by its track in the trace.
 """
 
 from __future__ import annotations
@@ -37,24 +37,24 @@ _VOCABULARY = 256
 _MOST_TOKENS = 4096
 _NUM_WARM_UPS = 2
 _NUM_STEPS = 5
-_STATE_NBYTES = 32  # Of a parameter in any precision, and as much again to work in.
+_STATE_NBYTES = 32  # Per parameter in any precision, and as much again as working memory.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rehearsed:
-    """What the training thread does a second of each kind: FLOPs; bytes that the optimizer's pass
-    reads or writes; bytes of weights brought in for a forward or backward of their block."""
+    """Rates of the training thread: FLOPs; bytes that the optimizer's pass reads or writes; bytes
+    of weights fetched for a forward or backward of their block."""
 
     flops: float
     update: float
-    hold: float | None  # None where it was not measured.
+    hold: float | None  # None if it was not measured.
 
 
 def rehearse(
     config: SwapConfig, model: PlannedModel, batch: Batch, directories: Sequence[Path]
 ) -> Rehearsed | None:
-    """Needs memory and space in `directories`, one per path of the file, for two blocks. None where
-    there is no such model, its configuration does not let itself be cut, or it does not fit."""
+    """Needs memory, and space in `directories`, one per path of the file, for two blocks. Returns
+    None if the model is missing, its configuration cannot be reduced, or it does not fit."""
     own = _own_blocks(model, getattr(torch, config.precision.compute_dtype))
     if own is None:
         return None
@@ -95,13 +95,14 @@ def rehearse(
 
 
 def timed_shape(batch: Batch) -> tuple[int, int]:
-    """Sequences, and tokens of each, of a micro-batch; of a larger one as many as tell enough."""
+    """Returns the sequences of a micro-batch and the tokens of each; a larger micro-batch is
+    reduced to a sufficient number."""
     length = min(batch.sequence_length, _MOST_TOKENS)
     return max(1, min(batch.num_tokens, _MOST_TOKENS) // length), length
 
 
 def _own_blocks(model: PlannedModel, dtype: torch.dtype) -> Any:
-    """The model cut down to its first blocks, with a vocabulary that costs next to nothing."""
+    """Returns the model reduced to its first blocks, with a small vocabulary."""
     if model.hf_config is None:
         return None
     from transformers import AutoModelForCausalLM
@@ -115,12 +116,12 @@ def _own_blocks(model: PlannedModel, dtype: torch.dtype) -> Any:
         text.layer_types = text.layer_types[: text.num_hidden_layers]
     try:
         return AutoModelForCausalLM.from_config(config, dtype=dtype).train()
-    except Exception:  # Whatever an architecture makes of it.
+    except Exception:  # An architecture may raise any exception.
         return None
 
 
 def _steps(model: Any, ids: torch.Tensor) -> dict[str, float]:
-    """Seconds a step of the lanes of the training thread, in the median over some steps."""
+    """Returns the median seconds per step of the training thread's tracks."""
     tracer = engine_of(model).counters.tracer
     optimizer = AdamW(model, lr=1e-6)
     for number in range(_NUM_WARM_UPS + _NUM_STEPS):

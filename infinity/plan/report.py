@@ -1,4 +1,4 @@
-"""A forecast in words and in JSON. GB/s are 10^9 bytes a second; sizes are in binary units."""
+"""A forecast as text and as JSON. GB/s are 10^9 bytes per second; sizes are in binary units."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _LANES = {
     "gather": "between devices",
     "sockets": "between hosts of ranks",
 }
-# Below this share of the step no lane alone explains it: things wait for each other.
+# Below this share of the step no single track explains it: the tracks wait for each other.
 _BINDING_SHARE = 0.85
 _LEAST_GAIN = 1.02
 
 
 def to_dict(forecast: Forecast, advice: Sequence[Advice]) -> dict[str, Any]:
-    """Everything `to_text` says, in plain bytes and seconds."""
+    """Returns everything in `to_text`, in plain bytes and seconds."""
     step, batch = forecast.step, forecast.batch
     return {
         "model": {
@@ -59,7 +59,7 @@ def to_dict(forecast: Forecast, advice: Sequence[Advice]) -> dict[str, Any]:
 
 
 def to_text(forecast: Forecast, advice: Sequence[Advice]) -> str:
-    """What a person reads, a dozen or two lines."""
+    """Returns one or two dozen lines for a reader."""
     model, batch, step = forecast.model, forecast.batch, forecast.step
     hardware, place = forecast.hardware, forecast.update_place
     lines = [
@@ -112,7 +112,8 @@ def _ranks(forecast: Forecast) -> list[str]:
 
 
 def _of_a_rank(forecast: Forecast) -> str:
-    """RankLayout differ by what units cannot be cut into equal parts."""
+    """Names the rank in headings. Ranks differ by the remainder of units that do not divide
+    evenly."""
     return "" if forecast.ranks is None else ", of one rank"
 
 
@@ -154,7 +155,7 @@ def _links(forecast: Forecast) -> list[str]:
         busy_s = step.busy_s.get(track, 0.0)
         if not busy_s:
             continue
-        # "nvme_read" is of the lane "nvme", "h2d" of its own.
+        # "nvme_read" belongs to the track "nvme", "h2d" to its own track.
         moved = [
             f"{name.removeprefix(track).lstrip('_')} {format_nbytes(nbytes)}".lstrip()
             for name, nbytes in step.moved_nbytes.items()

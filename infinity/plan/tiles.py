@@ -1,7 +1,7 @@
-"""A model's shapes with tiles, as `engine.tiling` cuts its modules. Pure.
+"""A model's shapes with tiles, as `modules/tiling/split.py` splits its modules. Pure.
 
-Matrices are cut by rows, and a stack of two or three of them, as shapes are written down here, as
-the one matrix under the other that it is. A block's experts are cut together, between experts.
+Matrices are split by rows. A stack of two or three matrices in a shape is split as the one matrix
+that it is. The experts of a block are split together, between experts.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _MOST_STACKED = 3  # Gate, up and down of a feed-forward.
 
 
 def largest_nbytes(model: PlannedModel) -> int:
-    """Of the parameters that can be cut, those together that are cut at the same rows."""
+    """Returns the bytes of the largest set of parameters that are split at the same rows."""
     every = [tensor.facts for unit in model.units for tensor in unit.tensors]
     sizes = [_nbytes(facts) for facts in every if _is_matrix(facts)]
     sizes += [sum(map(_nbytes, _experts(unit))) for unit in model.units]
@@ -28,12 +28,13 @@ def largest_nbytes(model: PlannedModel) -> int:
 
 
 def with_tiles(model: PlannedModel, limit_nbytes: int | None) -> PlannedModel:
-    """The model with every matrix, and every block's experts, of more than the limit as tiles, each
-    of them a unit that is used right after what is left of its own. None: the model itself."""
+    """Returns the model with every matrix, and every block's experts, above the limit split into
+    tiles. Each tile is a unit that is used right after the rest of its own unit. None: the model
+    itself."""
     if limit_nbytes is None:
         return model
     units: list[Unit] = []
-    parts: list[_Parts] = []  # Of every unit.
+    parts: list[_Parts] = []  # One per unit.
     for unit in model.units:
         first = len(units)
         left, tiles = _cut(unit, limit_nbytes)
@@ -56,7 +57,7 @@ def with_tiles(model: PlannedModel, limit_nbytes: int | None) -> PlannedModel:
     )
 
 
-# Indexes of what is left of a unit (one or none), and of its tiles.
+# Indexes of the rest of a unit (one or none), and of its tiles.
 _Parts = tuple[tuple[int, ...], tuple[int, ...]]
 
 
@@ -70,7 +71,7 @@ def _is_matrix(facts: TensorFacts) -> bool:
 
 
 def _experts(unit: Unit) -> list[TensorFacts]:
-    """Stacks with a row per expert, by the name that models give to the module they are in."""
+    """Returns the stacks with a row per expert, found by the usual name of their module."""
     every = [tensor.facts for tensor in unit.tensors]
     return [f for f in every if len(f.shape) > 2 and "experts" in f.name.split(".")]
 
@@ -79,11 +80,11 @@ def _nbytes(facts: TensorFacts) -> int:
     return math.prod(facts.shape) * facts.dtype.itemsize
 
 
-_Tiles = list[tuple[str, list[TensorFacts]]]  # (name, tensors) of each.
+_Tiles = list[tuple[str, list[TensorFacts]]]  # (name, tensors) of each tile.
 
 
 def _cut(unit: Unit, limit_nbytes: int) -> tuple[list[TensorFacts], _Tiles]:
-    """Tensors that are left, and tiles in the order in which they are used."""
+    """Returns the tensors that remain, and the tiles in the order of their use."""
     left: list[TensorFacts] = []
     tiles: _Tiles = []
     experts = _experts(unit)
@@ -136,7 +137,7 @@ def _cut_experts(name: str, experts: list[TensorFacts], limit_nbytes: int) -> _T
 def _hooked_modules(
     whole: ModuleWork, parts: list[_Parts], units: list[Unit]
 ) -> Iterator[ModuleWork]:
-    """One use of what is left, with the attention, then one of every tile."""
+    """Returns one use of the rest of the unit, with the attention, then one use of every tile."""
     left = tuple(unit for rest, _ in parts for unit in rest)
     tiles = [unit for _, tiles in parts for unit in tiles]
     num_params = sum(_numel(units[unit]) for unit in (*left, *tiles))
@@ -152,14 +153,14 @@ def _numel(unit: Unit) -> int:
 
 
 def _held_nbytes(parts: list[_Parts], units: list[Unit]) -> int:
-    """What is left of each unit, and one tile."""
+    """Returns the bytes of the rest of each unit and one tile."""
     left = sum(rounded_nbytes(units[unit].weight_nbytes) for rest, _ in parts for unit in rest)
     tiles = (rounded_nbytes(units[unit].weight_nbytes) for _, tiles in parts for unit in tiles)
     return left + max(tiles, default=0)
 
 
 def _nested_nbytes(model: PlannedModel) -> int:
-    """What sites around others hold beside the largest; it is not cut."""
+    """Returns the bytes that surrounding modules use beside the largest; they are not split."""
     largest = max(
         sum(rounded_nbytes(model.units[unit].weight_nbytes) for unit in hooked.units)
         for hooked in model.hooked_modules

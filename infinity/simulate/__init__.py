@@ -1,1 +1,1 @@
-"""The predicted step: pure functions over sizes and rates, without torch and without a clock."""
+"""The predicted step: pure functions of sizes and rates, without torch and without a clock."""

@@ -1,6 +1,6 @@
-"""What a cache of weights holds along a known order of uses, and so which uses have to fetch.
+"""Predicts which uses of units find their weights in a cache, for a known order of uses.
 
-The same decision as the executor's, without bytes. Pure: no torch, no I/O, no clock.
+The decisions are those of the weight cache, without bytes. Pure: no torch, no I/O, no clock.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from infinity.streaming.eviction import choose_victim
 
 @dataclass(frozen=True, slots=True)
 class Visit:
-    """One use of a unit. `evicts` are the earlier visits (indexes) whose room a fetch takes."""
+    """One use of a unit. `evicts` are the indexes of earlier visits whose space a fetch takes."""
 
     unit: int
     is_hit: bool
@@ -33,13 +33,15 @@ def visits(
     taken_nbytes: Sequence[int] | None = None,
     held: Sequence[Collection[int]] | None = None,
 ) -> list[Visit]:
-    """Uses of `num_passes` rounds of `order` with a cache that drops what is used last.
+    """Returns the uses of `num_passes` rounds of `order`, with a cache that evicts the unit whose
+    next use is furthest away.
 
-    `nbytes` is by unit; a unit of 0 bytes rests where it is used and always hits. In the passes of
-    `stale` the first use of a unit of `changing` misses even if it is there. A unit larger than the
-    cache takes all of it. Visits of `skipped` (indexes) do without the cache. By use of a round,
-    `taken_nbytes` of it are taken by others then, and units of `held` are not dropped. The order is
-    known from the first pass on, as in a run after its first step.
+    `nbytes` is by unit. A unit of 0 bytes rests where it is used and always hits. In the passes of
+    `stale`, the first use of a unit in `changing` misses even if the unit is in the cache. A unit
+    larger than the cache takes all of it. Visits in `skipped` (indexes) bypass the cache.
+    `taken_nbytes` gives, by use of a round, the bytes of the cache that something else occupies.
+    Units of `held` are not evicted. The order is known from the first pass on, as in a run after
+    its first step.
     """
     trace = AccessOrder()
     for unit in order:

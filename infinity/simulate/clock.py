@@ -1,11 +1,11 @@
-"""A clock for operations that are not carried out: lanes, what waits for what, and when each runs.
+"""A simulated clock: operations on tracks, their dependencies, and the time when each one runs.
 
-A lane (a link, a processor, a thread) does one operation at a time and never breaks one off. It
-takes the oldest operation that is ready; a lane with something ready is never idle. Such a schedule
-is at most twice as long as the best one, and a faster lane may, seldom and by little, lengthen it.
-Source: Graham, "Bounds on multiprocessing timing anomalies", 1969.
+A track (a link, a processor, a thread) runs one operation at a time and never interrupts one. It
+runs the oldest operation that is ready, and is never idle while one is ready. Such a schedule is at
+most twice as long as the best one. A faster track may lengthen it, seldom and by little. Source:
+Graham, "Bounds on multiprocessing timing anomalies", 1969.
 
-Pure: no torch, no I/O, no clock but its own.
+Pure: no torch, no I/O, no real clock.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """Something a lane does once every operation of `after` (indexes, all earlier ones) is over.
+    """An operation of a track. It may start when every operation of `after` (earlier indexes) has
+    ended.
 
-    `traffic` names what `nbytes` are counted under; `step` is the optimizer step it belongs to.
+    `traffic` names the counter of `nbytes`; `step` is the optimizer step of the operation.
     """
 
     track: str
@@ -33,7 +34,7 @@ class Operation:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """When each operation ran: seconds from the start, by the operation's index."""
+    """The times of all operations: seconds from the start, by the operation's index."""
 
     operations: tuple[Operation, ...]
     start_s: tuple[float, ...]
@@ -45,7 +46,8 @@ class Timeline:
 
 
 def simulate(operations: Sequence[Operation]) -> Timeline:
-    """Runs the operations. Their order is their urgency where several are ready for one lane."""
+    """Runs the operations. If several are ready for one track, the earliest in the list runs
+    first."""
     missing = [len(operation.after) for operation in operations]
     followers: list[list[int]] = [[] for _ in operations]
     for index, operation in enumerate(operations):
@@ -55,7 +57,7 @@ def simulate(operations: Sequence[Operation]) -> Timeline:
 
     ready: dict[str, list[int]] = {operation.track: [] for operation in operations}
     busy: set[str] = set()
-    running: list[tuple[float, int]] = []  # A heap by the time of the end.
+    running: list[tuple[float, int]] = []  # A heap, ordered by the end time.
     start_s = [0.0] * len(operations)
     finish_s = [0.0] * len(operations)
 
@@ -89,7 +91,7 @@ def simulate(operations: Sequence[Operation]) -> Timeline:
 
 
 def critical_path_s(operations: Sequence[Operation]) -> float:
-    """How long it would take if every lane could do everything that is ready at once."""
+    """Returns the duration if every track could run all ready operations at the same time."""
     finish_s: list[float] = []
     for operation in operations:
         begin_s = max((finish_s[before] for before in operation.after), default=0.0)

@@ -1,4 +1,4 @@
-"""From a configuration, units and where they rest to what the simulated step is asked. Pure."""
+"""Derives the input of the simulated step from a configuration, units and their placement. Pure."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from infinity.state.units import StateKind, Unit
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Tokens of one micro-batch on all devices together, and how many make a step; with ranks,
-    those of one."""
+    """Tokens of one micro-batch on all devices together, and the micro-batches of a step; with
+    ranks, those of one rank."""
 
     num_tokens: int
     sequence_length: int
     num_micro_batches: int = 1
-    recomputes: bool = True  # Activations, in the backward.
+    recomputes: bool = True  # Whether the backward recomputes activations.
 
     @property
     def tokens_per_step(self) -> int:
         return self.num_tokens * self.num_micro_batches
 
 
-# Of a program of the user's own nothing is known.
+# Nothing is known of a program of the user's own.
 UNKNOWN_BATCH = Batch(0, 1)
 
 
 def batch_of(config: SwapConfig) -> Batch:
-    """That of a file with `[train]` and `[data]`; else UNKNOWN_BATCH."""
+    """Returns the batch of a file with `[train]` and `[data]`, else UNKNOWN_BATCH."""
     train, data = config.train, config.data
     if train is None or data is None:
         return UNKNOWN_BATCH
@@ -43,7 +43,8 @@ def batch_of(config: SwapConfig) -> Batch:
         train.batch_size * data.sequence_length,
         data.sequence_length,
         train.gradient_accumulation_steps,
-        # By layers, a batch goes through once whatever its micro-batches, and is recomputed.
+        # In layer-major order a batch passes once, for any number of micro-batches, and is
+        # recomputed.
         recomputes=train.activation_checkpointing or config.schedule.micro_batch is not None,
     )
 
@@ -58,9 +59,9 @@ def make_job(
     saved_on: str = "device",
     loads: Sequence[UnitLoad] | None = None,
 ) -> StepSpec:
-    """Steps of these units in these budgets, updated on the host. `loads`: what they come to where
-    they are divided over ranks; see `rank_loads`."""
-    # With updates at the step the ring is there for it alone. A tight pool keeps nothing.
+    """Returns the simulated steps of these units in these budgets, updated on the host. `loads`:
+    the load of each unit that ranks share; see `rank_loads`."""
+    # With updates at the step, the ring exists only during it. A tight pool keeps nothing.
     is_deferred = config.schedule.updates == "deferred"
     cache_nbytes = budgets.working_nbytes - (budgets.ring_nbytes if is_deferred else 0)
     device_cache_nbytes: float | None = budgets.device_window_nbytes
@@ -83,8 +84,8 @@ def make_job(
 
 
 def num_fibers_of(config: SwapConfig, batch: Batch) -> int:
-    """Micro-batches that go block by block. Gradients of several are summed on the device, in
-    float32."""
+    """Returns the number of micro-batches that pass block by block. With several, gradients are
+    summed on the device in float32."""
     micro_batch = config.schedule.micro_batch
     if micro_batch is None:
         return 1
@@ -124,7 +125,7 @@ def load_of(unit: Unit, placement: Placement, is_summed: bool) -> UnitLoad:
 
 
 def updated_nbytes(unit: Unit) -> int:
-    """What the optimizer's pass over a unit reads and writes."""
+    """Returns the bytes that the optimizer's pass over a unit reads and writes."""
     if not unit.state_numel:
         return 0
     moments_nbytes = sum(unit.nbytes(kind) for kind in unit.moments.kinds)
@@ -133,8 +134,8 @@ def updated_nbytes(unit: Unit) -> int:
 
 
 def tuned_gb_per_s(tiers: Sequence[NvmeTier]) -> tuple[float, float, float | None] | None:
-    """Reading, writing and both at once, over all paths together, in decimal GB/s, where `infinity
-    tune` wrote it into the file; None where it did not."""
+    """Returns the rates of reading, writing and both at the same time, over all paths together, in
+    decimal GB/s, as `infinity tune` wrote them; None if it did not."""
     if not all(tier.read_gb_per_s and tier.write_gb_per_s for tier in tiers):
         return None
     read, write, mixed = (

@@ -1,8 +1,8 @@
-"""The order in which a pass uses its sites: a micro-batch on its own, or several block by block.
+"""The order in which a pass uses its hooked modules.
 
-The engine's own order (`modules/accumulate/layer_major.py`): what is outside of blocks is used by
-one micro-batch after the other, the end of the model forward and backward at once; a block is held
-while its tiles are used, by a group of micro-batches at a time. Pure: no torch, no I/O, no clock.
+The order is that of the engine (`modules/accumulate/layer_major.py`). Modules outside blocks run
+once per micro-batch; the end of the model runs forward and backward together. A block is in use
+while a group of micro-batches uses its tiles. Pure: no torch, no I/O, no clock.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from itertools import groupby
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """A site's forward, of all micro-batches that go through a block together: the units it holds,
-    and its FLOPs. Of its input, `saved_nbytes` wait for the backward on the tier that the job
-    names. Uses of the same `block` follow each other: what is held for all of it, and its tiles."""
+    """The forward of a hooked module, for all micro-batches that pass a block together: the units
+    it needs, and its FLOPs. `saved_nbytes` of its input are saved for the backward, on the tier
+    that the job names. Uses of one `block` are consecutive: the block's own units, then its tiles.
+    """
 
     units: tuple[int, ...]
     forward_flops: float
@@ -26,8 +27,9 @@ class Use:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """One time that a use (by index) is computed: so many times its forward's FLOPs. Units of
-    `held` are in use around it. `has_gradients`: of its units, in a backward."""
+    """One computation of a use (by index), with the multiple of its forward's FLOPs. Units of
+    `held` are in use around it. `has_gradients`: it computes gradients of its units, in a backward.
+    """
 
     use: int
     is_backward: bool
@@ -39,9 +41,9 @@ class Move:
 def moves(
     uses: Sequence[Use], *, num_fibers: int, tile_micro_batches: int, backward_ratio: float
 ) -> list[Move]:
-    """Of one pass. `num_fibers` micro-batches go block by block, `tile_micro_batches` through a
-    block with
-    tiles together. `backward_ratio`: as of `StepSpec`; above 2 a block's forward is repeated."""
+    """Returns the moves of one pass. `num_fibers` micro-batches pass block by block, and
+    `tile_micro_batches` pass a block with tiles together. `backward_ratio`: see `StepSpec`; above
+    2, the forward of a block is repeated."""
     numbers = groupby(range(len(uses)), key=lambda index: uses[index].block)
     stretches = [(block is not None, list(indexes)) for block, indexes in numbers]
     order = _OrderBuilder(uses, num_fibers, -(-num_fibers // tile_micro_batches), backward_ratio)

@@ -1,6 +1,6 @@
-"""What a rank moves of units whose state is divided: for the simulated step. Pure.
+"""The load of one rank for units whose state is shared, for the simulated step. Pure.
 
-docs/RANKS.md says what goes from where to where; docs/design/0005 and 0008 say why.
+docs/RANKS.md describes the transfers; docs/design/0005 and 0008 give the reasons.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def rank_loads(
     *,
     is_collective: bool,
 ) -> Iterator[UnitLoad]:
-    """One for each whole unit. `placement` is that of `partition.units`; `is_collective`: the
-    devices of ranks exchange with each other."""
+    """Returns one load for each full unit. `placement` is that of `partition.units`;
+    `is_collective`: the devices of ranks exchange data directly."""
     is_summed = num_fibers_of(config, batch) > 1
     reduced = None if config.distributed.reduce_dtype == "auto" else torch.bfloat16
     for whole, of_ranks in zip(partition.full_units, partition.shards, strict=True):
@@ -48,7 +48,8 @@ def rank_loads(
         got = [sum(each.nbytes for each in partition.served(shard)) for shard in of_ranks]
         my_nbytes = got[partition.rank]
         are_weights_between_devices = is_collective and (stage == 3 or load.weights == "device")
-        # What leaves a device in stages 2 and 3 is what is sent, and elsewhere what came.
+        # In stages 2 and 3 the bytes that leave a device are those sent; in other stages, those
+        # received.
         leaves_as = reduced if stage > 1 and not is_summed else None
         yield replace(
             load,

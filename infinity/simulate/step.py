@@ -1,15 +1,16 @@
 """The operations of training steps, as the engine would issue them, for `simulate`.
 
-Forward: each unit's weights come in, its pending update is made on the way, then it computes.
-Backward: weights come in again, in reverse; gradients leave. The optimizer decides when the last
-gradient is where it rests. Pure: no torch, no I/O, no clock.
+Forward: each unit's weights are fetched, its pending update is applied, then the unit computes.
+Backward: weights are fetched again in reverse order, and gradients are written out. The optimizer
+decides when the last gradient is at rest. Pure: no torch, no I/O, no clock.
 
-Lanes: compute, update (the host's thread), nvme, h2d, d2h, gather (between devices), sockets
-(between the hosts of ranks). Where the device is the host itself, compute and update are one
-thread, hence one lane.
+Tracks: compute, update (the host's thread), nvme, h2d, d2h, gather (between devices), sockets
+(between the hosts of ranks). If the device is the host itself, compute and update are one thread
+and one track.
 
-With ranks the job is that of one of them, beside others that do the same at the same time: a unit
-has a `Divided`, and everything of a node that ranks share is given as this rank's part.
+With ranks, the job is that of one rank, beside other ranks that do the same at the same time. A
+shared unit has a `Divided`, and every resource of the node that ranks share is given as this rank's
+part.
 """
 
 from __future__ import annotations
@@ -30,15 +31,16 @@ READ, WRITE = "nvme_read", "nvme_write"
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What the links and processors of a node do, all devices together: bytes and FLOPs a second.
+    """The rates of the links and processors of a node, all devices together: bytes and FLOPs per
+    second.
 
-    `nvme_mixed` is the sum of both directions when as much is read as written. `update` counts
-    every byte the optimizer's pass reads or writes, `host` those of summing gradients, `hold` those
-    of weights that the engine puts under a computation on the host. `device_update` is `update`
-    where the devices do it. `gather` is None with one device.
+    `nvme_mixed` is the sum of both directions if equal amounts are read and written. `update`
+    counts every byte that the optimizer's pass reads or writes. `host` counts the bytes of summed
+    gradients. `hold` counts the bytes of weights that the engine maps under a computation on the
+    host. `device_update` is `update` on the devices. `gather` is None with one device.
 
-    Of a rank: `peers` is what its device gets from those of others, `sockets` what its host does;
-    what it gives takes as long.
+    With ranks, `peers` is the rate at which a rank's device receives from the other devices, and
+    `sockets` that at which its host receives. Sending takes as long.
     """
 
     flops: float
@@ -56,7 +58,7 @@ class Rates:
     sockets: float = float("inf")
 
     def nvme_s(self, read_nbytes: float, write_nbytes: float) -> float:
-        """Least time to read and write so much, in any interleaving that helps."""
+        """Returns the least time to read and write these bytes, in any useful interleaving."""
         alone_s = read_nbytes / self.nvme_read + write_nbytes / self.nvme_write
         both_nbytes = min(read_nbytes, write_nbytes)
         mixed_s = (
@@ -69,30 +71,32 @@ class Rates:
 
 
 def drive_rates(read: float, write: float, mixed: float | None) -> dict[str, float]:
-    """What `Rates` says of the drives; without a figure of both directions at once they take
-    turns."""
+    """Returns the drives' part of `Rates`. Without a rate for both directions at the same time,
+    reads and writes alternate."""
     mixed = 2 / (1 / read + 1 / write) if mixed is None else mixed
     return {"nvme_read": read, "nvme_write": write, "nvme_mixed": mixed}
 
 
 @dataclass(frozen=True, slots=True)
 class Divided:
-    """Of a unit whose state is divided over `count` ranks: what one of them sends and gets of it.
+    """The traffic of one rank for a unit whose state is shared by `count` ranks.
 
-    What the ranks' devices do not exchange goes one by one between their hosts. `got_nbytes` of
-    weights are the other ranks' parts; where they go between hosts, `served_nbytes` are read for
-    the others from where this rank's part rests. `given_nbytes` of gradients go to their owners.
+    Data that the ranks' devices do not exchange directly passes between their hosts. `got_nbytes`
+    of weights are the other ranks' parts. If they pass between hosts, `served_nbytes` of this
+    rank's part are read from their tier for the others. `given_nbytes` of gradients are sent to
+    their owners.
     """
 
     count: int
-    whole_nbytes: int  # Of weights, as they are used.
-    is_put_together: bool  # Each time that it is fetched (stage 3); else every rank has all of it.
+    whole_nbytes: int  # Of weights, in the form in which they are used.
+    # Every fetch gathers the weights (stage 3); otherwise every rank has all of them.
+    is_put_together: bool
     are_weights_between_devices: bool
     are_gradients_between_devices: bool
     got_nbytes: int
     served_nbytes: int
     given_nbytes: int
-    # Stage 1: where this rank sums up its own gradients of a step before it gives them.
+    # Stage 1: the place where this rank sums its gradients of a step before it sends them.
     sums: str | None = None
     sums_nbytes: int = 0
 
@@ -103,10 +107,11 @@ class Divided:
 
 @dataclass(frozen=True, slots=True)
 class UnitLoad:
-    """One unit as the schedule sees it. `weights` is the tier they rest on; bytes by tier name.
+    """One unit in the simulated schedule. `weights` is the tier where they rest; bytes are by tier
+    name.
 
-    With ranks, weights are those that rest on this one, all of the unit's or its part of them;
-    state and gradients are its part. `leaving_nbytes` are of the whole unit.
+    With ranks, the weights are those that rest on this rank: all of the unit's, or its part. State
+    and gradients are its part. `leaving_nbytes` are of the full unit.
     """
 
     name: str
@@ -115,27 +120,27 @@ class UnitLoad:
     written_nbytes: int  # Of the weights, by an update.
     state_read_nbytes: Mapping[str, int]
     state_write_nbytes: Mapping[str, int]
-    update_nbytes: int  # That the optimizer's pass touches in memory; 0 for a frozen unit.
+    update_nbytes: int  # Touched in memory by the optimizer's pass; 0 for a frozen unit.
     gradients: str
     gradient_nbytes: int
-    leaving_nbytes: int  # Of a gradient on its way from a device: in its own dtype.
+    leaving_nbytes: int  # Of a gradient that leaves a device, in its own dtype.
     divided: Divided | None = None
 
     @property
     def used_nbytes(self) -> int:
-        """Weights where they are computed with."""
+        """Bytes of weights that are computed with."""
         return self.weight_nbytes if self.divided is None else self.divided.whole_nbytes
 
     @property
     def fetched_nbytes(self) -> int:
-        """Weights that a use brings to host memory."""
+        """Bytes of weights that a use fetches to host memory."""
         if self.divided is not None and self.divided.comes_to_host:
             return self.divided.whole_nbytes
         return self.weight_nbytes if self.weights == "nvme" else 0
 
     @property
     def inward_nbytes(self) -> int:
-        """Weights that a use brings from the host to a device that they are not on."""
+        """Bytes of weights that a use copies from the host to a device."""
         if self.divided is None or not self.divided.is_put_together:
             return self.weight_nbytes
         if self.divided.comes_to_host:
@@ -144,20 +149,20 @@ class UnitLoad:
 
     @property
     def is_away(self) -> bool:
-        """From the device."""
+        """Whether the weights rest off the device."""
         is_put_together = self.divided is not None and self.divided.is_put_together
         return is_put_together or self.weights != "device"
 
     @property
     def is_changed(self) -> bool:
-        """By a step, on whatever rank."""
+        """Whether a step changes the unit, on any rank."""
         return self.update_nbytes > 0 or (
             self.divided is not None and self.divided.given_nbytes > 0
         )
 
     @property
     def sums(self) -> tuple[str, int]:
-        """Where gradients are added up as the backward gives them, and fp32 bytes there."""
+        """The place where the backward sums gradients, and the fp32 bytes there."""
         if self.divided is not None and self.divided.sums is not None:
             return self.divided.sums, self.divided.sums_nbytes
         return self.gradients, self.gradient_nbytes
@@ -165,13 +170,13 @@ class UnitLoad:
 
 @dataclass(frozen=True, slots=True)
 class StepSpec:
-    """Everything the prediction depends on but the machine's speed.
+    """Everything that the prediction depends on, except the machine's speed.
 
-    `weights_cache_nbytes` is host memory for weights that travel, `device_cache_nbytes` the same on
-    the device (None where it computes on host memory). `ring_nbytes` of state are in memory at
-    once. `backward_ratio` is the backward's FLOPs over the forward's: 2, or 3 with recomputation.
-    A micro-batch may be `num_fibers` of them that go block by block, `tile_micro_batches` at a
-    time where a block has tiles.
+    `weights_cache_nbytes` is host memory for weights in transit, and `device_cache_nbytes` the same
+    on the device (None if it computes on host memory). `ring_nbytes` of state are in memory at the
+    same time. `backward_ratio` is the backward's FLOPs over the forward's: 2, or 3 with
+    recomputation. A micro-batch may stand for `num_fibers` of them that pass block by block,
+    `tile_micro_batches` at a time in a block with tiles.
     """
 
     units: tuple[UnitLoad, ...]
@@ -196,8 +201,8 @@ class StepSpec:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """One step in the steady state. 0 in `timeline` is the step's start; what is fetched for it
-    during the step before starts earlier."""
+    """One step in the steady state. 0 in `timeline` is the start of the step. Fetches for this step
+    that run during the step before have negative times."""
 
     step_s: float
     busy_s: Mapping[str, float]
@@ -206,18 +211,18 @@ class Prediction:
 
     @property
     def binding(self) -> str:
-        """The lane that is busy longest: the step cannot be faster than it."""
+        """The track that is busy longest. The step cannot be faster than this track."""
         return max(self.busy_s, key=lambda track: self.busy_s[track])
 
 
-# The caches and queues are in their rhythm by the last but one, and the last is there to compete
-# with it for the links.
+# By the last step but one the caches and queues are in their steady state. The last step exists to
+# compete with it for the links.
 _NUM_STEPS = 5
 _SHOWN = _NUM_STEPS - 2
 
 
 def predict(job: StepSpec, rates: Rates) -> Prediction:
-    """A step among others like it, from the decision of the optimizer before it to its own."""
+    """Predicts a step among equal steps, from one decision of the optimizer to the next."""
     draft = _Draft(job, rates)
     for step in range(_NUM_STEPS):
         draft.add_step(step)
@@ -246,8 +251,8 @@ def predict(job: StepSpec, rates: Rates) -> Prediction:
 
 
 def _with_nvme_times(drafted: Sequence[Operation], rates: Rates) -> list[Operation]:
-    """Gives transfers of the drives their time. Where a pass both reads and writes, the drives do
-    both at once, so each byte of the pass takes an equal share of the time of all."""
+    """Sets the times of drive transfers. If a pass reads and writes, the drives do both at the same
+    time, so each byte of the pass takes an equal share of the total time."""
     totals: defaultdict[tuple[int, str], dict[str, int]] = defaultdict(lambda: {READ: 0, WRITE: 0})
     for each in drafted:
         if each.track == NVME:
@@ -273,7 +278,7 @@ def _pass(operation: Operation) -> str:
 
 @dataclass(slots=True)
 class _LastWrites:
-    """What a later read of the same bytes has to wait for: operations by unit."""
+    """The operations that a later read of the same bytes waits for, by unit."""
 
     weights: dict[int, int] = field(default_factory=dict)
     state: dict[tuple[int, int], int] = field(default_factory=dict)
@@ -287,38 +292,41 @@ class _Draft:
         self.job = job
         self.rates = rates
         self.operations: list[Operation] = []
-        self.decided: list[int] = []  # Per step, the operation at which the optimizer decides.
+        self.decided: list[int] = []  # The operation of each step at which the optimizer decides.
         self._step = 0
         self._pass = ""
         self._update_track = COMPUTE if job.shares_host_memory else UPDATE
         self._last_on: dict[str, int] = {}  # Compute and update keep the order of the program.
         self._written = _LastWrites()
-        self._ring: list[tuple[int, ...]] = []  # What frees the ring's segments, oldest first.
+        # The operations that free segments of the ring, oldest first.
+        self._ring: list[tuple[int, ...]] = []
         self._gradients_out: list[int] = []
-        self._saved: dict[int, int] = {}  # By use: when its input is where it waits.
+        self._saved: dict[int, int] = {}  # By use: the operation that saves its input.
         self._computed: list[int] = []  # Forwards and backwards of uses, in order.
         self._moves = moves(
             job.uses, num_fibers=job.num_fibers, tile_micro_batches=job.tile_micro_batches,
             backward_ratio=job.backward_ratio,
         )  # fmt: skip
         self._host, self._device = self._visits()
-        self._host_free: dict[int, tuple[int, ...]] = {}  # Visit -> what its room waits for.
+        # Visit -> the operations that free its space.
+        self._host_free: dict[int, tuple[int, ...]] = {}
         self._device_free: dict[int, tuple[int, ...]] = {}
         self._visit = 0
-        self._unwritten: dict[int, int] = {}  # Updated weights by unit, and the update.
-        self._agreed: int | None = None  # All ranks are through the step before.
-        # Were everything kept that comes to host memory: with ranks, parts beside what is put
-        # together from them.
+        self._unwritten: dict[int, int] = {}  # Updated weights by unit, with the update.
+        # The operation at which all ranks have completed the step before.
+        self._agreed: int | None = None
+        # The bytes if everything that reaches host memory were kept: with ranks, parts beside the
+        # gathered weights.
         self._all_fetched_nbytes = sum(
             unit.fetched_nbytes
             + (unit.weight_nbytes if unit.divided is not None and unit.divided.comes_to_host else 0)
             for unit in job.units
         )
-        self._sums: dict[int, int] = {}  # By unit: when what this rank has to give is there.
+        self._sums: dict[int, int] = {}  # By unit: the operation that completes this rank's sum.
 
     def _visits(self) -> tuple[list[Visit], list[Visit]]:
         job = self.job
-        # Gradients on their way to NVMe are summed in host memory, one unit's at a time.
+        # Gradients on their way to NVMe are summed in host memory, one unit at a time.
         summed = [
             rounded_nbytes(nbytes) if tier == "nvme" and nbytes else 0
             for tier, nbytes in (unit.sums for unit in job.units)
@@ -333,7 +341,7 @@ class _Draft:
             rounded_nbytes(u.fetched_nbytes) if u.fetched_nbytes else 0 for u in job.units
         ]
         changing = {index for index, unit in enumerate(job.units) if unit.is_changed}
-        # A step makes what was put together from the parts of ranks a thing of the past.
+        # A step makes gathered weights outdated.
         outdated = {i for i in changing if (of := job.units[i].divided) and of.comes_to_host}
         if job.device_cache_nbytes is None:
             device = [Visit(unit, True) for unit in order] * passes
@@ -353,7 +361,7 @@ class _Draft:
         return host, device
 
     def _units_of(self, move: Move) -> tuple[int, ...]:
-        """In the order in which they are fetched."""
+        """Returns the units in the order in which they are fetched."""
         units = self.job.uses[move.use].units
         return units[::-1] if move.is_backward else units
 
@@ -374,7 +382,7 @@ class _Draft:
         return index
 
     def _move(self, track: str, name: str, nbytes: int, after: Sequence[int | None]) -> int:
-        """A transfer between device and host."""
+        """Adds a transfer between device and host."""
         rate = {H2D: self.rates.h2d, D2H: self.rates.d2h}[track]
         return self._add(track, name, nbytes / rate, after=after, nbytes=nbytes, traffic=track)
 
@@ -384,7 +392,7 @@ class _Draft:
     def _send(
         self, verb: str, name: str, nbytes: int, after: Sequence[int | None], *, is_by_device: bool
     ) -> int:
-        """What this rank has got from others ("got"), or given them ("given")."""
+        """Adds a transfer from other ranks ("got") or to other ranks ("given")."""
         track, rate = (GATHER, self.rates.peers) if is_by_device else (SOCKETS, self.rates.sockets)
         return self._add(
             track, name, nbytes / rate, after=after, nbytes=nbytes, traffic=f"{track}_{verb}"
@@ -394,7 +402,7 @@ class _Draft:
         job = self.job
         self._step = step
         is_updating = step > 0
-        given: set[int] = set()  # Units that a gradient was summed for in this step.
+        given: set[int] = set()  # Units with a gradient sum in this step.
         if is_updating and not job.is_deferred:
             self._pass = "update"
             units = list(dict.fromkeys(unit for use in job.uses for unit in use.units))
@@ -427,7 +435,7 @@ class _Draft:
         for unit, ready in self._sums.items():
             self._give_sums(unit, ready)
         self._sums.clear()
-        # The optimizer looks at all gradients and waits until they are where they rest.
+        # The optimizer reads all gradients and waits until they are at rest.
         after = [*self._gradients_out, self._last_on.get(self._update_track)]
         self._gradients_out.clear()
         self.decided.append(self._add(COMPUTE, "optimizer decides", after=after))
@@ -435,9 +443,9 @@ class _Draft:
     # -- Forward and backward --------------------------------------------------------------------
 
     def _leaves_early(self, unit: int, use: Use) -> bool:
-        """Whether a sum leaves memory before all micro-batches have been added to it: of a block
-        that they go through in groups; outside of blocks, where no room keeps anything. What other
-        ranks get of a rank has memory of its own until then."""
+        """Whether a sum leaves memory before all micro-batches are added: inside blocks, if
+        micro-batches pass in groups; outside blocks, if no memory is left to keep it. Gradients for
+        other ranks have separate memory until then."""
         of = self.job.units[unit].divided
         if of is not None and of.sums is None:
             return False
@@ -472,7 +480,7 @@ class _Draft:
         self._let_go(use, computed)
 
     def _save(self, index: int, use: Use) -> None:
-        """The use's input goes to where it waits for the backward."""
+        """Saves the input of the use for the backward."""
         tier, name = self.job.saved_on, f"input of {self._name(use)}"
         if not use.saved_nbytes or tier == "device":
             return
@@ -484,7 +492,7 @@ class _Draft:
         self._saved[index] = out
 
     def _take_back(self, index: int, use: Use) -> int | None:
-        """It returns while the use before, in the backward's order, is computed."""
+        """Restores the input while the previous use, in the backward's order, computes."""
         if index not in self._saved:
             return None
         name = f"input of {self._name(use)}"
@@ -497,7 +505,7 @@ class _Draft:
         return back
 
     def _hold_s(self, use: Use) -> float:
-        """The engine's own work for the thread that computes."""
+        """The time of the engine's own work on the computing thread."""
         if not self.job.shares_host_memory:
             return 0.0
         return sum(self.job.units[unit].weight_nbytes for unit in use.units) / self.rates.hold
@@ -506,7 +514,7 @@ class _Draft:
         return "+".join(self.job.units[unit].name for unit in use.units)
 
     def _bring_in(self, unit: int, *, is_pending: bool = False) -> int | None:
-        """Weights to where they are used; returns what the use waits for."""
+        """Fetches weights to the place of use; returns the operations that the use waits for."""
         load = self.job.units[unit]
         host, device = self._host[self._visit], self._device[self._visit]
         self._visit += 1
@@ -549,8 +557,8 @@ class _Draft:
     def _read_parts(
         self, load: UnitLoad, nbytes: int, after: Sequence[int | None]
     ) -> list[int | None]:
-        """Weights from where they rest on this rank, for it and for others. Those ask at the same
-        time."""
+        """Reads weights from their tier on this rank, for this rank and for the others, which
+        request them at the same time."""
         name = f"weights of {load.name}"
         if load.weights == "nvme":
             return [self._nvme(READ, name, nbytes, after)]
@@ -559,7 +567,7 @@ class _Draft:
         return []
 
     def _let_go(self, use: Use, computed: int) -> None:
-        """The room of these visits is free when they are over, and what was changed is written."""
+        """Frees the space of ended visits and writes changed weights."""
         first = self._visit - len(use.units)
         for visit in range(first, self._visit):
             written = self._written.weights.get(self._host[visit].unit)
@@ -588,11 +596,12 @@ class _Draft:
         room = self._room_for_gradients(tier)
         if not self.job.shares_host_memory:
             out = self._move(D2H, name, load.leaving_nbytes, [out, *room])
-        # Copied or added (autograd's is read, the sum read and written), then read for the norm.
+        # The gradient is copied or added (it is read, and the sum is read and written), then read
+        # for the norm.
         touched_nbytes = (2 if is_first else 3) * nbytes + nbytes
         if not self.job.shares_host_memory and is_first:
-            touched_nbytes = nbytes  # The copy engine put them there,
-            if load.leaving_nbytes < nbytes:  # and they are made wider.
+            touched_nbytes = nbytes  # The copy engine has moved them,
+            if load.leaving_nbytes < nbytes:  # and they are widened.
                 touched_nbytes += load.leaving_nbytes + nbytes
         summed = self._sum_up(
             unit, tier, nbytes, touched_nbytes, after=[out, *room], is_first=is_first
@@ -601,7 +610,7 @@ class _Draft:
             self._sums[unit] = summed
 
     def _room_for_gradients(self, tier: str) -> list[int | None]:
-        """On their way to NVMe gradients are in memory, a few units' at a time."""
+        """Gradients on their way to NVMe are in memory, a few units at a time."""
         if tier == "nvme" and len(self._gradients_out) >= self.job.num_gradient_buffers:
             return [self._gradients_out[-self.job.num_gradient_buffers]]
         return [None]
@@ -610,7 +619,7 @@ class _Draft:
         self, unit: int, tier: str, nbytes: int, touched_nbytes: int, *,
         after: Sequence[int | None], is_first: bool,
     ) -> int:  # fmt: skip
-        """Gradients that came to the host are added to those that rest there, or on NVMe."""
+        """Adds gradients that reached the host to the sum there, or on NVMe."""
         name, before = f"gradients of {self.job.units[unit].name}", list(after)
         if tier == "nvme" and not is_first:
             last = self._written.gradients.get(unit)
@@ -625,8 +634,8 @@ class _Draft:
     # -- Ranks -----------------------------------------------------------------------------------
 
     def _give(self, unit: int, after: Sequence[int | None], *, is_first: bool) -> None:
-        """Gradients of all of the unit, on the device, go to their owners; this rank sums what it
-        owns."""
+        """Sends the device's gradients of the full unit to their owners; this rank sums its own
+        part."""
         load = self.job.units[unit]
         of, name = load.divided, f"gradients of {load.name}"
         assert of is not None
@@ -650,7 +659,8 @@ class _Draft:
         of, name = load.divided, f"gradients of {load.name}"
         assert of is not None
         out = self._send("given", name, of.given_nbytes, after, is_by_device=False)
-        # Of each rank's: read, made fp32 and divided, added; then put where they rest.
+        # Each rank's gradients are read, widened to fp32, divided and added; then the sum is
+        # written.
         touched_nbytes = (3 * of.count + (2 if is_first else 3)) * load.gradient_nbytes
         room = self._room_for_gradients(load.gradients)
         summed = self._sum_up(unit, load.gradients, load.gradient_nbytes, touched_nbytes,
@@ -659,7 +669,7 @@ class _Draft:
             self._gradients_out[-1] = self._move(H2D, name, load.gradient_nbytes, [summed])
 
     def _give_sums(self, unit: int, ready: int) -> None:
-        """Of a rank that has summed up its gradients of the step itself."""
+        """Sends the sums of a rank that sums its own gradients of a step first."""
         load = self.job.units[unit]
         of, name = load.divided, f"gradients of {load.name}"
         assert of is not None and of.sums is not None
@@ -674,7 +684,8 @@ class _Draft:
         self._give_from_host(unit, after, is_first=True)
 
     def _agree(self, units: Sequence[int]) -> None:
-        """All ranks have updated their parts. Who keeps all of the weights gets those of others."""
+        """Waits until all ranks have updated their parts. A rank with all weights fetches the other
+        parts."""
         loads = self.job.units
         if all(loads[unit].divided is None for unit in units):
             return
@@ -701,8 +712,8 @@ class _Draft:
         return got
 
     def _stays(self, load: UnitLoad) -> bool:
-        """Whether weights on NVMe are still in memory when they are changed, which is taken to be
-        so where there is room for all of them, and not otherwise."""
+        """Whether weights on NVMe are still cached when the step changes them. The model assumes so
+        only if all of them fit in memory."""
         return load.weights == "nvme" and self._all_fetched_nbytes <= self.job.weights_cache_nbytes
 
     # -- Updates ---------------------------------------------------------------------------------
@@ -720,7 +731,8 @@ class _Draft:
         self._last_on[COMPUTE] = self._add(COMPUTE, f"updated {load.name}", after=[done])
 
     def _update(self, unit: int, weights_ready: int | None) -> int:
-        """Reads state a segment at a time, updates it, writes it back; then writes the weights."""
+        """Reads state a segment at a time, updates it and writes it back; then writes the
+        weights."""
         job, load = self.job, self.job.units[unit]
         decided = self.decided[-1]
         if load.weights == "device" and not job.shares_host_memory:
@@ -771,10 +783,10 @@ class _Draft:
             reads.append(self._move(D2H, name, share(load.state_read_nbytes["device"]), before))
         before = [*reads, weights_ready, self.decided[-1]]
         if job.updates_on_device and not job.shares_host_memory:
-            # Everything goes there, and what has changed returns.
+            # All state moves to the device, and changed state returns.
             changed_nbytes = share((load.update_nbytes - load.gradient_nbytes) // 2)
             there = changed_nbytes + share(load.gradient_nbytes)
-            # The device's memory that it comes to may be in use until then.
+            # Until then the target memory on the device may be in use.
             arrived = self._move(H2D, name, there, [*before, self._last_on.get(COMPUTE)])
             duration_s = share(load.update_nbytes) / self.rates.device_update
             updated = self._add(COMPUTE, name, duration_s, after=[arrived])
@@ -795,13 +807,14 @@ class _Draft:
         return updated
 
 
-# More segments than these make the prediction slower, not better.
+# More segments make the prediction slower, but not better.
 _MOST_SEGMENTS = 8
 _WANTED_IN_RING = 3
 
 
 def _segments(state_nbytes: int, ring_nbytes: float) -> tuple[int, int]:
-    """(segments of one unit's state, segments in the ring): three in the ring if it can be."""
+    """Returns (segments of one unit's state, segments in the ring), with three in the ring if
+    possible."""
     wanted = -(-state_nbytes * _WANTED_IN_RING // max(int(ring_nbytes), 1))
     count = min(max(wanted, 1), _MOST_SEGMENTS)
     return count, max(1, int(ring_nbytes * count // state_nbytes))

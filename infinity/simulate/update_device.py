@@ -1,14 +1,14 @@
-"""Who makes the optimizer's update, the host or the device: `schedule.update_on = "auto"`.
+"""Decides whether the host or the device computes the update: `schedule.update_on = "auto"`.
 
-The simulated step is asked twice, once for each, by what the machine does a second. Beside the
-model's computation it is the slowest of what an update goes through that binds: on the host the
-drives or its kernel, on the device the drives, the link or its kernel.
+The simulated step is run for both choices, with the machine's rates. Beside the computation of the
+model, an update takes the time of its slowest stage: on the host the drives or the host kernel, on
+the device the drives, the link or the device kernel.
 
-The host's update may be hidden behind the forward of a large batch; the device's is not, for the
-forward stands still for it. Where the batch is not known, when a program of the user's own offloads
-a model, its computation is taken to be nothing, and that is what the margin is for.
+An update on the host may overlap with the forward of a large batch. An update on the device does
+not, because the forward stops for it. If the batch is unknown (a user's own program offloads a
+model), the computation of the model counts as nothing; the margin accounts for that.
 
-The bits are the same on either. Pure: no torch, no I/O, no clock.
+The bits are the same on both. Pure: no torch, no I/O, no clock.
 """
 
 from __future__ import annotations
@@ -22,17 +22,18 @@ from infinity.sizes import MIB, format_nbytes
 
 Place = Literal["host", "device"]
 
-# By so much the device must be faster. If it is by x beside no computation, it loses at most
-# 1 / (4 x) beside that which just hides the host's update and three times as long a backward: from
-# here on there is more to win than to lose. And rates are those of a moment.
+# The device must be faster by this factor. If it is faster by x beside no computation, it loses at
+# most 1 / (4 x) beside a computation that just covers the host's update and has a backward three
+# times as long: from here on the possible gain exceeds the possible loss. Rates also vary over
+# time.
 LEAST_GAIN = 1.2
-# A step that touches less than this takes the slowest host a tenth of a second.
+# A step that touches fewer bytes takes the slowest host a tenth of a second.
 LEAST_UPDATE_NBYTES = 256 * MIB
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateDevice:
-    """Where the update is made, and why, in words; `figures` is what was compared."""
+    """The device of the update and the reason, in words; `figures` lists the compared values."""
 
     place: Place
     why: str
@@ -54,8 +55,8 @@ def settled(
     shares_host_memory: bool,
     update_nbytes: int,
 ) -> UpdateDevice | None:
-    """What needs no rates, or None. `moments`: their format, as `[precision]` says it;
-    `update_nbytes`: what a step's update reads and writes."""
+    """Returns the decision if it needs no rates, else None. `moments`: their format, as in
+    `[precision]`; `update_nbytes`: the bytes that a step's update reads and writes."""
     if shares_host_memory:
         return UpdateDevice("host", "the device computes on the host's memory")
     if moments == "8bit":
@@ -68,7 +69,7 @@ def settled(
 
 
 def choose(job: StepSpec, rates: Rates) -> UpdateDevice:
-    """The host, unless steps with updates on the device take clearly less time."""
+    """Chooses the host, unless steps with updates on the device take clearly less time."""
     on_host, on_device = (
         predict(replace(job, updates_on_device=there), rates) for there in (False, True)
     )

@@ -1,10 +1,10 @@
-"""Doubles that ship with the package, for tests of it and of code that uses it.
+"""Test doubles that ship with the package, for its tests and for tests of code that uses it.
 
-SimulatedDevice   a device without a GPU: late copies, poisoned releases
-FaultyEngine      a storage engine that fails, delays or corrupts on request
-models            tiny models
+  SimulatedDevice   a device without a GPU: late copies, poisoned releases
+  FaultyEngine      a storage engine that fails, delays or corrupts on request
+  models            tiny models
 
-Nothing else in the package imports this.
+No other part of the package imports this one.
 """
 
 from __future__ import annotations

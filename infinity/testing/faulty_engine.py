@@ -1,7 +1,7 @@
 """A storage engine that fails, delays or corrupts chosen operations, for tests.
 
-Deterministic: operations are counted from 1 as they are submitted, and each fault names the one it
-hits. Without faults it behaves like the engine inside.
+The engine is deterministic: operations are counted from 1 in the order of submission, and each
+fault names its operation. Without faults it behaves like the wrapped engine.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ FaultyOperation = Literal["read", "write", "open", "sync", "any"]
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What happens to the `nth` operation of a kind, counted from 1.
+    """The fault of the `nth` operation of a kind, counted from 1.
 
-    `errno` fails it, without a byte moved; `delay_s` lets it be done that much later; `corrupt`
-    flips one bit of a read or of what a write stores. `nbytes_before_failure` of a failing read or
-    write are moved before the error, as a device that breaks half-way does.
+    `errno` fails the operation before any byte moves. `delay_s` completes it later. `corrupt` flips
+    one bit of a read or of the bytes that a write stores. `nbytes_before_failure` of a failing read
+    or write are moved before the error, as with a device that fails half-way.
     """
 
     nth: int
@@ -44,9 +44,9 @@ class Fault:
 
 
 class FaultyEngine(WrappedEngine):
-    """Wraps `engine` and is its only user. Closing it closes the engine inside.
+    """Wraps `engine` and is its only user. Closing it closes the wrapped engine.
 
-    `num_operations` counts opens, reads, writes and syncs so far; a fault ladder ends when it is
+    `num_operations` counts opens, reads, writes and syncs so far. A fault ladder ends if it is
     lower than the rung.
     """
 
@@ -145,7 +145,8 @@ class FaultyEngine(WrappedEngine):
 
 
 class _FaultyTicket:
-    """Done when the ticket inside is and the delay is over; then fails, if it must."""
+    """Done when the wrapped ticket is done and the delay is over; then fails, if a fault says
+    so."""
 
     def __init__(
         self,
@@ -201,7 +202,7 @@ class _FaultyTicket:
 
 
 class _FaultyCopy:
-    """Private memory with the bytes of a segment, so that the caller's stay as they are."""
+    """Private memory with the bytes of a segment, so that the caller's memory does not change."""
 
     def __init__(self, segment: Segment) -> None:
         self._memory = mmap.mmap(-1, max(1, segment.nbytes))  # Page-aligned.
@@ -219,7 +220,7 @@ def _flip_bit(segments: Sequence[Segment]) -> None:
 
 
 def _head(segments: Sequence[Segment], nbytes: int) -> list[Segment]:
-    """The first `nbytes` of a request."""
+    """Returns the first `nbytes` of a request."""
     head = []
     for segment in segments:
         taken_nbytes = min(nbytes, segment.nbytes)

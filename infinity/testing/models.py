@@ -1,10 +1,10 @@
-"""Tiny models for tests, benches and examples: each one is a way in which real code uses
+"""Tiny models for tests, benches and examples: each shows one way in which real code uses
 parameters.
 
-Plain PyTorch, no transformers, no import of the engine. Every class takes no argument that a test
-has to know, is deterministic under `torch.manual_seed` before construction, and its `forward` takes
-keyword tensors and returns something a loss can be made from. `inputs(seed)` of each class gives
-the keyword arguments of one call. The docstring of a class says which habit it stands for.
+The models are plain PyTorch, without transformers and without the engine. No class needs arguments,
+each is deterministic under `torch.manual_seed` before construction, and each `forward` takes
+keyword tensors and returns a value from which a loss can be made. `inputs(seed)` of each class
+returns the keyword arguments of one call. The docstring of a class names its habit.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def _noise(seed: int, *shape: int) -> Tensor:
 
 
 class TinyModel(nn.Module):
-    """Base of the models below: says how a call is made."""
+    """Base of the models below; defines the arguments of a call."""
 
     def inputs(self, seed: int) -> dict[str, Any]:
         """Keyword arguments of one forward; a pure function of `seed`."""

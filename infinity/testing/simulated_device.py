@@ -1,16 +1,16 @@
-"""A device without a GPU: its own memory, late copies, poisoned releases, order that is checked.
+"""A device without a GPU: its own memory, late copies, poisoned releases, checked order.
 
-It is the real stream device (`tiers/streams.py`) over a runtime whose streams are worker threads.
-What is computed is computed at once, by the caller; copies run after a random delay. Two things
-make a wait that was forgotten fail here, on a machine without a GPU:
+The device is the real stream device (`tiers/streams.py`) over a runtime whose streams are worker
+threads. The caller computes immediately; copies run after a random delay. Two mechanisms make a
+forgotten wait fail on a machine without a GPU:
 
-* Bytes. Reading before `Copy.order()` sees NaN, and so does reading after `detach`, whose memory is
-  filled with NaN; memory that nobody keeps while it is copied is gone when its copy comes to run.
-* Order. Every stream knows up to which moment it comes after every other stream and after the host,
-  as events tell it (vector clocks: Mattern, "Virtual time and global states of distributed
-  systems", 1989). A copy that does not come after what computed its source, room that is given to
-  others before the last use is over, and a block that is freed while a copy may still read it raise
-  `UnorderedAccess`, however the threads happen to run.
+* Bytes. A read before `Copy.order()` returns NaN, and so does a read after `detach`, whose memory
+  is filled with NaN. Memory that nobody keeps during its copy is gone when the copy runs.
+* Order. Every stream knows the moment up to which it follows every other stream and the host, from
+  events (vector clocks: Mattern, "Virtual time and global states of distributed systems", 1989).
+  `UnorderedAccess` is raised, for any timing of the threads, by a copy that does not follow the
+  computation of its source, by memory that is reused before its last use has ended, and by a block
+  that is freed while a copy may still read it.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ _POISON_BYTE = 0xFF  # All ones is a NaN in every IEEE format.
 
 
 class UnorderedAccess(AssertionError):
-    """Two uses of one piece of memory that nothing puts in an order."""
+    """Two uses of the same memory without a defined order."""
 
 
 class _EventOrder:
-    """How far somebody (a stream, the host) comes after everybody else."""
+    """The moments up to which one stream, or the host, follows all others."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -56,8 +56,8 @@ class _EventOrder:
 
 
 class _Worker:
-    """A thread that does one thing after the other. Not waited for when the interpreter ends: one
-    that was left in the middle, by a run that failed, must not keep it from ending."""
+    """A thread that runs one task after the other. The interpreter does not wait for it at exit, so
+    a failed run cannot block the exit."""
 
     def __init__(self, name: str) -> None:
         self._work: SimpleQueue[tuple[Callable[[], int], Future[int]] | None] = SimpleQueue()
@@ -68,7 +68,7 @@ class _Worker:
         future: Future[int] = Future()
         if self._thread.is_alive():
             self._work.put((work, future))
-        else:  # All that was submitted is over.
+        else:  # All submitted tasks have ended.
             future.set_result(work())
         return future
 
@@ -79,30 +79,33 @@ class _Worker:
                 future.set_result(work())
             except BaseException as error:
                 future.set_exception(error)
-            del item, work, future  # What they keep must not live until the next ones come.
+            del item, work, future  # References must not live until the next task arrives.
 
     def close(self) -> None:
-        """Waits until all that was submitted is done."""
+        """Waits until all submitted tasks have ended."""
         self._work.put(None)
         if not self.is_current():
             self._thread.join()
 
     def is_current(self) -> bool:
-        """Whether this runs in it: the garbage collector may close a device from any thread."""
+        """Whether the caller runs in this thread: the garbage collector may close a device from any
+        thread."""
         return self._thread is threading.current_thread()
 
 
 class SimulatedStream(_EventOrder):
-    """One of the transfer streams, or (without a worker) what computes: at once."""
+    """One of the transfer streams, or (without a worker) the computing stream, which runs tasks
+    immediately."""
 
     def __init__(self, streams: SimulatedStreams, name: str, *, has_worker: bool) -> None:
         super().__init__(name)
-        self.brought: SimulatedMemory | None = None  # What the last copy was about.
+        self.brought: SimulatedMemory | None = None  # The memory of the last copy.
         self._streams = streams
         self._worker = _Worker(f"simulated-{name}") if has_worker else None
 
     def submit(self, work: Any) -> Future[int]:
-        """Runs `work` behind what was submitted so far. Gives when it was over, in nanoseconds."""
+        """Runs `work` after the tasks submitted so far. The result is its end time in
+        nanoseconds."""
         with self._streams.noting:
             self.come_after(self._streams.host.seen)
             self.seen[self.name] = self._streams.tick()
@@ -170,7 +173,7 @@ class SimulatedEvent:
 
 
 class SimulatedMemory(ResizedRegion):
-    """Memory that is always there, so that a wrong read yields poison and not a crash."""
+    """Memory that always exists, so that a wrong read returns poison instead of crashing."""
 
     def __init__(self, stream: SimulatedStream, nbytes: int) -> None:
         self.nbytes = nbytes
@@ -193,12 +196,12 @@ class SimulatedMemory(ResizedRegion):
             self._stream.require(name, moment, "the room of a region is given to others")
         self.last_uses.clear()
         all_of(self).fill_(_POISON_BYTE)
-        self._stream.submit(lambda: all_of(self).fill_(_POISON_BYTE))  # Over late copies, too.
+        self._stream.submit(lambda: all_of(self).fill_(_POISON_BYTE))  # After late copies, too.
         self.is_attached = False
 
 
 class SimulatedStreams:
-    """The runtime: worker threads, and who comes after whom. Any thread: all are the host."""
+    """The runtime: worker threads, and their order. All callers' threads count as the host."""
 
     device = torch.device("cpu")
 
@@ -208,13 +211,13 @@ class SimulatedStreams:
         self._moments = itertools.count(1)
         self._names = iter(("in", "out", "link"))
         self._failure: BaseException | None = None
-        self.noting = threading.RLock()  # Guards what is known of the order.
+        self.noting = threading.RLock()  # Guards the record of the order.
         self.host = _EventOrder("the host")
         self.computing = SimulatedStream(self, "compute", has_worker=False)  # The current stream.
         self.transfer: list[SimulatedStream] = []
-        self.asked = 0  # The moment up to which what computes has to do with the next copy.
+        self.asked = 0  # The moment up to which the next copy depends on the computing stream.
         self._regions: dict[int, SimulatedMemory] = {}  # By address.
-        # Copies that the host does not know to be over: (first address, end, stream, moment).
+        # Copies whose end the host does not know: (first address, end, stream, moment).
         self.copies: list[tuple[int, int, str, int]] = []
 
     def tick(self) -> int:
@@ -254,7 +257,8 @@ class SimulatedStreams:
         for name, moment in self._copies_of(start, end):
             if not inward or name != stream.name:
                 stream.require(name, moment, "the host's side of a copy is that of another")
-        # A region's memory is there. Else it is kept by whoever asked, as it would have to be.
+        # The memory of a region exists. Other memory is kept by the caller, as the real device
+        # needs.
         keep = on_device if region is not None else None
         seen = weakref.ref(on_device)
         delay_s = self._random.random() * self._delay_s
@@ -308,7 +312,7 @@ class SimulatedStreams:
             stream.brought = made if isinstance(made, SimulatedMemory) else None
 
     def refuse_free(self, start: int, end: int) -> None:
-        """Before the host gives [start, end) to others."""
+        """Checks [start, end) before the host frees it."""
         with self.noting:
             for name, moment in self._copies_of(start, end):
                 self.host.require(name, moment, "a block that is being copied is freed")
@@ -320,7 +324,7 @@ class SimulatedStreams:
 
     def synchronize(self) -> None:
         for stream in self.transfer:
-            if not stream.runs_here():  # Nobody waits for what is behind himself.
+            if not stream.runs_here():  # A stream does not wait for its own later tasks.
                 event = self.new_event()
                 event.record(stream)
                 event.synchronize()
@@ -331,8 +335,7 @@ class SimulatedStreams:
 
 
 class SimulatedDevice(StreamDevice):
-    """Drop-in for the CUDA adapter: `infinity.offload(model, config,
-    device=SimulatedDevice(seed))`.
+    """Replaces the CUDA adapter: `infinity.offload(model, config, device=SimulatedDevice(seed))`.
 
     `delay_s` bounds the random delay of a copy. The engine calls `open` with its host tier.
     """

@@ -1,7 +1,7 @@
-"""A storage engine whose paths are as slow as a test wants them, for tests of striping.
+"""A storage engine with a configurable bandwidth per path, for tests of striping.
 
-The drives behind the paths of a test are one and the same, and as fast as the machine happens to
-be; here each path gets a bandwidth of its own, on a clock of its own.
+The paths of a test lie on one drive of unknown speed. The engine gives each path its own bandwidth
+on a simulated clock.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from infinity.testing.wrapped_engine import WrappedEngine
 
 
 class Clock:
-    """What the module `time` is asked for. It stands still but for those who wait on it."""
+    """Replaces the module `time`. Time advances only while somebody waits."""
 
     def __init__(self) -> None:
         self._now_s = 0.0
@@ -26,12 +26,12 @@ class Clock:
 
 
 class ThrottledEngine(WrappedEngine):
-    """Wraps `engine`. `bytes_per_s` maps the start of a path to what files below it may move, in
-    seconds of `clock`; files elsewhere take no time.
+    """Wraps `engine`. `bytes_per_s` maps the start of a path to the bandwidth of the files below
+    it, in seconds of `clock`; other files take no time.
 
-    Each limit is one drive that serves its requests one after the other, in the order of
-    submission: a request is done when the engine inside is, and every drive it touches has had the
-    time for its share. For one thread.
+    Each limit is one drive that serves its requests in the order of submission. A request is done
+    when the wrapped engine is done and every drive that it touches has had the time for its share.
+    For one thread.
     """
 
     def __init__(self, engine: StorageEngine, bytes_per_s: Mapping[str, float]) -> None:
@@ -59,7 +59,7 @@ class ThrottledEngine(WrappedEngine):
         self.clock.wait_until(max(self._free_at_s.values(), default=0.0))
 
     def _serve(self, segments: Sequence[Segment]) -> float:
-        """When the drives will have served these segments."""
+        """Returns the time when the drives will have served these segments."""
         now_s = ready_s = self.clock.perf_counter()
         for segment in segments:
             limit = self._limit_of.get(segment.file)
@@ -72,7 +72,7 @@ class ThrottledEngine(WrappedEngine):
 
 
 class _ThrottledTicket:
-    """Done when the ticket inside is and the drives have had their time."""
+    """Done when the wrapped ticket is done and the drives have had their time."""
 
     def __init__(self, inner: Ticket, ready_at_s: float, clock: Clock) -> None:
         self._inner = inner

@@ -1,4 +1,4 @@
-"""A storage engine around another one that changes nothing: what doubles are made from."""
+"""A storage engine that wraps another one and changes nothing: the base of test doubles."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from infinity.storage.statistics import EngineStats
 
 
 class WrappedEngine:
-    """Passes everything on, and knows the path of every file."""
+    """Passes every call on, and knows the path of every file."""
 
     def __init__(self, engine: StorageEngine, name: str) -> None:
         self._engine = engine

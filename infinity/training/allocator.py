@@ -1,14 +1,13 @@
-"""Keeping freed memory for the next allocation, instead of giving it back to the kernel.
+"""Keeps freed memory for the next allocation, instead of returning it to the kernel.
 
-glibc serves a block above a threshold (128 KiB to 32 MiB, moving) by mmap and unmaps it when freed,
-so a training step on the CPU faults in its activations page by page, again and again. With a high
-threshold they come from the heap and stay there.
+glibc serves a block above a threshold (128 KiB to 32 MiB, adaptive) by mmap and unmaps it when it
+is freed. A training step on the CPU then faults in its activations page by page, in every step.
+With a high threshold, activations come from the heap and stay there.
 
-And glibc gives every thread a heap of its own, which keeps what that thread once needed: the
+glibc also gives every thread its own heap, which keeps the memory that the thread once needed. The
 micro-batches of `infinity.forward_backward` run in threads and would keep it many times over. Such
-a heap
-also ends at 64 MiB, beyond which it maps and unmaps as before. One heap for all has neither fault,
-and hardly any contention: tensors are few and large.
+a heap ends at 64 MiB, above which it maps and unmaps as before. One heap for all threads avoids
+both, with hardly any contention, because tensors are few and large.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ _M_ARENA_MAX = -8
 
 
 def keep_freed_memory() -> bool:
-    """Tunes malloc for the process; False where the C library is not glibc.
+    """Tunes malloc for the process. Returns False if the C library is not glibc.
 
-    Call before torch allocates and before there are other threads. The heap then stays at its
-    high-water mark, which is what a training step needs anyway; `give_back` returns it after a
-    phase that needed more.
+    Call it before torch allocates and before other threads start. The heap then stays at its
+    high-water mark, which a training step needs anyway. `give_back` returns memory after a phase
+    that needed more.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt

@@ -1,12 +1,13 @@
-"""Text files to batches of token ids, the same for the same files and seed.
+"""Makes batches of token ids from text files, deterministic for the same files and seed.
 
-Files are taken in sorted order, their tokens laid end to end in one file (one, two or four bytes a
-token, whatever the vocabulary needs) and cut into sequences of equal length; a rest at the end is
-dropped. A permutation drawn from the seed says which sequences are held out and, epoch by epoch, in
-which order the others come. Tokens are read back with pread: no page of them counts as resident.
+Files are read in sorted order. Their tokens lie end to end in one file (one, two or four bytes per
+token, as the vocabulary needs) and are cut into sequences of equal length; a remainder at the end
+is dropped. A permutation drawn from the seed decides which sequences are held out and, epoch by
+epoch, the order of the others. Tokens are read back with pread, so that their pages do not count as
+resident.
 
-Bytes are joined as they are; a Hugging Face tokenizer's end-of-text token, where it has one, is put
-behind each file. Everything here is numpy; nothing imports torch.
+Bytes are joined without changes. If a Hugging Face tokenizer has an end-of-text token, it follows
+each file. The module uses numpy and does not import torch.
 """
 
 from __future__ import annotations
@@ -33,15 +34,15 @@ _log = logging.getLogger(__name__)
 Ids = npt.NDArray[np.integer[Any]]
 
 _READ_NBYTES = MIB
-# Below the standard library's own directory, but not part of it.
+# Below the directory of the standard library, but not part of it.
 _NOT_STDLIB = frozenset({"site-packages", "dist-packages", "__pycache__"})
 
 
 def collect_files(sources: Sequence[DataSource]) -> list[Path]:
-    """Every file of every source once, sorted within each source.
+    """Returns every file of every source once, sorted within each source.
 
-    Hidden files and directories below a source are left out. Raises ConfigError naming the source
-    that does not exist or has no matching file, and the first file that is no text.
+    Hidden files and directories are skipped. Raises ConfigError that names a missing source, a
+    source without a matching file, or the first file that is no text.
     """
     files: dict[Path, None] = {}
     for source in sources:
@@ -61,13 +62,13 @@ def collect_files(sources: Sequence[DataSource]) -> list[Path]:
 
 
 class Tokenizer(Protocol):
-    """Text to ids. `vocab_size` bounds them: every id is less."""
+    """Converts text to ids. Every id is less than `vocab_size`."""
 
     name: str
     vocab_size: int
 
     def encode_file(self, chunks: Iterator[bytes]) -> Iterator[Ids]:
-        """Ids of one file, given as consecutive pieces of its bytes."""
+        """Yields the ids of one file, given as consecutive chunks of its bytes."""
         ...
 
     def encode(self, text: str) -> list[int]: ...
@@ -75,12 +76,12 @@ class Tokenizer(Protocol):
     def decode(self, ids: Sequence[int]) -> str: ...
 
     def token(self, token_id: int) -> str:
-        """How a message shows a token."""
+        """Returns the form of a token in messages."""
         ...
 
 
 class ByteTokenizer:
-    """UTF-8 bytes are the tokens: 256 of them."""
+    """A tokenizer whose 256 tokens are the UTF-8 bytes."""
 
     name = "bytes"
     vocab_size = 256
@@ -93,7 +94,7 @@ class ByteTokenizer:
         return list(text.encode())
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Ids a model may have beyond 255 are shown as the replacement character."""
+        """Shows ids above 255, which a model may have, as the replacement character."""
         text = b"".join(bytes([i]) if i < 256 else "\ufffd".encode() for i in ids)
         return text.decode(errors="replace")
 
@@ -102,7 +103,7 @@ class ByteTokenizer:
 
 
 class HuggingFaceTokenizer:
-    """The tokenizer of a local directory. `tokenizer` is transformers' own object."""
+    """The tokenizer of a local directory. `tokenizer` is the object of transformers."""
 
     def __init__(self, path: Path) -> None:
         from transformers import AutoTokenizer
@@ -111,7 +112,7 @@ class HuggingFaceTokenizer:
             raise ConfigError(f"data.tokenizer: {path} is no directory")
         try:
             self.tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
-        except Exception as error:  # Whatever a broken directory makes transformers raise.
+        except Exception as error:  # A broken directory makes transformers raise any exception.
             raise ConfigError(f"data.tokenizer: {path} cannot be loaded: {error}") from error
         self.name = str(path)
         self.vocab_size = len(self.tokenizer)
@@ -134,13 +135,13 @@ class HuggingFaceTokenizer:
 
 
 def open_tokenizer(which: Path | str) -> Tokenizer:
-    """The tokenizer of `data.tokenizer`, settled: "bytes", or a local Hugging Face directory."""
+    """Opens the settled `data.tokenizer`: "bytes", or a local Hugging Face directory."""
     assert which != "auto", "training.settle has not been asked"
     return ByteTokenizer() if which == "bytes" else HuggingFaceTokenizer(Path(which))
 
 
 class TokenFile:
-    """Token ids in a temporary file that has no name: gone with the process, however it ends."""
+    """Token ids in a temporary file without a name, which disappears with the process."""
 
     def __init__(self, *, vocab_size: int, directory: str | os.PathLike[str] | None = None) -> None:
         self.dtype = np.dtype(
@@ -167,7 +168,7 @@ class TokenFile:
         self.num_tokens += len(ids)
 
     def read(self, start: int, count: int) -> Ids:
-        """Ids [start, start + count), a fresh array of the file's dtype."""
+        """Returns the ids [start, start + count) as a new array of the file's dtype."""
         assert start >= 0 and start + count <= self.num_tokens, (
             start,
             count,
@@ -180,7 +181,7 @@ class TokenFile:
 
     @property
     def sha256(self) -> str:
-        """Of all tokens so far, as they are in the file."""
+        """Returns the digest of all tokens so far, as they lie in the file."""
         return self._sha256.hexdigest()
 
     def close(self) -> None:
@@ -199,10 +200,11 @@ def tokenize(
     max_nbytes: int | None = None,
     directory: str | os.PathLike[str] | None = None,
 ) -> TokenFile:
-    """All tokens of `files`, of the first `max_nbytes` bytes of them, in a file in `directory`.
+    """Writes all tokens of the first `max_nbytes` bytes of `files` to a file in `directory`.
 
-    `vocab_size` is the model's: an id that it has no embedding for is a ConfigError that names
-    token, file and both sizes. So are a file that cannot be read and text without any token.
+    `vocab_size` is that of the model. Raises ConfigError for an id without an embedding (the
+    message names token, file and both sizes), for a file that cannot be read, and for text without
+    tokens.
     """
     tokens = TokenFile(vocab_size=tokenizer.vocab_size, directory=directory)
     left_nbytes = max_nbytes
@@ -236,17 +238,17 @@ def tokenize(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
-    """Which sequences train and which are held out: disjoint, together all of them."""
+    """The training sequences and the held-out sequences: disjoint, together all of them."""
 
     train: npt.NDArray[np.int64]
     held_out: npt.NDArray[np.int64]
 
 
 def split_sequences(num_sequences: int, *, held_out: float, seed: int, shuffle: bool) -> Split:
-    """Holds out the fraction `held_out`, at least one sequence when it is not zero.
+    """Holds out the fraction `held_out`, at least one sequence if it is not zero.
 
-    Which ones is drawn from the seed; without `shuffle` it is the last ones. Both parts come in
-    the order of the text: 10 sequences at 0.2 without shuffling give 0..7 and 8, 9.
+    The seed selects the sequences; without `shuffle` they are the last ones. Both parts are in the
+    order of the text: 10 sequences at 0.2 without shuffling give 0..7 and 8, 9.
     """
     num_held_out = max(1, round(num_sequences * held_out)) if held_out else 0
     num_train = num_sequences - num_held_out
@@ -257,10 +259,11 @@ def split_sequences(num_sequences: int, *, held_out: float, seed: int, shuffle: 
 
 
 class Batches:
-    """Batches of sequences, each determined by the seed and its number alone.
+    """Batches of sequences. The seed and its number alone determine a batch.
 
-    A batch is (batch_size, sequence_length) int64; labels are the ids themselves, as Hugging Face
-    models shift them. What is left of an epoch when no whole batch fits is skipped in that epoch.
+    A batch is (batch_size, sequence_length) int64. Labels are the ids themselves, because Hugging
+    Face models shift them. The remainder of an epoch that does not fill a batch is skipped in that
+    epoch.
     """
 
     def __init__(
@@ -295,19 +298,20 @@ class Batches:
         self._order = split.train
 
     def train_batch(self, index: int) -> npt.NDArray[np.int64]:
-        """Batch number `index`, counted from 0 through all epochs."""
+        """Returns batch number `index`, counted from 0 through all epochs."""
         epoch, position = divmod(index, self.batches_per_epoch)
         if epoch != self._epoch:
             self._epoch = epoch
             self._order = self.split.train
             if self._shuffle:
-                # Epoch 0's stream made the split; the orders take the streams after it.
+                # Stream 0 made the split; epochs use the streams after it.
                 self._order = self._order[_permutation(len(self._order), self._seed, epoch + 1)]
         start = position * self.batch_size
         return self._gather(self._order[start : start + self.batch_size])
 
     def held_out_batches(self, limit: int) -> Iterator[npt.NDArray[np.int64]]:
-        """The first `limit` held-out batches, always the same ones; the last may be smaller."""
+        """Yields the first `limit` held-out batches, always the same ones; the last may be
+        smaller."""
         held_out = self.split.held_out
         for start in range(0, min(len(held_out), limit * self.batch_size), self.batch_size):
             yield self._gather(held_out[start : start + self.batch_size])
@@ -329,7 +333,7 @@ def open_batches(
     vocab_size: int,
     directory: str | os.PathLike[str] | None = None,
 ) -> Batches:
-    """Everything from `[data]` to batches. Raises ConfigError as its parts do."""
+    """Does everything from `[data]` to batches. Raises ConfigError as its parts do."""
     tokens = tokenize(
         collect_files(data.paths),
         tokenizer,
@@ -368,13 +372,14 @@ def _files_of(source: DataSource) -> list[Path]:
         is_hidden = any(part.startswith(".") for part in parts)
         if not is_hidden and excluded.isdisjoint(parts) and path.is_file():
             files.append(path)
-    if source.path == PYTHON_STDLIB:  # Its own tests of encodings are nobody's choice.
+    # Files with deliberate encoding errors, for the library's own tests.
+    if source.path == PYTHON_STDLIB:
         return [path for path in files if is_utf8(path)]
     return files
 
 
 class _Chunks:
-    """The bytes of a file, or its first `limit_nbytes`, piece by piece: UTF-8, or a ConfigError."""
+    """The bytes of a file, or its first `limit_nbytes`, in chunks: UTF-8, or ConfigError."""
 
     def __init__(self, path: Path, limit_nbytes: int | None) -> None:
         self._path = path
@@ -391,7 +396,7 @@ class _Chunks:
                         want = min(want, self._limit_nbytes - self.read_nbytes)
                     chunk = file.read(want)
                     if not chunk:
-                        # Where the limit has come, it may have cut a character.
+                        # The limit may have cut a character.
                         self._check.feed(b"", is_end=self.read_nbytes != self._limit_nbytes)
                         return
                     self._check.feed(chunk)
@@ -404,10 +409,10 @@ class _Chunks:
 
 
 def _whole_lines(chunks: Iterator[bytes]) -> Iterator[str]:
-    """Text in pieces that end with a line, so that no piece cuts a character or a word.
+    """Yields text in chunks that end with a line, so that no chunk cuts a character or a word.
 
-    A character that the limit has cut becomes the replacement character. A line longer than a
-    piece stays whole.
+    A character cut by the limit becomes the replacement character. A line longer than a chunk stays
+    in one chunk.
     """
     rest = b""
     for chunk in chunks:

@@ -1,4 +1,4 @@
-"""Signals: the first asks for an orderly end, a second that means it ends at once."""
+"""Signals: the first one requests an orderly end, a second one ends the run at once."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import time
 from types import FrameType, TracebackType
 from typing import Self
 
-# Somebody wants an end: two of these, and it comes at once.
+# Requests of a person. The second one ends the run at once.
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT)
-# An end is near: a terminal is gone, a scheduler warns, time is up. Some are sent again and again.
+# Warnings of an end: a terminal hangs up, a scheduler warns, time is up. Some are sent repeatedly.
 _NOTICES = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
 _ALWAYS = (signal.SIGINT, signal.SIGTERM)
-# torchrun sends its workers what the terminal has sent them already.
+# torchrun sends its workers signals that the terminal has sent them already.
 _FORWARDER_VARIABLE = "TORCHELASTIC_RUN_ID"
 _FORWARDED_WITHIN_S = 5.0
 
@@ -24,24 +24,25 @@ _FORWARDED_WITHIN_S = 5.0
 class Interrupt:
     """While entered, signals set `received` instead of ending the process.
 
-    A second SIGINT, SIGTERM or SIGQUIT raises KeyboardInterrupt wherever the main thread is, and
-    gives the signals back their former handlers, so that a third one is not caught again. SIGHUP,
-    SIGUSR1, SIGUSR2 and SIGXCPU ask for the same orderly end, and never count as the second. All
-    but SIGINT and SIGTERM are left alone where somebody handles or ignores them already, as nohup
-    does. `notice` is written to standard error on the first. Outside the main thread, where signals
-    cannot be handled, this does nothing.
+    A second SIGINT, SIGTERM or SIGQUIT raises KeyboardInterrupt in the main thread, and restores
+    the former handlers, so that a third one is not caught. SIGHUP, SIGUSR1, SIGUSR2 and SIGXCPU
+    request the same orderly end, and never count as the second signal. Except for SIGINT and
+    SIGTERM, a signal that is already handled or ignored (as by nohup) is left alone. The first
+    signal writes `notice` to standard error. Outside the main thread, where signals cannot be
+    handled, an Interrupt has no effect.
     """
 
     def __init__(self, notice: str = "") -> None:
         self.received: signal.Signals | None = None
         self._notice = notice
         self._former: dict[signal.Signals, object] = {}
-        self._asked_s: float | None = None  # When the first of `_ENDING` came.
+        self._asked_s: float | None = None  # The time of the first signal in `_ENDING`.
         self._is_forwarded = _FORWARDER_VARIABLE in os.environ
 
     @property
     def exit_code(self) -> int:
-        """What shells expect of a process that a signal ended: 130 for SIGINT, 143 for SIGTERM."""
+        """The exit code that shells expect of a process ended by a signal: 130 for SIGINT, 143 for
+        SIGTERM."""
         return 0 if self.received is None else 128 + self.received
 
     def __enter__(self) -> Self:
@@ -74,10 +75,10 @@ class Interrupt:
         self._say()
 
     def _say(self) -> None:
-        """Not print: the signal may have come in the middle of one. Without a standard error its
-        number may be another file's."""
+        """Writes without print, which the signal may have interrupted. Without a standard error,
+        its descriptor may belong to another file."""
         if sys.__stderr__ is not None:
-            with contextlib.suppress(OSError):  # Who read it may be gone by the same signal.
+            with contextlib.suppress(OSError):  # The same signal may have ended the reader.
                 os.write(2, self._notice.encode())
 
     def _restore(self) -> None:

@@ -1,7 +1,7 @@
 """Optimizer steps and evaluations over batches: an ordinary PyTorch loop.
 
-Nothing here knows where state lives. The model's parameters are handles, the optimizer is a
-`torch.optim.Optimizer`, and both look after themselves.
+The loop does not depend on where state rests. The model's parameters are handles, and the optimizer
+is a `torch.optim.Optimizer`.
 """
 
 from __future__ import annotations
@@ -26,24 +26,28 @@ from infinity.training.learning_rate import lr_ratio
 from infinity.training.nonfinite import first_nonfinite_module
 from infinity.training.ranks import JobRank
 
-MOST_SKIPPED = 16  # Steps in a row; more are no accident.
+MOST_SKIPPED = 16  # Steps in a row; more are no coincidence.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutcome:
-    """What one optimizer step gave. `step` counts from 1; `loss` is the mean over the step's
-    micro-batches, before the update; `learning_rate` is the one the update used."""
+    """The outcome of one optimizer step.
+
+    `step` counts from 1. `loss` is the mean over the step's micro-batches, before the update.
+    `learning_rate` is that of the update.
+    """
 
     step: int
     loss: float
     grad_norm: float | None
     learning_rate: float
     num_tokens: int
-    skipped: str | None = None  # Why the weights are those of the step before.
+    skipped: str | None = None  # The reason why the weights did not change.
 
 
 def parameter_groups(model: torch.nn.Module, optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Trainable parameters, once each, those with weight decay apart from those without."""
+    """Returns groups of the trainable parameters, each once: those with weight decay, and the
+    others."""
     decayed: list[torch.nn.Parameter] = []
     rest: list[torch.nn.Parameter] = []
     for name, parameter in named_parameters_of(model):
@@ -57,7 +61,7 @@ def parameter_groups(model: torch.nn.Module, optimizer: Optimizer) -> list[dict[
 
 
 def make_optimizer(model: torch.nn.Module, options: Optimizer) -> OffloadedOptimizer:
-    """The optimizer of `[optimizer]`, over the trainable parameters."""
+    """Returns the optimizer of `[optimizer]` over the trainable parameters."""
     own = set(options.keys) & {"betas", "eps", "momentum", "dampening", "nesterov"}
     return OPTIMIZERS[options.name](
         parameter_groups(model, options),
@@ -73,7 +77,7 @@ def make_optimizer(model: torch.nn.Module, options: Optimizer) -> OffloadedOptim
 def make_scheduler(
     optimizer: torch.optim.Optimizer, train: Train
 ) -> torch.optim.lr_scheduler.LambdaLR:
-    """The learning rate of `[train]` on any optimizer."""
+    """Returns the learning-rate schedule of `[train]` for any optimizer."""
 
     def ratio(step: int) -> float:
         return lr_ratio(
@@ -88,9 +92,10 @@ def make_scheduler(
 
 
 class Loop:
-    """Takes steps one at a time. Owns the schedule; the rest is the caller's.
+    """Takes one step at a time. Owns the schedule; model, optimizer and batches belong to the
+    caller.
 
-    `num_steps`, which a resumed run sets, also says which batch is next.
+    `num_steps` determines the next batch, too; a resumed run sets it.
     """
 
     def __init__(
@@ -112,18 +117,18 @@ class Loop:
         self._device = device
         self._micro_batch = micro_batch
         self.scheduler = make_scheduler(optimizer, train)
-        # Keys and values are kept for generation only; not all architectures have them to keep.
+        # Caches of keys and values serve generation only; not all architectures have them.
         takes_cache = "use_cache" in inspect.signature(model.forward).parameters
         self._options = {"use_cache": False} if takes_cache else {}
         self.num_steps = 0
-        self._num_skipped = 0  # One after the other.
+        self._num_skipped = 0  # In a row.
 
     def step(self) -> StepOutcome:
-        """One optimizer step over `accumulation` micro-batches.
+        """Makes one optimizer step over `accumulation` micro-batches.
 
-        Where a loss or the gradients' norm is not finite, the weights stay as the step before made
-        them: raises NonFiniteError, or with `train.nonfinite` "skip" goes on with the next batches,
-        unless too many steps in a row were such.
+        If a loss or the norm of the gradients is not finite, the weights do not change: the method
+        raises NonFiniteError or, with `train.nonfinite` "skip", continues with the next batches,
+        unless too many steps in a row were skipped.
         """
         step = self.num_steps + 1
         learning_rate = float(self._optimizer.param_groups[0]["lr"])
@@ -153,11 +158,12 @@ class Loop:
     def _update(self, step: int) -> None:
         try:
             self._optimizer.step()
-        except NonFiniteError as error:  # Its own count leaves out what was skipped.
+        except NonFiniteError as error:  # The optimizer's own count omits skipped steps.
             raise NonFiniteError("the gradient norm", step=step, unit=error.unit) from None
 
     def _backward_of_step(self, step: int) -> tuple[float, int]:
-        """Gradients of the step's batches; their mean loss over all ranks, tokens of this one."""
+        """Computes the gradients of the step's batches. Returns their mean loss over all ranks and
+        the number of tokens of this rank."""
         losses = []
         num_tokens = 0
         for ids in self._batches_of_step():
@@ -174,13 +180,14 @@ class Loop:
         return mean, num_tokens
 
     def _mean_of_ranks(self, loss: float) -> float:
-        """The mean over all ranks, which all of them see; one that is not finite makes it so."""
+        """Returns the mean over all ranks, the same on every rank. One loss that is not finite
+        makes it not finite."""
         if self._job.count == 1:
             return loss
         return sum(engine_of(self._model).all_gather_numbers("the loss", loss)) / self._job.count
 
     def evaluate(self) -> float:
-        """Mean loss over the held-out batches, every sequence weighing the same."""
+        """Returns the mean loss over the held-out batches, with equal weight for every sequence."""
         total, count = 0.0, 0
         self._model.eval()
         try:
@@ -193,8 +200,8 @@ class Loop:
         return total / count
 
     def _backward(self, ids: torch.Tensor) -> float:
-        """Adds the gradients of one batch; its mean loss. When that is not finite, they may not
-        be there, and are of no use."""
+        """Adds the gradients of one batch and returns its mean loss. If the loss is not finite, the
+        gradients may be missing or useless."""
         if self._micro_batch is not None:
             return self._backward_by_layers(ids)
         loss = self._loss(ids)
@@ -207,7 +214,7 @@ class Loop:
         parts = ids.split(self._micro_batch or len(ids))
 
         def share_of(part: torch.Tensor) -> torch.Tensor:
-            # Equal parts are divided by their number, to the bit, as in plain accumulation.
+            # Equal parts are divided by their number, with the bits of plain accumulation.
             return self._loss(part) / (
                 self._train.gradient_accumulation_steps * (len(ids) / len(part))
             )
@@ -216,7 +223,8 @@ class Loop:
         return sum(loss.item() for loss in losses) * self._train.gradient_accumulation_steps
 
     def _batches_of_step(self) -> Iterator[torch.Tensor]:
-        """Ranks take turns: a step of N ranks sees what N times the accumulation would."""
+        """Yields this rank's batches. Ranks alternate: a step of N ranks uses the same batches as N
+        times the accumulation."""
         first = self.num_steps * self._train.gradient_accumulation_steps
         for index in range(first, first + self._train.gradient_accumulation_steps):
             number = index * self._job.count + self._job.rank
@@ -232,6 +240,6 @@ class Loop:
         if not is_here:
             return NonFiniteError(what, step=step, unit="a module on another rank")
         if self._train.nonfinite == "skip" and self._job.count > 1:
-            return NonFiniteError(what, step=step, unit=None)  # The others go on meanwhile.
+            return NonFiniteError(what, step=step, unit=None)  # The other ranks continue meanwhile.
         unit = first_nonfinite_module(self._model, lambda: self._loss(ids))
         return NonFiniteError(what, step=step, unit=unit or "the loss itself")

@@ -1,9 +1,9 @@
 """metrics.jsonl: one line per step, appended, and never shortened in place.
 
-A resumed run begins a new file with the lines up to its step, which takes the name of the old one
-when it is whole; a crash in between leaves the old one as it was. A file that cannot be read in
-full is kept under another name. Where the file cannot be written, lines wait in memory and the run
-goes on.
+A resumed run writes a new file with the lines up to its step. The complete new file takes the name
+of the old one, so a crash in between leaves the old file unchanged. A file that cannot be read
+completely is kept under another name. If the file cannot be written, lines are kept in memory and
+the run continues.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from typing import IO
 
 from infinity.sizes import MIB
 
-_LONGEST_LINE_NBYTES = MIB  # Ours have about 700 bytes; longer ones are damage.
+_LONGEST_LINE_NBYTES = MIB  # Lines have about 700 bytes; longer ones are damage.
 
 
 class MetricsFile:
     """The metrics of one run; close it.
 
     resumed_at: lines of an earlier run up to this step are kept; 0 keeps none
-    say: is told once when something cannot be written, and when it can be again
+    say: called once when writing fails, and once when it works again
     """
 
     def __init__(
         self, path: Path, *, resumed_at: int = 0, say: Callable[[str], None] = lambda text: None
     ) -> None:
         self._name = path
-        self._path = path  # Of the file itself, where the name is a link to it.
+        self._path = path  # The file itself, if the name is a link.
         self._resumed_at = resumed_at
         self._say = say
         self._file: int | None = None
@@ -42,18 +42,18 @@ class MetricsFile:
         self._attempt(self._begin)
 
     def append(self, step: int, line: str) -> None:
-        """Adds the line of a step, or keeps it until it can be added."""
+        """Writes the line of a step, or keeps it until it can be written."""
         self._pending.append((step, line.encode() + b"\n"))
         self._attempt(self._write)
 
     def sync(self) -> None:
-        """What was appended survives a power cut."""
+        """Makes the written lines durable against a power cut."""
         if self._file is not None:
             self._attempt(lambda: os.fdatasync(self._file or 0))
 
     @property
     def lost(self) -> str | None:
-        """What is not in the file by now."""
+        """Describes the lines that are not in the file by now."""
         if self._error is None:
             return None
         reason = self._error.strerror or str(self._error)
@@ -103,7 +103,7 @@ class MetricsFile:
             return False
 
     def _begin(self) -> None:
-        """A new file with what is kept of the one before."""
+        """Begins a new file with the kept lines of the previous one."""
         if self._name.is_symlink() and self._name.is_file():
             self._path = Path(os.path.realpath(self._name))
         elif os.path.lexists(self._name) and not _is_readable_file(self._name):
@@ -115,7 +115,7 @@ class MetricsFile:
             self._replace(lines, kept)
 
     def _begin_again(self) -> None:
-        """Somebody has removed the file: what was in it is still to be had from its descriptor."""
+        """Restores the content of a removed file from its open descriptor."""
         assert self._file is not None
         self._path.parent.mkdir(parents=True, exist_ok=True)
         old = os.dup(self._file)
@@ -153,9 +153,9 @@ class MetricsFile:
 
 
 class Kept:
-    """The lines of an earlier file up to a step, and how many of all its lines are damaged.
+    """The lines of an earlier file up to a step, and the number of damaged lines in the file.
 
-    A last line that a crash has cut short is no damage.
+    A last line that a crash has cut short does not count as damage.
     """
 
     def __init__(self, path: Path, last_step: int) -> None:
@@ -186,7 +186,7 @@ class Kept:
 
 
 def _step_of(line: bytes) -> int | None:
-    """None for a line that no run has written so."""
+    """Returns the step of a line, or None for a line that no run has written."""
     try:
         step = json.loads(line)["step"]
     except (ValueError, KeyError, TypeError, RecursionError):
@@ -195,14 +195,14 @@ def _step_of(line: bytes) -> int | None:
 
 
 def _append(fd: int, line: bytes) -> None:
-    """The whole line, or nothing of it."""
+    """Writes the complete line or nothing."""
     end, rest = os.fstat(fd).st_size, memoryview(line)
     try:
         while rest:
             rest = rest[os.write(fd, rest) :]
     except OSError:
         with contextlib.suppress(OSError):
-            os.ftruncate(fd, end)  # No line but this one, which is not there yet.
+            os.ftruncate(fd, end)  # Removes this line only, which is incomplete.
         raise
 
 

@@ -24,7 +24,7 @@ from infinity.training.model_numbers import check_numbers
 
 _log = logging.getLogger("infinity")
 
-# What transformers takes although no configuration class declares it.
+# Keys that transformers accepts although no configuration class declares them.
 _EXTRA_KEYS = frozenset({
     "attn_implementation", "experts_implementation", "num_labels", "partial_rotary_factor",
     "rope_scaling", "rope_theta", "torch_dtype",
@@ -33,7 +33,8 @@ _EXTRA_KEYS = frozenset({
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelPlan:
-    """A transformers configuration and, for a checkpoint, its weights; no weight is read yet."""
+    """A transformers configuration and, for a checkpoint, its weights, of which none is read
+    yet."""
 
     hf_config: Any
     weights: WeightSource | None
@@ -45,15 +46,15 @@ class ModelPlan:
 
     @property
     def max_positions(self) -> int | None:
-        """Longest sequence the configuration allows, where it says so."""
+        """The longest sequence that the configuration allows, or None."""
         return getattr(self.hf_config.get_text_config(), "max_position_embeddings", None)
 
 
 def plan_model(model: Model, *, reads_weights: bool = True) -> ModelPlan:
-    """Reads the configuration, and with `reads_weights` the headers of the weights.
+    """Reads the configuration and, with `reads_weights`, the headers of the weights.
 
     Raises ConfigError for a directory or table that transformers cannot use, and CorruptionError
-    for weight files that contradict themselves.
+    for weight files that contradict each other.
     """
     require_transformers("[model]")
     if model.path is None:
@@ -65,15 +66,15 @@ def plan_model(model: Model, *, reads_weights: bool = True) -> ModelPlan:
 
 
 def build_model(plan: ModelPlan, config: SwapConfig) -> Any:
-    """The causal LM on meta, its buffers real, ready for `infinity.offload`.
+    """Builds the causal LM on meta, with real buffers, for `infinity.offload`.
 
-    Checks every name and shape of the checkpoint against it. Raises ConfigError when the
-    architecture has no causal LM, cannot checkpoint activations, or is not that of the weights.
+    Checks every name and shape of the checkpoint against the model. Raises ConfigError if the
+    architecture has no causal LM, cannot checkpoint activations, or does not match the weights.
     """
     from transformers import AutoModelForCausalLM
 
     assert config.train is not None and config.model is not None
-    # Small parameters may keep the values they are constructed with, so they are seeded too.
+    # Small parameters may keep the values of their constructors, so these are seeded, too.
     torch.manual_seed(config.model.seed)
     dtype = getattr(torch, config.precision.compute_dtype)
     try:
@@ -84,7 +85,7 @@ def build_model(plan: ModelPlan, config: SwapConfig) -> Any:
             f"model: no causal language model can be made of {plan.hf_config.model_type!r}: {error}"
         ) from error
     if getattr(model, "loss_type", "") is None:
-        model.loss_type = "ForCausalLM"  # What it falls back to anyway, with a warning.
+        model.loss_type = "ForCausalLM"  # The fallback of transformers, without its warning.
     if plan.weights is not None:
         plan.weights.plan(model, ignore=config.model.ignore)
         _take_generation_config(model, plan)
@@ -96,9 +97,9 @@ def build_model(plan: ModelPlan, config: SwapConfig) -> Any:
 def stream_weights(
     model: Any, plan: ModelPlan, config: SwapConfig, *, resume: Path | None = None
 ) -> None:
-    """Moves the model into its tiers: the checkpoint's weights, else seeded random ones.
+    """Moves the model into its tiers, with the checkpoint's weights or seeded random ones.
 
-    `resume` is the checkpoint of the run that will be loaded next.
+    `resume` is the checkpoint that the run loads next.
     """
     assert config.model is not None
     infinity.offload(
@@ -126,7 +127,7 @@ def _config_of_table(table: dict[str, Any]) -> Any:
     source = _source_of(default) if unknown else ""
     for key in unknown:
         if re.search(rf"\bconfig\.{re.escape(key)}\b|[\"']{re.escape(key)}[\"']", source):
-            continue  # Read by getattr, with a default of the model's own.
+            continue  # Read by getattr, with a default of the model.
         near = _nearest(key, sorted({*default.to_dict(), *default.attribute_map}))
         if near:
             raise ConfigError(
@@ -136,7 +137,7 @@ def _config_of_table(table: dict[str, Any]) -> Any:
         _log.warning("model.config.%s: nothing of %s is known to read it", key, model_type)
     try:
         return AutoConfig.for_model(model_type, **options)
-    except Exception as error:  # transformers' validation has exceptions of its own.
+    except Exception as error:  # transformers raises its own exceptions in validation.
         raise ConfigError(f"model.config: {' '.join(str(error).split())}") from error
 
 
@@ -152,14 +153,14 @@ def _config_of_directory(path: Path) -> Any:
     check_numbers(table, f"model.path: {file}: ")
     try:
         hf_config = AutoConfig.from_pretrained(path, local_files_only=True)
-    except Exception as error:  # Whatever a broken file makes transformers raise.
+    except Exception as error:  # A broken file makes transformers raise any exception.
         raise ConfigError(f"model.path: {file} cannot be used: {error}") from error
     refuse_quantised(path)
     return hf_config
 
 
 def _take_generation_config(model: Any, plan: ModelPlan) -> None:
-    """The checkpoint's own generation settings, so that the export has them again."""
+    """Copies the checkpoint's generation settings, so that the export has them."""
     from transformers import GenerationConfig
 
     assert plan.path is not None
@@ -169,14 +170,14 @@ def _take_generation_config(model: Any, plan: ModelPlan) -> None:
     _table_of_file(file)
     try:
         model.generation_config = GenerationConfig.from_pretrained(plan.path, local_files_only=True)
-    except Exception as error:  # Whatever a broken file makes transformers raise.
+    except Exception as error:  # A broken file makes transformers raise any exception.
         raise ConfigError(f"model.path: {file} cannot be used: {error}") from error
 
 
 def _table_of_file(file: Path) -> dict[str, Any]:
-    """What transformers will read again: bounded, and a table."""
+    """Reads a JSON table of bounded size, before transformers reads it again."""
     try:
-        # Published configurations have numbers that are not finite, and keys that are there twice.
+        # Published configurations have numbers that are not finite, and repeated keys.
         content = read_json(file, max_nbytes=16 * MAX_TEXT_NBYTES, is_strict=False)
         return table_of(content, "it")
     except (OSError, MalformedError) as error:
@@ -184,8 +185,8 @@ def _table_of_file(file: Path) -> dict[str, Any]:
 
 
 def checkpoint_activations(model: Any) -> None:
-    """Every block's forward is repeated in the backward. Raises ConfigError for a model of
-    transformers that cannot."""
+    """Makes the backward repeat the forward of every block. Raises ConfigError for a transformers
+    model that cannot."""
     # transformers 5.23 renamed the method.
     options = {"use_reentrant": False}
     try:
@@ -198,7 +199,7 @@ def checkpoint_activations(model: Any) -> None:
 
 
 def _source_of(config: Any) -> str:
-    """The code of a configuration and of the causal LM that it is for."""
+    """Returns the source code of a configuration class and of its causal LM."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     kinds = [type(config)]

@@ -1,7 +1,8 @@
-"""Numbers of a model's configuration that cannot be meant, found before anything is built of them.
+"""Finds impossible numbers in a model's configuration before anything is built from them.
 
-transformers builds one module after the other, and lists as long as there are layers, for whatever
-number a file has. So a number that is negative, or larger than any model's, is refused here. Pure.
+transformers builds one module after the other, and lists with one entry per layer, for any number
+in the file. A number that is negative, or larger than that of any model, is therefore refused here.
+Pure.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 
 from infinity.errors import ConfigError
 
-# Counts of modules that are built one by one, under every name that architectures give them.
+# Counts of modules that are built one by one, under every name used by architectures.
 _COUNT = re.compile(
     r"(\w+_)?(n|num)_(\w+_)?(layers?|blocks?|heads?|experts?|kv)"
     r"|(\w+_)?(layers|heads|experts)|depth"
@@ -27,15 +28,15 @@ _MOST_LENGTH = 2**40
 
 
 def check_numbers(table: dict[str, Any], where: str) -> None:
-    """Raises ConfigError naming the key of a count or a size that no model has. `where` is put
-    before the key."""
+    """Raises ConfigError that names the key of an impossible count or size. `where` is put before
+    the key."""
     for key, value in _leaves(table, ""):
         name = key.rpartition(".")[2]
         most = _MOST_MODULES if _COUNT.fullmatch(name) else _MOST_LENGTH
         if most == _MOST_LENGTH and not _SIZE.fullmatch(name):
             continue
         if isinstance(value, bool) or not isinstance(value, (int, float)):
-            continue  # None, lists and words have a meaning of their own, which transformers knows.
+            continue  # None, lists and words have their own meaning, which transformers checks.
         least = 1 if name in ("num_hidden_layers", "n_layer", "n_layers") else 0
         if not least <= value <= most:
             shown = value if abs(value) < 10**40 else "a number of more than 40 digits"

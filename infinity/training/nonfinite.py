@@ -1,4 +1,4 @@
-"""Where a loss or a gradient stopped being finite."""
+"""Finds the module that produced a value that is not finite."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class _Found(Exception):
 
 
 def first_nonfinite_module(model: nn.Module, forward: Callable[[], Any]) -> str | None:
-    """Name of the first module, in order of completion, whose output is not all finite.
+    """Returns the name of the first module, in order of completion, whose output is not all finite.
 
-    Runs `forward` once more under no_grad, with a hook on every module; a module completes before
-    its parents, so the name is of the smallest one. None when every output is finite, as when the
-    loss itself is what overflowed. The random state is left as it was.
+    Runs `forward` once more under no_grad, with a hook on every module. A module completes before
+    its parents, so the name is that of the smallest one. Returns None if every output is finite,
+    for example if the loss itself overflowed. The random state does not change.
     """
 
     def hook(name: str) -> Callable[..., None]:
@@ -46,7 +46,7 @@ def first_nonfinite_module(model: nn.Module, forward: Callable[[], Any]) -> str 
 
 
 def _floating(value: Any) -> Iterator[torch.Tensor]:
-    """Every floating-point tensor in nested tuples, lists and mappings."""
+    """Yields every floating-point tensor in nested tuples, lists and mappings."""
     if isinstance(value, torch.Tensor):
         if value.is_floating_point():
             yield value

@@ -1,4 +1,4 @@
-"""The output directory: whose it is, that a run may write there, and that no other one does."""
+"""The output directory: its owner, its lock, and the check that a run may write there."""
 
 from __future__ import annotations
 
@@ -24,24 +24,25 @@ _log = logging.getLogger(__name__)
 MARKER_NAME = "infinity-run.json"
 SUMMARY_NAME = "summary.json"
 LOCK_NAME = ".infinity-run.lock"
-# Of a file system without locks, such as some network mounts.
+# The error numbers of file systems without locks, such as some network mounts.
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 
 class OutputDirectory:
-    """The output directory of a run, locked until `close`. Nothing else in it is changed yet.
+    """The output directory of a run, locked until `close`. The constructor changes nothing else in
+    it.
 
-    Only a directory that is new, empty or marked by an earlier run is taken, or the one that
-    `resumed`, a checkpoint to go on from, lies in. Raises ConfigError for a foreign one, for one
-    that is also read from and for one that another process uses, StorageError where it cannot be
-    written.
+    Accepted are a directory that is new, empty or marked by an earlier run, and the directory
+    around `resumed`, the checkpoint to continue from. Raises ConfigError for a foreign directory,
+    for one that the run also reads from, and for one that another process uses; StorageError if it
+    cannot be written.
     """
 
     def __init__(self, config: SwapConfig, *, resumed: Path | None = None) -> None:
         self.path = config.output.directory
         self._config = config
         self._lock: int | None = None
-        self.is_unmarked = False  # Taken all the same, for the checkpoint in it.
+        self.is_unmarked = False  # Accepted without a mark, for the checkpoint in it.
         self._marker = self.path / MARKER_NAME
         with _reporting("open", self.path):
             self._claim(resumed)
@@ -64,7 +65,7 @@ class OutputDirectory:
         self._lock = _locked(directory)
 
     def mark(self) -> None:
-        """Records in the directory that it is this program's, and the configuration."""
+        """Writes the marker of this program, with the configuration."""
         partial = self._marker.with_name(f".{MARKER_NAME}.partial")
         content = {"program": "infinity train", "config": self._config.to_dict()}
         with _reporting("write", self._marker):
@@ -72,7 +73,8 @@ class OutputDirectory:
             os.replace(partial, self._marker)
 
     def restore(self) -> bool:
-        """Makes it again where it was removed under the run; whether it had to. Raises as above."""
+        """Makes a removed directory again. Returns whether it was removed. Raises as the
+        constructor does."""
         with _reporting("open", self.path):
             if self._marker.exists():
                 return False
@@ -83,7 +85,7 @@ class OutputDirectory:
         return True
 
     def close(self) -> None:
-        """Gives the directory free for another run. Idempotent."""
+        """Releases the lock. Idempotent."""
         if self._lock is None:
             return
         path = self.path / LOCK_NAME
@@ -109,7 +111,8 @@ def _is_inside(path: Path | None, directory: Path) -> bool:
 
 
 def _locked(directory: Path) -> int:
-    """A descriptor that holds the lock of a directory. The kernel drops it with the process."""
+    """Returns a descriptor that owns the lock of a directory. The kernel releases it with the
+    process."""
     path = directory / LOCK_NAME
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     while True:
@@ -118,7 +121,7 @@ def _locked(directory: Path) -> int:
             if not stat.S_ISREG(os.fstat(fd).st_mode):
                 raise ConfigError(f"{path} is no file; remove it")
             _flock(fd, directory)
-            # Whoever held it may have removed the file between our open and our flock.
+            # The former owner may have removed the file between open and flock.
             if _is_file_of(fd, path):
                 os.ftruncate(fd, 0)
                 os.pwrite(fd, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)

@@ -1,8 +1,8 @@
-"""`infinity train`: from a swap-tier file to a fine-tuned checkpoint.
+"""`infinity train`: from a configuration file to a fine-tuned checkpoint.
 
-Order: everything that can be refused is refused first, by reading configurations, headers and
-sizes; then the swap directory is made and the weights are streamed; then steps. Whatever happens
-after that, the engine is closed, which releases the swap directory.
+The program first refuses everything that can be refused, by reading configurations, headers and
+sizes. Then it makes the swap directory and streams the weights. Then it makes the steps. However
+the run ends, the engine is closed, which releases the swap directory.
 
 How a run ends:
   all steps done       export, sample, summary; exit code 0
@@ -14,8 +14,9 @@ How a run ends:
   NonFiniteError       the weights of the last good step are exported, then the error; exit code 2
   any other error      nothing is exported; exit code 2
 
-The exit code tells of the weights. What cannot be printed, or written to metrics.jsonl or
-summary.json, ends no run and changes no exit code: it is said when it happens, and in the summary.
+The exit code reports on the weights only. A failure to print, or to write metrics.jsonl or
+summary.json, does not end the run or change the exit code: it is reported when it happens, and in
+the summary.
 """
 
 from __future__ import annotations
@@ -71,11 +72,11 @@ def train(
     resume: bool = False,
     resume_from: Path | None = None,
 ) -> tuple[Summary, int]:
-    """Runs the main job; (what happened, exit code). Raises errors of the package's tree.
+    """Runs the main job. Returns (summary, exit code). Raises InfinityError.
 
-    With `trace` a timeline of some steps is written as well, also when the run ends early.
-    `resume` goes on from the newest checkpoint of `[checkpoint]`, or begins where there is none;
-    `resume_from` from a certain one, or the newest of a certain directory.
+    `trace` writes a timeline of some steps, also if the run ends early. `resume` continues from the
+    newest checkpoint of `[checkpoint]`, or begins if there is none. `resume_from` continues from
+    one checkpoint, or from the newest in a directory.
     """
     config.require("model", "data", "train")
     settled = choices(config)
@@ -101,7 +102,7 @@ def train(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Job:
-    """What preparation made: nothing in it has touched a tier."""
+    """The result of the preparation, which has not touched a tier."""
 
     plan: ModelPlan
     tokenizer: Tokenizer
@@ -116,7 +117,7 @@ class _Job:
 
 
 def _prepare(config: SwapConfig, stack: ExitStack, resume: Loaded | None, rank: JobRank) -> _Job:
-    """Everything that can be refused without making a swap file."""
+    """Checks everything that can be refused without making a swap file."""
     assert config.model and config.data and config.train
     started_s = time.perf_counter()
     train, data = config.train, config.data
@@ -171,7 +172,7 @@ def _prepare(config: SwapConfig, stack: ExitStack, resume: Loaded | None, rank: 
 
 
 class _Run:
-    """One run from the first byte in a tier to the summary. `close` releases the tiers."""
+    """One run, from the first byte in a tier to the summary. `close` releases the tiers."""
 
     def __init__(
         self, config: SwapConfig, job: _Job, console: Console, trace: TracePlan | None
@@ -189,12 +190,12 @@ class _Run:
         self._engine: Any = None
         self._trace_plan = trace
         self._tracing: Tracing | None = None
-        self._saved_step = 0  # The newest step that a checkpoint holds.
+        self._saved_step = 0  # The step of the newest complete checkpoint.
         self._saving: Saving | None = None  # The checkpoint that is being copied.
-        self._is_output_lost = False  # It has been said.
+        self._is_output_lost = False  # A warning was printed.
 
     def note(self, settled: list[Choice]) -> None:
-        """Says what the model has decided in the place of the file."""
+        """Prints the choices that the model made for "auto" values of the file."""
         for choice in settled:
             self._reporter.note(str(choice))
 
@@ -213,7 +214,7 @@ class _Run:
             for each in clear_way(self._config, self._job.resume):
                 self._reporter.note(each)
         if checkpoint is not None and is_cleared:
-            prune(directory, checkpoint.keep)  # A crash may have come between.
+            prune(directory, checkpoint.keep)  # A crash may have prevented it.
         stream_weights(self._model, self._job.plan, self._config, resume=resume)
         self._engine = infinity.engine_of(self._model)
         engine = self._engine
@@ -236,7 +237,7 @@ class _Run:
             job=self._job.rank,
         )
         self._model.train()
-        # Dropout starts alike, wherever the weights came from, and is another on every rank.
+        # Dropout starts alike for every source of weights, and differs on every rank.
         torch.manual_seed(self._train.seed + self._job.rank.rank)
         if self._job.resume is not None:
             self._resume(self._job.resume.path)
@@ -260,7 +261,7 @@ class _Run:
         self._reporter.note(f"going on from {loaded.path}, after step {loaded.step}")
 
     def _go_on_copying(self, loaded: Loaded) -> None:
-        """The copy of this step was cut off."""
+        """Copies the checkpoint of this step again, whose copy was interrupted."""
         checkpoint, volume = self._config.checkpoint, self._engine.store.volume
         if checkpoint is not None and volume is not None:
             directory = self._config.checkpoint_directory
@@ -268,7 +269,8 @@ class _Run:
             self._saved_step = loaded.step
 
     def train(self, interrupt: Interrupt) -> None:
-        """Steps until the last, or until `interrupt` asks for an end; then a checkpoint."""
+        """Makes steps until the last one or until `interrupt` requests an end; then a
+        checkpoint."""
         try:
             while self._loop.num_steps < self._train.steps and not self._is_stopped(interrupt):
                 self._step(interrupt)
@@ -288,7 +290,7 @@ class _Run:
         self._end_copy(interrupt)
 
     def _is_stopped(self, interrupt: Interrupt) -> bool:
-        """Whether any rank was asked to end: a signal reaches them at different moments."""
+        """Whether any rank was asked to end. A signal reaches ranks at different times."""
         if self._job.rank.count > 1:
             received = self._engine.all_gather_numbers("whether to stop", interrupt.received or 0)
             if interrupt.received is None and max(received):
@@ -296,17 +298,17 @@ class _Run:
         return interrupt.received is not None
 
     def _wait_for_all(self, what: str) -> None:
-        """Other ranks need this one's shards as long as they read weights."""
+        """Waits for all ranks: they need this rank's shards as long as they read weights."""
         self._engine.all_gather_numbers(what, 0)
 
     def finish(self, interrupt: Interrupt) -> None:
-        """What is left to do when the steps are over; rank 0 does it."""
+        """Completes the run after its steps; rank 0 exports."""
         if self._job.rank.is_first:
             self._finish(interrupt)
         self._wait_for_all("the end of the run")
 
     def _finish(self, interrupt: Interrupt) -> None:
-        """Export, sample, summary; the summary also where one of the others has failed."""
+        """Exports, samples and writes the summary; the summary also if another part has failed."""
         self._keep_output()
         try:
             self._export_and_sample(interrupt)
@@ -332,7 +334,7 @@ class _Run:
             self._reporter.note(f"sample:\n{self.summary.sample}")
 
     def close(self) -> None:
-        """Releases the tiers and the swap directory, closes the metrics. Idempotent."""
+        """Releases the tiers and the swap directory, and closes the metrics. Idempotent."""
         self._reporter.close()
         if self._saving is not None:
             self._saving.abandon()
@@ -352,7 +354,7 @@ class _Run:
             is_evaluated = bool(every) and (outcome.step % every == 0 or is_last)
             is_evaluated &= self._job.rank.is_first
             if is_evaluated or is_last or self._commits_steps():
-                self._engine.flush()  # It is this step's work: no later one does it.
+                self._engine.flush()  # The work belongs to this step; no later step does it.
         elapsed_s = time.perf_counter() - start_s
         record = MetricsRecord.between(
             before,
@@ -383,13 +385,13 @@ class _Run:
         return checkpoint is not None and checkpoint.durability == "step"
 
     def _save_checkpoint(self, interrupt: Interrupt) -> None:
-        """A checkpoint of this step, where the file has `[checkpoint]` and there is none yet."""
+        """Saves a checkpoint of this step, if the file has `[checkpoint]` and none exists yet."""
         step, checkpoint = self._loop.num_steps, self._config.checkpoint
         if checkpoint is None or step == self._saved_step:
             return
         with self._phase("checkpoint_s"):
             self._reporter.sync()
-            self._await_copy(interrupt, grace_s=0)  # One at a time, and this one is newer.
+            self._await_copy(interrupt, grace_s=0)  # One copy at a time; this checkpoint is newer.
             self._saving = async_save(
                 self._config.checkpoint_directory,
                 self._model,
@@ -400,12 +402,13 @@ class _Run:
         self._saved_step = step
 
     def _note_saved(self, saving: Saving) -> None:
-        """Waits until it is durable; raises what went wrong."""
+        """Waits until the checkpoint is durable; raises its error."""
         self.summary.checkpoint = str(saving.wait())
         self._saving = None
 
     def _end_copy(self, interrupt: Interrupt) -> None:
-        """The last checkpoint is there, or an interrupted run has waited as long as it may."""
+        """Waits for the copy of the last checkpoint; an interrupted run waits for the grace period
+        only."""
         saving, checkpoint = self._saving, self._config.checkpoint
         if saving is None or checkpoint is None:
             return
@@ -420,7 +423,8 @@ class _Run:
             )
 
     def _await_copy(self, interrupt: Interrupt, *, grace_s: float) -> None:
-        """The copy in progress has ended; once the run is interrupted it has so many seconds."""
+        """Waits for the copy in progress; an interrupted run waits for `grace_s` seconds at
+        most."""
         saving, give_up_s = self._saving, math.inf
         if saving is None:
             return
@@ -437,7 +441,7 @@ class _Run:
             self._note_saved(saving)
 
     def _position(self) -> dict[str, Any]:
-        """What a checkpoint keeps beside model and optimizer."""
+        """Returns the part of a checkpoint that is neither model nor optimizer."""
         return {
             "scheduler": self._loop.scheduler,
             "step": self._loop.num_steps,
@@ -457,7 +461,7 @@ class _Run:
         self._reporter.note(f"wrote {what} to {output}")
 
     def _keep_output(self) -> None:
-        """The output directory is there, also where somebody has removed it."""
+        """Makes the output directory again if it was removed."""
         if self._job.output is None:
             return
         try:

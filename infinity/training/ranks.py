@@ -1,4 +1,4 @@
-"""`infinity train` as one of several ranks: what torchrun says, and who speaks for all."""
+"""The rank of this process in a job of torchrun; rank 0 prints and exports."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ class JobRank:
 
 @contextmanager
 def job_rank(config: SwapConfig) -> Iterator[JobRank]:
-    """Within, the process group of the job: one that is there already, or what torchrun says."""
+    """Joins the process group of the job, an existing one or that of torchrun, for a `with`
+    block."""
     is_given = dist.is_initialized()
     if not is_given and int(os.environ.get("WORLD_SIZE", "1")) <= 1:
         yield JobRank()

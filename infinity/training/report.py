@@ -1,7 +1,7 @@
-"""What a run says: a line a step, metrics.jsonl, and the summary at the end.
+"""The output of a run: a line per step, metrics.jsonl, and the summary at the end.
 
-The numbers are taken from the engine's counters by difference; this file decides nothing. GB/s is
-10^9 bytes a second. Key names end in their unit, `*_nbytes` and `*_bytes_per_s` being plain bytes.
+The numbers are differences of the engine's counters; the module decides nothing. GB/s is 10^9 bytes
+per second. Key names end in their unit; `*_nbytes` and `*_bytes_per_s` are plain bytes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from infinity.training.loop import StepOutcome
 from infinity.training.metrics import MetricsFile
 from infinity.training.streams import lost_streams
 
-# Counter of the bytes -> the name a reader knows the link by.
+# Counter of the bytes -> the usual name of the link.
 LINKS = {
     "nvme_read_nbytes": "NVMe read",
     "nvme_write_nbytes": "NVMe write",
@@ -32,7 +32,7 @@ LINKS = {
     "device_out_nbytes": "device to host",
 }
 WAITS = ("read_wait_s", "write_wait_s", "copy_wait_s")
-# Where the time of the steps went, and the phases of a run, each with the title of its line.
+# The stalls of the steps and the phases of a run, each with the title of its line.
 _STEP_TIMES = {
     "compute_s": "compute",
     "read_wait_s": "waiting for reads",
@@ -50,7 +50,8 @@ Snapshot = Mapping[str, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricsRecord:
-    """One line of metrics.jsonl: an outcome, and what moved and waited meanwhile."""
+    """One line of metrics.jsonl: the outcome of a step, and the traffic and stalls during the
+    step."""
 
     outcome: StepOutcome
     elapsed_s: float
@@ -84,7 +85,7 @@ class MetricsRecord:
 
     @property
     def stall_share(self) -> float:
-        """Part of the step in which the training thread stood still for a transfer."""
+        """The part of the step in which the training thread waited for a transfer."""
         return min(sum(self.waited_s.values()) / self.elapsed_s, 1.0)
 
     @property
@@ -117,7 +118,7 @@ class MetricsRecord:
         }
 
     def to_line(self, steps: int, held_out_loss: float | None) -> str:
-        """The line a person reads while the run goes on."""
+        """Returns the line that is printed during the run."""
         moved = self.moved_nbytes
         parts = [
             f"step {self.outcome.step}/{steps}",
@@ -136,9 +137,9 @@ class MetricsRecord:
 
 @dataclass(kw_only=True)
 class Summary:
-    """The whole run in numbers. Phases that did not take place stay zero or None.
+    """The whole run in numbers. Phases that did not happen stay zero or None.
 
-    Of a resumed run: from step `resumed_at` on, the number of steps that were there already.
+    `resumed_at` is the number of steps before a resumed run; the other numbers begin there.
     """
 
     steps: int
@@ -152,7 +153,8 @@ class Summary:
     resumed_at: int = 0
     checkpoint: str | None = None
     update_on: str = "host"
-    lost: list[str] = field(default_factory=list)  # What could not be written, beside the weights.
+    # Outputs that could not be written, except weights.
+    lost: list[str] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
         taken = [record for record in self.records if record.outcome.skipped is None]
@@ -212,11 +214,11 @@ class Summary:
 
 
 class Reporter:
-    """Writes metrics.jsonl and talks to the terminal; close it.
+    """Writes metrics.jsonl and prints to the terminal; close it.
 
-    A live line where the console is a terminal, else one plain line per `log_every` steps.
-    `start` replaces the metrics of an earlier run, or keeps those up to the step it was resumed at;
-    before it only `note` may be called. Without a path there are no metrics.
+    On a terminal it keeps a live line, otherwise it prints one plain line per `log_every` steps.
+    `start` replaces the metrics of an earlier run, or keeps those up to the resumed step; before
+    `start` only `note` may be called. Without a path there are no metrics.
     """
 
     def __init__(self, console: Console, *, steps: int, log_every: int) -> None:
@@ -232,11 +234,11 @@ class Reporter:
             self._metrics = MetricsFile(metrics_path, resumed_at=resumed_at, say=self.note)
 
     def note(self, text: str) -> None:
-        """A line of its own, above the live one."""
+        """Prints a line above the live line."""
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def step(self, record: MetricsRecord, held_out_loss: float | None) -> None:
-        """Records one step; `held_out_loss` is that of an evaluation after it, if there was one."""
+        """Records one step. `held_out_loss` is that of an evaluation after the step, if any."""
         step = record.outcome.step
         if self._metrics is not None:
             self._metrics.append(step, json.dumps(_finite(record.to_dict(held_out_loss))))
@@ -251,17 +253,17 @@ class Reporter:
             self.note(f"step {step} is skipped: {record.outcome.skipped}")
 
     def sync(self) -> None:
-        """The metrics of every step so far are as durable as a checkpoint that comes next."""
+        """Makes the metrics of every step so far durable, before a checkpoint."""
         if self._metrics is not None:
             self._metrics.sync()
 
     def lost(self) -> list[str]:
-        """What could not be written or printed so far."""
+        """Describes the output that could not be written or printed so far."""
         metrics = self._metrics.lost if self._metrics is not None else None
         return [*([metrics] if metrics else []), *lost_streams()]
 
     def end_of_steps(self) -> None:
-        """Leaves the last live line where it is."""
+        """Ends the live line."""
         if self._live is not None:
             self._live.stop()
             self._live = None
@@ -293,7 +295,7 @@ class Reporter:
 
 
 def peak_rss_nbytes() -> int:
-    """The most memory this process had resident at once (VmHWM)."""
+    """Returns the most memory that was resident in this process (VmHWM)."""
     try:
         with open("/proc/self/status", encoding="ascii") as status:
             for line in status:
@@ -305,7 +307,7 @@ def peak_rss_nbytes() -> int:
 
 
 def write_summary(path: Path, summary: Summary) -> None:
-    """summary.json, whole or not at all."""
+    """Writes summary.json completely or not at all."""
     partial = path.with_name(f".{path.name}.partial")
     content = json.dumps(_finite(summary.to_dict()), indent=2) + "\n"
     try:
@@ -371,7 +373,7 @@ def _summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no NaN and no infinity: they become null."""
+    """Replaces NaN and infinity, which JSON lacks, with null."""
     if isinstance(value, float):
         return value if value - value == 0 else None
     if isinstance(value, dict):

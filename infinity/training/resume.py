@@ -1,8 +1,9 @@
-"""Going on from a checkpoint: which one, and that it is of the same run.
+"""Resumes a run: selects a checkpoint and checks that it belongs to the same run.
 
-A run may go on with other placements, budgets, engines and output; what its numbers depend on must
-be as it was. The text is compared by its tokens, not by its paths. With another number of ranks
-each step must see as many batches as before: then they are the same ones, in the same order.
+A run may continue with other placements, budgets, engines and output. The settings that its numbers
+depend on must not change. The text is compared by its tokens, not by its paths. With another number
+of ranks, each step must use as many batches as before; then they are the same batches in the same
+order.
 """
 
 from __future__ import annotations
@@ -29,18 +30,19 @@ _IDENTITY = "run"
 def plan_resume(
     config: SwapConfig, *, resume: bool = False, resume_from: Path | None = None
 ) -> Loaded | None:
-    """The checkpoint to go on from; None begins a run. Reads its small state only.
+    """Returns the checkpoint to continue from, or None to begin a run. Reads its small state only.
 
-    `resume` takes the newest of `[checkpoint]`, or the step that the swap directory has committed
-    if that is later, and begins where there is neither. Raises ConfigError where they would be in
-    the way of this run's own, and errors of a damaged one, which name one to go on from. Damaged
-    ones are in nobody's way: see `clear_way`.
+    `resume` selects the newest of `[checkpoint]`, or a later step that the swap directory has
+    committed, and begins if there is neither. Raises ConfigError if existing checkpoints conflict
+    with those of this run, and CorruptionError for a damaged one, with the name of one to continue
+    from. Damaged checkpoints do not conflict: see `clear_way`.
     """
     if config.checkpoint is None and resume and resume_from is None:
         raise ConfigError("--resume needs a section [checkpoint], or --resume-from DIRECTORY")
     places = config.commit_directories
     if config.checkpoint is not None:
-        places.append(config.checkpoint_directory)  # Last: of two of one step, the checkpoint.
+        # Last, so that the checkpoint wins if both are of one step.
+        places.append(config.checkpoint_directory)
     if resume_from is not None:
         loaded = read_program(resume_from)
         for place in places:
@@ -66,7 +68,7 @@ def plan_resume(
 
 
 def _refuse_whole_later(place: Path, loaded: Loaded) -> None:
-    """Damaged ones are no continuation of anything, so they are not in the way."""
+    """Refuses complete checkpoints after the loaded one. Damaged ones do not conflict."""
     _, whole = damaged_after(place, loaded.step)
     if whole is not None:
         raise ConfigError(
@@ -76,8 +78,8 @@ def _refuse_whole_later(place: Path, loaded: Loaded) -> None:
 
 
 def clear_way(config: SwapConfig, loaded: Loaded) -> list[str]:
-    """Takes damaged checkpoints that are later than the one to go on from out of the way of those
-    to come, which `plan_resume` has allowed. Returns what was done, for people."""
+    """Moves damaged checkpoints after the loaded one out of the way, as `plan_resume` allows.
+    Returns the actions, for messages."""
     done = []
     for place in (config.checkpoint_directory, *config.commit_directories):
         if config.checkpoint is None or not place.is_dir():
@@ -93,7 +95,7 @@ def clear_way(config: SwapConfig, loaded: Loaded) -> list[str]:
 
 @contextmanager
 def naming_older(config: SwapConfig, path: Path) -> Iterator[None]:
-    """Where the checkpoint `path` turns out damaged, the error names one to go on from."""
+    """Adds to the error of a damaged checkpoint `path` the name of one to continue from."""
     try:
         yield
     except CorruptionError as error:
@@ -114,7 +116,7 @@ def naming_older(config: SwapConfig, path: Path) -> Iterator[None]:
 
 
 def _newest_before(config: SwapConfig, path: Path) -> Path | None:
-    """The newest checkpoint before `path` whose small state can be read."""
+    """Returns the newest checkpoint before `path` whose small state can be read."""
     places = [*config.commit_directories, config.checkpoint_directory]
     there = [each for place in places for each in list_checkpoints(place)]
     last = step_of(path) if path in there else math.inf
@@ -129,7 +131,8 @@ def _newest_before(config: SwapConfig, path: Path) -> Path | None:
 
 
 def identity_of(config: SwapConfig, batches: Batches, *, num_ranks: int = 1) -> dict[str, Any]:
-    """What the numbers of a run depend on, by dotted key: goes into `extra` of a checkpoint."""
+    """Returns the settings that the numbers of a run depend on, by dotted key, for `extra` of a
+    checkpoint."""
     table = config.to_dict()
     facts = {f"optimizer.{key}": table["optimizer"][key] for key in config.optimizer.keys}
     facts |= {f"precision.{key}": value for key, value in table["precision"].items()}
@@ -137,7 +140,7 @@ def identity_of(config: SwapConfig, batches: Batches, *, num_ranks: int = 1) -> 
     facts |= {f"data.{key}": table["data"][key] for key in _DATA_KEYS}
     facts |= {f"train.{key}": table["train"][key] for key in _TRAIN_KEYS}
     facts[_BATCHES_KEY] = table["train"]["gradient_accumulation_steps"] * num_ranks
-    if table["train"]["schedule"] != "constant":  # Else a run may be made longer.
+    if table["train"]["schedule"] != "constant":  # With a constant rate, a run may be made longer.
         facts["train.steps"] = table["train"]["steps"]
     if table["schedule"]["micro_batch"] is not None:  # It decides which random numbers are drawn.
         facts["schedule.micro_batch"] = table["schedule"]["micro_batch"]
@@ -147,7 +150,7 @@ def identity_of(config: SwapConfig, batches: Batches, *, num_ranks: int = 1) -> 
 
 
 def check_same_run(loaded: Loaded, identity: dict[str, Any]) -> None:
-    """Raises ConfigError naming every key that is not as it was."""
+    """Raises ConfigError that names every changed key."""
     before = loaded.extra.get(_IDENTITY)
     if not isinstance(before, dict):
         raise ConfigError(f"{loaded.path} was not written by `infinity train`")

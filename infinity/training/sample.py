@@ -1,4 +1,4 @@
-"""A text that the model writes, to see what it has learned."""
+"""A text that the model writes after training."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from infinity.training.data import Tokenizer
 def encode_prompt(
     sample: Sample, tokenizer: Tokenizer, *, vocab_size: int, max_positions: int | None
 ) -> list[int]:
-    """Ids of the prompt. Raises ConfigError when the model has no room or no embedding for it."""
+    """Returns the ids of the prompt. Raises ConfigError if the model has too few positions or no
+    embedding for it."""
     ids = tokenizer.encode(sample.prompt)
     if not ids:
         raise ConfigError("train.sample.prompt gives no token")
@@ -40,7 +41,7 @@ def generate(
     seed: int,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> list[int]:
-    """The prompt and what the model makes of it, by transformers' own `generate`, in eval mode."""
+    """Returns the prompt and its continuation by transformers' own `generate`, in eval mode."""
     from transformers import StoppingCriteriaList
 
     def stop(input_ids: torch.Tensor, scores: Any, **options: Any) -> torch.Tensor:

@@ -1,7 +1,7 @@
-"""Values that are "auto" in the file and that the model's own directory decides.
+"""Decides "auto" values of the file from the model's own directory.
 
-Reads config.json, names of files and at most one header; imports no torch, so that `infinity config
-show` can say the same as `infinity train` and `infinity plan` do.
+Reads config.json, names of files and at most one header. Does not import torch, so that `infinity
+config show` reports the same values as `infinity train` and `infinity plan`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from infinity.config import Model, SwapConfig
 
 _TRAINED = {"float32": "float32", "bfloat16": "bfloat16"}
 _DTYPE_KEYS = ("dtype", "torch_dtype")
-# Any of these is a tokenizer to transformers; tokenizer_config.json alone names a class of its own.
+# Each of these is a tokenizer for transformers. tokenizer_config.json alone names a class of its
+# own.
 _TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt",
     "spiece.model", "sentencepiece.bpe.model", "tekken.json",
@@ -25,7 +26,7 @@ _HEADER_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64":
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What an "auto" comes to, and why."""
+    """The value of an "auto", and the reason."""
 
     key: str
     value: str
@@ -36,7 +37,7 @@ class Choice:
 
 
 def choices(config: SwapConfig) -> list[Choice]:
-    """Every "auto" of the file that the model decides, in the order of the sections."""
+    """Returns every "auto" of the file that the model decides, in the order of the sections."""
     found = []
     if config.model is not None and config.precision.compute == "auto":
         found.append(_compute_of(config.model))
@@ -46,7 +47,7 @@ def choices(config: SwapConfig) -> list[Choice]:
 
 
 def settle(config: SwapConfig) -> SwapConfig:
-    """The configuration with `choices` in it. The same one where there are none."""
+    """Returns the configuration with `choices` applied; the same object if there are none."""
     values = {choice.key: choice.value for choice in choices(config)}
     changed: dict[str, Any] = {}
     if "precision.compute" in values:
@@ -85,7 +86,7 @@ def _tokenizer_of(path: Path | None) -> Choice:
 
 
 def _table_of(path: Path | None) -> dict[str, Any]:
-    """config.json; empty where it cannot be read, which is refused when the model is built."""
+    """Returns config.json; empty if it cannot be read, which the build of the model refuses."""
     try:
         table = read_json((path or Path()) / "config.json", is_strict=False)
     except (OSError, MalformedError):
@@ -94,7 +95,7 @@ def _table_of(path: Path | None) -> dict[str, Any]:
 
 
 def _dtype_in(table: dict[str, Any]) -> str | None:
-    """The dtype that a configuration names: its own, or that of its language model."""
+    """Returns the dtype that a configuration names: its own, or that of its language model."""
     for part in (table, table.get("text_config")):
         for key in _DTYPE_KEYS if isinstance(part, dict) else ():
             value = part[key] if isinstance(part, dict) and key in part else None
@@ -104,7 +105,7 @@ def _dtype_in(table: dict[str, Any]) -> str | None:
 
 
 def _dtype_of_weights(path: Path) -> str | None:
-    """That of the first floating-point tensor, as transformers itself finds it out."""
+    """Returns the dtype of the first floating-point tensor, as transformers does."""
     from safetensors import SafetensorError, safe_open
 
     for file in sorted(path.glob("*.safetensors"))[:1]:

@@ -1,8 +1,8 @@
-"""Standard output and error that a run does not die of.
+"""Standard output and error whose failure does not end a run.
 
-Whoever reads them may go first: `| tee log` dies of the same Ctrl-C, a terminal hangs up, the disk
-under a log fills. The run goes on, says so once where somebody may still read it, and again at its
-end.
+The reader of a stream may end first: `| tee log` ends with the same Ctrl-C, a terminal hangs up,
+the disk under a log is full. The run continues. It prints one warning on the other stream, and
+another at its end.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ _NAMES = ("stdout", "stderr")
 
 
 def open_closed_descriptors() -> None:
-    """Descriptors 0 to 2 that the program was started without lead to /dev/null. The next file that
-    is opened would get their number else, and messages would be written into it."""
+    """Opens missing descriptors 0 to 2 on /dev/null. Otherwise the next opened file would get one
+    of these numbers, and messages would be written into the file."""
     for number in range(3):
         try:
             os.fstat(number)
@@ -34,7 +34,7 @@ def open_closed_descriptors() -> None:
 
 
 class Outliving:
-    """A text stream whose failures are noted in `error`, not raised. Otherwise the same stream."""
+    """A text stream that records failures in `error` instead of raising them."""
 
     def __init__(self, stream: Any, name: str) -> None:
         self._stream = stream
@@ -44,7 +44,7 @@ class Outliving:
     def write(self, text: str) -> int:
         try:
             self._stream.write(text)
-        except UnicodeEncodeError as error:  # Better a question mark than no end of the run.
+        except UnicodeEncodeError as error:  # A question mark is better than the end of the run.
             text = text.encode(error.encoding, "replace").decode(error.encoding)
             return self.write(text)
         except (OSError, ValueError) as error:
@@ -67,13 +67,14 @@ class Outliving:
     def _note(self, error: OSError | ValueError) -> None:
         is_first = self.error is None
         self.error = error if isinstance(error, OSError) else OSError(errno.EBADF, str(error))
-        if self.error.errno == errno.EPIPE:  # For good; a full disk may have room again.
+        # A broken pipe is final; a full disk may have space again.
+        if self.error.errno == errno.EPIPE:
             discard(self._stream)
         if is_first:
             self._warn()
 
     def _warn(self) -> None:
-        """On the other stream, if that is another one, and somebody reads it."""
+        """Warns on the other stream, if there is one with a reader."""
         other = getattr(sys, _NAMES[_NAMES.index(self._name) - 1])
         if isinstance(other, Outliving) and other.error is None:
             other.write(f"warning: the run goes on without {self}\n")
@@ -81,8 +82,8 @@ class Outliving:
 
 
 def discard(stream: Any) -> None:
-    """What is written from now on, and what waits in the buffer, goes to /dev/null: the interpreter
-    would fail at its end else."""
+    """Redirects the stream and its buffer to /dev/null. Otherwise the interpreter would fail at
+    exit."""
     with suppress(OSError, ValueError, AttributeError):  # Not every stream has a descriptor.
         null = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
         try:
@@ -94,7 +95,7 @@ def discard(stream: Any) -> None:
 
 @contextmanager
 def outliving_streams() -> Iterator[None]:
-    """Within, sys.stdout and sys.stderr are `Outliving`."""
+    """Makes sys.stdout and sys.stderr `Outliving` for the time of a `with` block."""
     plain = {name: getattr(sys, name) for name in _NAMES}
     for name, stream in plain.items():
         setattr(sys, name, Outliving(stream, name))
@@ -110,6 +111,6 @@ def outliving_streams() -> Iterator[None]:
 
 
 def lost_streams() -> list[str]:
-    """What could not be printed so far."""
+    """Describes the output that could not be printed so far."""
     streams = [getattr(sys, name) for name in _NAMES]
     return [str(each) for each in streams if isinstance(each, Outliving) and each.error]

@@ -1,6 +1,6 @@
-"""Whether a file is text: what has another format is named, never trained as if it were prose.
+"""Recognises files that are not text, so that another format is named and never trained on.
 
-By the ending of its name, by its first bytes, and while it is read by its encoding.
+The checks use the ending of the file name, its first bytes and, while it is read, its encoding.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ _BY_BEGINNING = {
     b"Obj\x01": "Avro", b"\x93NUMPY": "NumPy", b"\x89HDF": "HDF5", b"%PDF-": "PDF",
     b"SQLite format 3\0": "SQLite", b"GGUF": "GGUF", b"{\\rtf": "RTF",
 }  # fmt: skip
-_PROSE = frozenset((".txt", ".text", ".md", ".rst"))  # Names by which somebody says: this is text.
+_PROSE = frozenset((".txt", ".text", ".md", ".rst"))  # Endings that declare text.
 _REMEDY = "data.paths takes plain text in UTF-8. Write the text that is to be learned to .txt files"
 
 
 def refuse_other_formats(path: Path) -> bool:
-    """Raises ConfigError naming the file and its format where it is not plain text.
+    """Raises ConfigError that names the file and its format if it is not plain text.
 
-    True where the name says text and the lines are JSON objects all the same.
+    Returns True if the name declares text, but the lines are JSON objects.
     """
     endings = [suffix.lower() for suffix in path.suffixes]
     found = _BY_ENDING.get(endings[-1]) if endings else None
@@ -60,7 +60,7 @@ def refuse_other_formats(path: Path) -> bool:
 
 
 def _are_json_lines(head: bytes) -> bool:
-    """Whether the first line, and the second if it is whole, are JSON objects."""
+    """Whether the first line, and the second if it is complete, are JSON objects."""
     lines = [line for line in head.split(b"\n") if line.strip()]
     whole = lines[:2] if len(lines) > 2 or head.endswith(b"\n") else lines[:1]
     try:
@@ -70,11 +70,11 @@ def _are_json_lines(head: bytes) -> bool:
 
 
 class Utf8:
-    """Checks the bytes of one file as they come. A character may lie across two pieces."""
+    """Checks the bytes of one file chunk by chunk. A character may span two chunks."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._offset = 0  # Of the first byte in `_rest`.
+        self._offset = 0  # The offset of the first byte in `_rest`.
         self._rest = b""
 
     def feed(self, chunk: bytes, *, is_end: bool = False) -> None:
@@ -108,7 +108,7 @@ def is_utf8(path: Path) -> bool:
 
 def _head(path: Path) -> bytes:
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # A FIFO is not waited for.
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # Does not wait for a FIFO.
         try:
             if not stat.S_ISREG(os.fstat(fd).st_mode):
                 raise ConfigError(f"data.paths: {path} is no regular file; {_REMEDY}")

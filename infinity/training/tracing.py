@@ -1,4 +1,4 @@
-"""`infinity train --trace`: which steps are traced, and when the file is written."""
+"""`infinity train --trace`: the traced steps, and the time when the file is written."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from infinity.observe import Tracer, chrome
 
 @dataclass(frozen=True, slots=True)
 class TracePlan:
-    """What was asked for: a file, and the steps in it, counted from 1, both ends included."""
+    """The requested file and steps, counted from 1, both ends included."""
 
     path: Path
     first_step: int
     last_step: int
 
     def check(self, *, num_steps: int) -> None:
-        """Refuses what would be found out after hours of training. Raises ConfigError."""
+        """Raises ConfigError for faults that would otherwise appear after hours of training."""
         if not 1 <= self.first_step <= self.last_step:
             raise ConfigError(
                 f"trace steps {self.first_step}:{self.last_step}: expected 1 <= FIRST <= LAST"
@@ -42,9 +42,9 @@ class TracePlan:
 class Tracing:
     """Turns the tracer on and off around the planned steps and writes the file once.
 
-    The file is written after the planned steps, as soon as the transfers they began are over, so
-    that it can be looked at while the run goes on. `say` is told where it is, or why it is not: a
-    run does not end for want of a picture.
+    The file is written after the planned steps, as soon as their transfers have ended, so that it
+    can be read during the run. `say` is called with its path, or with the reason for a failure,
+    which does not end the run.
     """
 
     def __init__(self, plan: TracePlan, tracer: Tracer, say: Callable[[str], None]) -> None:
@@ -55,7 +55,7 @@ class Tracing:
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Around optimizer step `number`."""
+        """Surrounds optimizer step `number`."""
         if number == self._plan.first_step:
             self._tracer.start()
         with self._tracer.step(number):
@@ -66,7 +66,7 @@ class Tracing:
             self._write()
 
     def finish(self) -> None:
-        """The run is over, and nothing is in flight any more. Idempotent."""
+        """Ends tracing after the run, when nothing is in flight. Idempotent."""
         self._tracer.stop()
         self._write()
 

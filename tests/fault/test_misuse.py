@@ -94,7 +94,7 @@ def test_sparse_embeddings_are_refused_unless_frozen(tmp_path, kind):
 def test_a_function_of_weights_that_gives_none_is_refused(tmp_path):
     with torch.device("meta"):
         model = nn.Linear(4, 4)
-    with pytest.raises(ConfigError, match=r"weights\('weight'\) to give a tensor, got NoneType"):
+    with pytest.raises(ConfigError, match=r"weights\('weight'\) to return a tensor, got NoneType"):
         infinity.offload(model, swap_config(tmp_path), weights=lambda name: None)
     assert model.weight.is_meta and type(model.weight) is nn.Parameter
 
@@ -108,10 +108,25 @@ def test_what_is_no_model_is_refused(tmp_path):
 def test_a_loss_that_is_none_is_named(tmp_path, loss):
     model = infinity.offload(nn.Linear(4, 4), swap_config(tmp_path))
     got = "NoneType" if loss is None else r"shape \(2,\)"
-    with pytest.raises(ConfigError, match=f"expected loss_of.* got {got}"):
+    with pytest.raises(ConfigError, match=f"expected loss_fn.* got {got}"):
         infinity.forward_backward(model, lambda batch: loss, [1, 2])
     model(torch.ones(1, 4)).sum().backward()
     infinity.engine_of(model).close()
+
+
+def test_close_ends_the_engine_of_a_model(tmp_path):
+    model = infinity.offload(nn.Linear(4, 4), swap_config(tmp_path))
+    engine = infinity.engine_of(model)
+    infinity.close(model)
+    assert engine.is_closed
+    with pytest.raises(infinity.InfinityError, match="Linear is not offloaded"):
+        infinity.close(model)
+
+
+def test_every_public_name_can_be_imported_from_the_package():
+    assert infinity.StorageError is infinity.errors.StorageError
+    for name in infinity.__all__:
+        assert getattr(infinity, name) is not None, name
 
 
 def test_a_closed_engine_says_so(tmp_path):

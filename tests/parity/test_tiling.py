@@ -369,9 +369,9 @@ def _renormed() -> nn.Module:
     ("build", "reason"),
     [
         (_own_forward, "a Scaled"),
-        (_parametrized, "is not cut"),
+        (_parametrized, "cannot be split"),
         (_also_elsewhere, "the own of a Sequential"),
-        (_transposed, "do not lie one after the other"),
+        (_transposed, "are not contiguous"),
         (_hooked, "gradient hooks"),
         (_renormed, "max_norm"),
     ],

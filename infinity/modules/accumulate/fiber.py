@@ -1,7 +1,7 @@
-"""A forward that is suspended and resumed, and what has to go along with it.
+"""Fibers: forwards that are suspended and resumed, with the state of their threads.
 
-Python has no other way to suspend a function it did not write than a thread. Of the strands of one
-conductor, and the conductor itself, one runs at a time: `run_on` and `pause_at` pass the turn.
+A thread is the only way in Python to suspend a function of somebody else. One thread runs at a
+time: the schedule or one of its fibers. `run_on` and `pause_at` hand control over.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ import torch
 
 
 class _Abandoned(BaseException):
-    """Ends a strand whose run was given up. Nobody sees it."""
+    """Ends the thread of an abandoned fiber. It never reaches the caller."""
 
 
 class Fiber:
-    """One micro-batch's forward, in a thread of its own. It starts suspended.
+    """One micro-batch's forward, in a thread of its own. A fiber starts suspended.
 
-    `forward` returns the loss, or None; it is found in `loss` when the strand is over. Grad mode,
-    autocast, the number of compute threads, context variables and the device's stream are those of
-    the thread that made the strand.
+    `forward` returns the loss, or None; the attribute `loss` has it when the fiber has ended. The
+    fiber runs with the grad mode, autocast state, number of compute threads, context variables and
+    device stream of the thread that made it.
     """
 
     def __init__(
         self, number: int, forward: Callable[[], torch.Tensor | None], device: torch.device
     ) -> None:
         self.number = number
-        self.at: Any = None  # Where it is suspended; None when it is over.
+        self.at: Any = None  # The place where it is suspended; None after its end.
         self.loss: torch.Tensor | None = None
         self._error: BaseException | None = None
         self._is_abandoned = False
@@ -62,17 +62,18 @@ class Fiber:
             raise _Abandoned
 
     def pause_at(self, place: Any) -> None:
-        """In the strand: gives the turn back until it is resumed."""
+        """Suspends the fiber until the next `run_on`. Called in the fiber's thread."""
         self.at = place
         self._paused.release()
         self._wait_to_run()
 
     def run_on(self) -> None:
-        """In the conductor: the strand runs to its next pause, or to its end. Raises its error."""
+        """Runs the fiber to its next pause or to its end, and raises its error. Called by the
+        schedule."""
         self._turn.release()
         try:
             self._paused.acquire()
-        except BaseException:  # Ctrl-C: the strand cannot be stopped in the middle.
+        except BaseException:  # Ctrl-C: a running fiber cannot be stopped.
             self._paused.acquire()
             raise
         if self._error is not None:
@@ -81,7 +82,7 @@ class Fiber:
             raise error
 
     def abandon(self) -> None:
-        """Ends the thread, wherever it is suspended."""
+        """Ends the thread, wherever the fiber is suspended."""
         if self._thread.is_alive():
             self._is_abandoned = True
             self._turn.release()
@@ -90,7 +91,7 @@ class Fiber:
 
 @dataclass(frozen=True, slots=True)
 class Modes:
-    """Autocast as it is in this thread. Each thread has its own."""
+    """The autocast state of the current thread. Every thread has its own."""
 
     autocast: tuple[tuple[str, bool, torch.dtype], ...]
     is_cached: bool
@@ -117,7 +118,8 @@ class Modes:
 
 
 class Random:
-    """The generators that a model draws from: the host's, and the device's if it has its own."""
+    """The generators that a model draws from: that of the host, and that of the device if it has
+    one."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = None if device.type == "cpu" else torch.get_device_module(device.type)
@@ -134,7 +136,7 @@ class Random:
             self._device.set_rng_state(states[1])
 
     def fresh(self) -> list[torch.Tensor]:
-        """A state that follows from the present one, which moves on."""
+        """Returns a new state that follows from the present one, and advances the present one."""
         seed = int(torch.randint(2**62, ()))
         kept = self.state()
         torch.manual_seed(seed)
@@ -146,13 +148,13 @@ class Random:
 def in_same_modes(
     function: Callable[[], torch.Tensor | None], device: torch.device
 ) -> Callable[[], torch.Tensor | None]:
-    """The function, to be called in another thread as if in this one."""
+    """Returns a function that runs in another thread with the modes of this thread."""
     modes, num_threads, stream = Modes.now(device), torch.get_num_threads(), None
     if device.type != "cpu":
         stream = torch.get_device_module(device.type).current_stream()
 
     def run() -> torch.Tensor | None:
-        # OpenMP counts per thread; another count would cut sums elsewhere.
+        # OpenMP counts threads per thread; another count would divide sums differently.
         torch.set_num_threads(num_threads)
         if stream is not None:
             torch.accelerator.set_device_index(stream.device_index)

@@ -1,8 +1,8 @@
 """Adapters on packed experts that run as tiles: PEFT's `target_parameters`.
 
-PEFT wraps the module of experts and, while it runs, puts `weight + scaling * lhs @ rhs` of all
-experts in the place of the parameter. Of tiles there is no such parameter, and the sum would be the
-whole that tiles avoid. So each tile gets the sum of its own experts, while it runs.
+PEFT wraps the module of experts. While the module runs, PEFT replaces the parameter by `weight +
+scaling * lhs @ rhs` over all experts. Experts in tiles have no such parameter, and the sum would
+need the memory that tiles avoid. Each tile therefore gets the sum of its own experts while it runs.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from torch import nn
 
 from infinity.modules.tiling.layers import Tiled
 
-# A tile's parameter as it runs, of the rows [start, stop) of the whole.
+# Maps a tile's parameter to the adapted parameter, for the rows [start, stop) of all experts.
 Fold = Callable[[torch.Tensor, slice], torch.Tensor]
 
-_INSTEAD_OF = "_activate_lora"  # PEFT's own way to put the sum in the parameter's place.
+_INSTEAD_OF = "_activate_lora"  # PEFT's method that replaces the parameter by the sum.
 
 
 class _Active(threading.local):
-    """Folds by tiled module and attribute. Micro-batches inside one block are in several threads
-    (`accumulate`), each with adapters of its own forward."""
+    """Active folds by tiled module and attribute. Micro-batches in one block run in several
+    threads, each with the adapters of its own forward."""
 
     def __init__(self) -> None:
         self.folds: dict[int, dict[str, Fold]] = {}
@@ -36,12 +36,13 @@ _active = _Active()
 
 
 def folds_of(module: nn.Module) -> Mapping[str, Fold]:
-    """What adapters make of the module's parameters in the forward that is running."""
+    """Returns the folds of the module's parameters that are active in the running forward."""
     return _active.folds.get(id(module), {})
 
 
 def adapt_tiles(model: nn.Module) -> list[nn.Module]:
-    """Makes PEFT's wrappers of tiled modules fold their adapters into the tiles; returns them."""
+    """Makes PEFT's wrappers of tiled modules fold their adapters into the tiles; returns the
+    wrappers."""
     wrappers = [each for each in model.modules() if _wraps_tiles(each)]
     for wrapper in wrappers:
         wrapper.__dict__[_INSTEAD_OF] = partial(_folded, wrapper)
@@ -76,7 +77,7 @@ def _folded(wrapper: Any, active_adapters: list[str]) -> Iterator[None]:
 
 
 def _fold_of(wrapper: Any, adapters: list[str]) -> Fold:
-    """The operations that PEFT runs for all experts, for some of them."""
+    """Returns PEFT's operations for all experts, as a function of a range of experts."""
     if len(adapters) == 1 and wrapper.num_experts > 1 and hasattr(wrapper, "get_delta_factors"):
         lhs, rhs, scaling = wrapper.get_delta_factors(adapters[0])
 

@@ -1,23 +1,23 @@
-"""Experts packed in one parameter each, run as tiles of some experts.
+"""Packed experts that run as tiles of some experts.
 
-transformers keeps the experts of a block as `gate_up_proj` and `down_proj`, one row per expert, in
-a module that is called with (hidden states [tokens, width], indices of experts [tokens, k], their
-routing weights [tokens, k]). A tile is a module of the same class with fewer experts, and runs by
-the forward of that class, whatever the model's `experts_implementation`: what an expert computes is
-said nowhere again. It gets the (token, expert) pairs that are its own, each as a token with one
-expert.
+transformers keeps the experts of a block as `gate_up_proj` and `down_proj`, one row per expert.
+Their module is called with hidden states [tokens, width], indexes of experts [tokens, k] and
+routing weights [tokens, k]. A tile is a module of the same class with fewer experts and runs the
+forward of that class, whatever the model's `experts_implementation` is. The computation of an
+expert is therefore not repeated here. A tile receives the (token, expert) pairs of its own experts,
+each as a token with one expert.
 
 Note [Same bits]
-  Pairs are in the order of experts, then of a token's choices, then of tokens: that in which the
-  loop over experts ("eager") takes them. So with it, outputs and the gradients of parameters and
-  routing weights are the same bits whatever the cut; the gradient of the hidden states is a sum
-  over the experts of a tile, then over tiles, the same bits with one expert a tile. Other
-  implementations sum over all tokens or all choices at once, and differ by rounding.
+  Pairs are ordered by expert, then by a token's choice, then by token, as in the loop over experts
+  ("eager"). With "eager", outputs and the gradients of parameters and routing weights have the
+  same bits for every size of tiles. The gradient of the hidden states is a sum over the experts of
+  a tile, then over tiles; it has the same bits with one expert per tile. Other implementations sum
+  over all tokens or all choices at once, and differ by rounding.
 
 Note [Experts without tokens]
-  The packed parameter has a gradient for all experts, zero for those that no token was sent to, and
-  AdamW decays them. So a tile without tokens runs too where it is to be trained, and its gradient
-  is zero; otherwise it is not even fetched.
+  The packed parameter has a gradient for all experts. The gradient of experts without tokens is
+  zero, and AdamW decays their weights. A trainable tile without tokens therefore runs, too, with a
+  zero gradient. A frozen tile without tokens is not fetched.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from infinity.modules.tiling.layers import Tiled, tensor_of
 
 
 class _Folding(threading.local):
-    """Of the tile that this thread runs: a parameter as adapters make it, by attribute."""
+    """The adapted parameters of the tile that this thread runs, by attribute."""
 
     def __init__(self) -> None:
         self.of_tile: dict[str, Callable[..., torch.Tensor]] = {}
@@ -75,13 +75,14 @@ class TiledExperts(Tiled):
 
 
 class ExpertsTile(nn.Module):
-    """Some of the experts. Before the user's class in the order of resolution."""
+    """Some of the experts. Precedes the user's class in the method resolution order."""
 
     num_experts: int
 
     @contextmanager
     def folding(self, folds: Mapping[str, Fold], start: int) -> Iterator[None]:
-        """Within, the forward runs with adapters (`tiled_adapters`); `start`: its first expert."""
+        """Runs the forward with adapters (`tiling/adapters.py`). `start`: the tile's first
+        expert."""
         rows = slice(start, start + self.num_experts)
         _folding.of_tile = {name: partial(fold, rows=rows) for name, fold in folds.items()}
         try:
@@ -91,7 +92,7 @@ class ExpertsTile(nn.Module):
 
     @contextmanager
     def _adapted(self) -> Iterator[None]:
-        """Within, what adapters make of a parameter stands before the parameter itself."""
+        """Shows adapted parameters in the place of the tile's parameters."""
         folds = _folding.of_tile
         self.__dict__.update({name: fold(self._parameters[name]) for name, fold in folds.items()})
         try:
@@ -111,7 +112,7 @@ class ExpertsTile(nn.Module):
 
 
 class _NoTokens(torch.autograd.Function):
-    """No rows, of parameters whose gradient is zero."""
+    """An output without rows, whose backward gives zero gradients to the parameters."""
 
     @staticmethod
     def forward(ctx: Any, hidden_states: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
@@ -134,20 +135,20 @@ def _is_trained(tile: nn.Module) -> bool:
 
 
 def is_packed(module: nn.Module) -> bool:
-    """Whether a module says of itself, as transformers' classes of experts do, that it can hold
-    some of a block's experts."""
+    """Whether a module declares, as transformers' classes of experts do, that it can hold a part of
+    a block's experts."""
     return "_is_expert_parallel" in module.__dict__
 
 
 def why_not_cut(module: nn.Module) -> str | None:
-    """None for packed experts that a tile can be made of."""
+    """Returns the reason why packed experts cannot run as tiles, or None."""
     kind = type(module).__name__
     own = [each for each in module._parameters.values() if each is not None]
     num_experts = module.__dict__.get("num_experts")
     if any(not each.dim() or each.shape[0] != num_experts for each in own):
-        return f"a parameter of its {kind} has not one row per expert"
+        return f"a parameter of its {kind} does not have one row per expert"
     if any(True for child in module.children() for _ in (*child.parameters(), *child.buffers())):
-        return f"its {kind} has modules with state of their own"
+        return f"its {kind} has modules with their own state"
     if any(buffer is not None for buffer in module._buffers.values()):
         return f"its {kind} has buffers"
     if len(inspect.signature(type(module).forward).parameters) != 4:
@@ -159,8 +160,8 @@ def why_not_cut(module: nn.Module) -> str | None:
 
 
 def tile_of(module: nn.Module, start: int, stop: int) -> nn.Module:
-    """Of the module's own class, for experts [start, stop); its parameters are for the caller to
-    put in."""
+    """Returns a module of the same class for experts [start, stop). The caller sets its
+    parameters."""
     tile = _tile_class(type(module)).__new__(_tile_class(type(module)))
     nn.Module.__init__(tile)
     of_every_module = set(tile.__dict__)
@@ -178,6 +179,6 @@ def _tile_class(kind: type[nn.Module]) -> type[nn.Module]:
 
 @cache
 def tiled_class(kind: type[nn.Module], attributes: tuple[str, ...]) -> type[Tiled]:
-    """The class of experts of a kind once their parameters, those `attributes`, are tiles."""
-    param_table = {attribute: tensor_of(attribute) for attribute in attributes}
-    return type(f"Tiled{kind.__name__}", (TiledExperts, kind), param_table)
+    """Returns the class of tiled experts of one kind, whose `attributes` are tiled parameters."""
+    parameters = {attribute: tensor_of(attribute) for attribute in attributes}
+    return type(f"Tiled{kind.__name__}", (TiledExperts, kind), parameters)

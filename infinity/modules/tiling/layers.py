@@ -1,14 +1,15 @@
-"""Modules that run as tiles: sequential operators on some of the rows, fetched one after the other.
+"""Modules that run as tiles: sequential operators over row ranges, fetched one after the other.
 
 Note [Same bits]
-  No sum of a forward is split, nor of a weight's gradient: each element is computed as it would be
-  in the whole. Only the gradient of a linear layer's input is a sum over tiles, from the last to
+  No sum of a forward or of a weight's gradient is split: each element is computed as in the full
+  operator. Only the gradient of a linear layer's input is a sum over tiles, from the last tile to
   the first. See docs/design/0007-tiling.md.
 
 Note [One tile at a time]
-  The output is allocated whole and tiles are written into it, so that one tile's output is there
-  beside it and not all. In the backward autograd runs the node with the highest number first: the
-  last write, the last tile, the write before. So a tile is held while its own gradients are made.
+  The output is allocated once, and every tile writes its columns into it. One tile's own output
+  exists beside it, not all of them. In the backward, autograd runs the node with the highest number
+  first: the last write, the last tile, the write before it, and so on. A tile is therefore in use
+  while its own gradients are computed.
 
 Source: Rajbhandari et al., "ZeRO-Infinity" (SC21), section 5.1.3, memory-centric tiling.
 """
@@ -24,7 +25,8 @@ from infinity.modules.tiling.tiled_param import TiledParam
 
 
 class _Write(torch.autograd.Function):
-    """Columns [start, ...) of `out`, in place; what was there before has no gradient."""
+    """Writes the columns [start, ...) of `out` in place. The overwritten values have no
+    gradient."""
 
     @staticmethod
     def forward(ctx: Any, out: torch.Tensor, part: torch.Tensor, start: int) -> torch.Tensor:
@@ -35,31 +37,34 @@ class _Write(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        # Earlier writes look at columns of their own: nothing is masked, so nothing is copied.
+        # Earlier writes read their own columns only, so nothing is masked or copied.
         return gradient, gradient.narrow(-1, *ctx.columns), None
 
 
 class Tiled(nn.Module):
-    """A module whose parameters stand as tiles. Made by `Tiling.cut` alone."""
+    """A module whose parameters are tiles. Only `Tiling.cut` makes it."""
 
     tiles: nn.ModuleList
-    starts: tuple[int, ...]  # First row of every tile, and the number of rows.
-    tiled_params: dict[str, TiledParam]  # By attribute.
+    starts: tuple[int, ...]  # First row of every tile, then the number of rows.
+    tiled_params: dict[str, TiledParam]  # The tiled parameters by attribute.
 
 
 def tensor_of(attribute: str) -> Any:
-    """A property of a tiled module: the whole, as a handle. Its shape and dtype, and a copy of its
-    values when read; None where the module has no such parameter."""
+    """Returns a property that shows a tiled parameter as one handle.
+
+    The handle has the shape and dtype of the full parameter; a read returns a copy of all rows. The
+    property is None if the module has no such parameter.
+    """
 
     def tensor(module: Tiled) -> Any:
-        whole = module.tiled_params.get(attribute)
-        return None if whole is None else whole.tensor
+        tiled = module.tiled_params.get(attribute)
+        return None if tiled is None else tiled.tensor
 
     return property(tensor)
 
 
 class TiledLinear(Tiled, nn.Linear):
-    """`nn.Linear` over output rows."""
+    """`nn.Linear`, tiled over output rows."""
 
     weight = tensor_of("weight")
     bias = tensor_of("bias")
@@ -79,7 +84,7 @@ class TiledLinear(Tiled, nn.Linear):
 
 
 class TiledEmbedding(Tiled, nn.Embedding):
-    """`nn.Embedding` over rows of the table."""
+    """`nn.Embedding`, tiled over rows of the table."""
 
     weight = tensor_of("weight")
 
@@ -90,7 +95,8 @@ class TiledEmbedding(Tiled, nn.Embedding):
             start, stop = self.starts[index : index + 2]
             ids = input - start
             inside = (ids >= 0) & (ids < stop - start)
-            # Not at the ends of the table: an id that no row has must raise, as it always does.
+            # Ids outside the table must raise as in the full operator, so the ends of the table do
+            # not clamp.
             ids = ids.clamp(
                 min=None if index == 0 else 0, max=None if index == last else stop - start - 1
             )

@@ -1,12 +1,11 @@
-"""Operators too large for the window, run as sequential tiles that are fetched one after the other.
+"""Splits operators that exceed the fetch window into sequential tiles.
 
-An `nn.Linear` is cut over its output rows, an `nn.Embedding` over the rows of its table, packed
-experts over the experts. The module stays the one the user has, with its hooks and all who refer
-to it; its class becomes a tiled one (`modules/tiling/layers.py`, `modules/tiling/experts.py`), and
-in the
-place of its parameters it has `tiles`, a list of modules of its own kind with some of the rows.
-Each is a site and a unit of its own (`modules/discover.py`), so the hooks that fetch any module
-fetch it. A tied weight is cut once, and its tiles are tied. See docs/design/0007-tiling.md.
+An `nn.Linear` is split over its output rows, an `nn.Embedding` over the rows of its table, packed
+experts over the experts. The module object stays, with its hooks and all references to it. Its
+class becomes a tiled class (`modules/tiling/layers.py`, `modules/tiling/experts.py`). Its
+parameters are replaced by `tiles`, a list of modules of the same kind with some of the rows. Each
+tile is a hooked module and a unit (`modules/discover.py`), so the usual hooks fetch it. A tied
+weight is split once, and its tiles are tied. See docs/design/0007-tiling.md.
 """
 
 from __future__ import annotations
@@ -32,7 +31,8 @@ from infinity.state.tiles import ROW_ALIGNMENT, cut_rows, is_cut_by_name
 
 
 def tiles_of(tensor: Any) -> list[Any]:
-    """The handles of a whole's tiles; anything else is its own only tile, but for followers."""
+    """Returns the handles of a tiled parameter's tiles; any other tensor is its only tile, and a
+    follower stands for its handle."""
     if isinstance(tensor, Follower):
         tensor = tensor.handle
     owner = tensor.owner if isinstance(tensor, Handle) else None
@@ -42,14 +42,14 @@ def tiles_of(tensor: Any) -> list[Any]:
 
 
 def parameters_of(module: nn.Module) -> dict[str, Any]:
-    """A module's own parameters as the user has them: whole where they stand as tiles."""
+    """Returns a module's own parameters under the user's names; a tiled parameter as one handle."""
     if isinstance(module, Tiled):
-        return {attribute: whole.tensor for attribute, whole in module.tiled_params.items()}
+        return {attribute: tiled.tensor for attribute, tiled in module.tiled_params.items()}
     return dict(module._parameters)
 
 
 def modules_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """`named_modules`, every place of a shared one, without the tiles."""
+    """Yields `named_modules`, with every place of a shared module, without the tiles."""
     within: set[int] = set()
     for module in model.modules():
         if isinstance(module, Tiled):
@@ -60,7 +60,7 @@ def modules_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def named_parameters_of(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """`named_parameters`, with every tile under the name of the parameter that it is a tile of."""
+    """Yields `named_parameters`, with every tile under the name of its tiled parameter."""
     seen: set[int] = set()
     for path, module in modules_of(model):
         for attribute, parameter in parameters_of(module).items():
@@ -70,20 +70,21 @@ def named_parameters_of(model: nn.Module) -> Iterator[tuple[str, Any]]:
                 yield from ((name, tile) for tile in tiles_of(parameter))
 
 
-# -- Cutting ---------------------------------------------------------------------------------------
+# -- Splitting
+# ---------------------------------------------------------------------------------------
 
 
 @dataclass(eq=False, slots=True)
 class _Candidate:
-    """Parameters that are cut at the same rows, and the modules whose forward runs by rows.
+    """Parameters that are split at the same rows, and the modules that run by rows.
 
-    Either one weight and all linear layers and embeddings that it is the weight of, whose biases
-    follow; or all parameters of one module of packed experts.
+    A candidate is one weight with all linear layers and embeddings that use it, and their biases;
+    or all parameters of one module of packed experts.
     """
 
-    parameters: dict[str, tuple[str, nn.Parameter]]  # (full name, itself) by attribute.
-    modules: list[tuple[str, nn.Module]]  # By their names.
-    alignment: int  # Tiles start at multiples of so many rows.
+    parameters: dict[str, tuple[str, nn.Parameter]]  # (full name, parameter) by attribute.
+    modules: list[tuple[str, nn.Module]]  # (name, module).
+    alignment: int  # Tiles start at multiples of this number of rows.
 
     @property
     def num_rows(self) -> int:
@@ -93,7 +94,7 @@ class _Candidate:
         return sum(each.numel() * itemsize_of(each) for each in self._values())
 
     def row_nbytes(self, itemsize_of: Callable[[nn.Parameter], int]) -> int:
-        """Of all parameters, with an element for a bias that follows."""
+        """Returns the bytes of a row of all parameters, including the element of a bias."""
         rows = sum(math.prod(each.shape[1:]) * itemsize_of(each) for each in self._values())
         has_bias = any(
             "bias" not in self.parameters and module._parameters.get("bias") is not None
@@ -107,7 +108,7 @@ class _Candidate:
 
 @dataclass(eq=False, slots=True)
 class _TileEdit:
-    """A module that was changed, and how it was before."""
+    """A changed module and its previous state."""
 
     module: Tiled
     kind: type[nn.Module]
@@ -125,27 +126,27 @@ class _TileEdit:
 
 
 class Tiling:
-    """The tiles of one model: cut, cut anew with another limit, undone, or handed to an engine.
+    """The tiles of one model: split, split again with another limit, undone, or given to an engine.
 
-    No value is copied: tiles are views of the parameters until those are filled into the tiers.
+    No value is copied: tiles are views of the parameters until the tiers have the values.
     """
 
     def __init__(self, model: nn.Module, itemsize_of: Callable[[nn.Parameter], int]) -> None:
         self._model = model
-        self._itemsize_of = itemsize_of  # Bytes of an element as the engine keeps it.
+        self._itemsize_of = itemsize_of  # Bytes of an element on the tiers.
         self._candidates, self._reasons = _survey(model)
         self._cuts: list[_TileEdit] = []
-        self._adapted: list[nn.Module] = []  # Wrappers of adapters around what is cut.
+        self._adapted: list[nn.Module] = []  # Wrappers of adapters around tiled modules.
         self.tiled_params: list[TiledParam] = []
 
     @property
     def largest_nbytes(self) -> int:
-        """Of the parameters that can be cut, those together that are cut at the same rows."""
+        """The bytes of the largest set of parameters that can be split at the same rows."""
         sizes = (candidate.nbytes(self._itemsize_of) for candidate in self._candidates)
         return max(sizes, default=0)
 
     def why_not(self) -> str:
-        """Why the largest parameters are not cut; empty when they could be."""
+        """The reason why the largest parameters are not split; empty if they could be."""
         sizes = [each.numel() * self._itemsize_of(each) for _, each, _ in self._reasons]
         least_nbytes = max(self.largest_nbytes, *sizes, 0) // 2
         said = [
@@ -157,7 +158,7 @@ class Tiling:
         return ", ".join(said[:3]) + more
 
     def cut(self, limit_nbytes: int | None) -> None:
-        """Cuts everything of more than the limit that can be cut; None leaves all whole."""
+        """Splits every candidate larger than the limit; None splits nothing."""
         self.undo()
         if limit_nbytes is None:
             return
@@ -170,17 +171,17 @@ class Tiling:
 
     def _cut(self, candidate: _Candidate, starts: tuple[int, ...]) -> None:
         shared = {
-            attribute: self._whole(name, parameter, starts)
+            attribute: self._tiled(name, parameter, starts)
             for attribute, (name, parameter) in candidate.parameters.items()
         }
         for name, module in candidate.modules:
             bias = module._parameters.get("bias")
             tiled_params = dict(shared)
             if bias is not None and "bias" not in tiled_params:
-                tiled_params["bias"] = self._whole(f"{name}.bias" if name else "bias", bias, starts)
+                tiled_params["bias"] = self._tiled(f"{name}.bias" if name else "bias", bias, starts)
             self._cuts.append(_cut_module(module, starts, tiled_params))
 
-    def _whole(self, name: str, parameter: nn.Parameter, starts: tuple[int, ...]) -> TiledParam:
+    def _tiled(self, name: str, parameter: nn.Parameter, starts: tuple[int, ...]) -> TiledParam:
         tiles = []
         for start, stop in pairwise(starts):
             rows = parameter.detach()[start:stop]
@@ -189,12 +190,12 @@ class Tiling:
                 tile.__class__ = Provisional
             tile.__dict__.update(vars(parameter))
             tiles.append(tile)
-        whole = TiledParam(name, starts, parameter, tiles)
-        self.tiled_params.append(whole)
-        return whole
+        tiled = TiledParam(name, starts, parameter, tiles)
+        self.tiled_params.append(tiled)
+        return tiled
 
     def undo(self) -> None:
-        """The model is as it was."""
+        """Restores the model."""
         leave_tiles(self._adapted)
         for cut in reversed(self._cuts):
             cut.undo()
@@ -202,29 +203,30 @@ class Tiling:
         self.tiled_params.clear()
 
     def hand_over(self, handle_of: Callable[[nn.Parameter], Handle]) -> None:
-        """Wholes answer as handles from now on. `handle_of`: that of a tile's parameter."""
-        for whole in self.tiled_params:
-            shape = whole.tensor.shape
-            whole.handles = [handle_of(tile) for tile in whole.tiles]
-            tensor = Handle.make(whole, whole.name, whole.handles[0], shape=shape)
-            # transformers passes over it when it initialises: its tiles have their own turn.
+        """Makes tiled parameters handles. `handle_of` returns the handle of a tile's parameter."""
+        for tiled in self.tiled_params:
+            shape = tiled.tensor.shape
+            tiled.handles = [handle_of(tile) for tile in tiled.tiles]
+            tensor = Handle.make(tiled, tiled.name, tiled.handles[0], shape=shape)
+            # Initialisation of transformers skips it: it initialises the tiles instead.
             tensor._is_hf_initialized = True  # type: ignore[attr-defined]
-            whole.tensor = tensor
+            tiled.tensor = tensor
 
     def forget(self) -> None:
-        """Lets the memory of the user's own parameters go; there is no undoing any more."""
+        """Drops the user's parameters. `undo` is not possible afterwards."""
         self._cuts.clear()
         self._candidates.clear()
         self._reasons.clear()
-        for whole in self.tiled_params:
-            whole.tiles = []
+        for tiled in self.tiled_params:
+            tiled.tiles = []
 
 
-_Places = Mapping[int, Sequence[tuple[nn.Module, str]]]  # (module, attribute) by id of parameter.
+# (module, attribute) by the id of the parameter.
+_Places = Mapping[int, Sequence[tuple[nn.Module, str]]]
 
 
 def _survey(model: nn.Module) -> tuple[list[_Candidate], list[tuple[str, nn.Parameter, str]]]:
-    """What can be cut; and the other parameters by name, each with the reason why not."""
+    """Returns the candidates, and the other parameters as (name, parameter, reason why not)."""
     places: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for attribute, parameter in module._parameters.items():
@@ -232,19 +234,19 @@ def _survey(model: nn.Module) -> tuple[list[_Candidate], list[tuple[str, nn.Para
                 places.setdefault(id(parameter), []).append((module, attribute))
     names = {id(module): name for name, module in model.named_modules()}
     candidates: list[_Candidate] = []
-    experts: dict[int, _Candidate] = {}  # By id of their module.
+    experts: dict[int, _Candidate] = {}  # By the id of their module.
     reasons = []
     for name, parameter in model.named_parameters():
         module, attribute = places[id(parameter)][0]
         if tiled_experts.is_packed(module):
-            reason = _why_whole_experts(module, places)
+            reason = _why_not_experts(module, places)
             if reason is None:
                 if id(module) not in experts:
                     experts[id(module)] = _Candidate({}, [(names[id(module)], module)], 1)
                     candidates.append(experts[id(module)])
                 experts[id(module)].parameters[attribute] = name, parameter
         else:
-            reason = _why_whole(parameter, places)
+            reason = _why_not(parameter, places)
             if reason is None:
                 users = [(names[id(module)], module) for module, _ in places[id(parameter)]]
                 candidates.append(_Candidate({"weight": (name, parameter)}, users, ROW_ALIGNMENT))
@@ -253,12 +255,13 @@ def _survey(model: nn.Module) -> tuple[list[_Candidate], list[tuple[str, nn.Para
     return candidates, reasons
 
 
-def _why_whole(parameter: nn.Parameter, places: _Places) -> str | None:
-    """None for a weight that only linear layers and embeddings use, by their own forward."""
+def _why_not(parameter: nn.Parameter, places: _Places) -> str | None:
+    """Returns None if only linear layers and embeddings use the weight, in their own forward; else
+    the reason why it cannot be split."""
     for module, attribute in places[id(parameter)]:
         kind = type(module)
         if kind not in (nn.Linear, nn.Embedding) or attribute != "weight":
-            return f"the {attribute} of a {kind.__name__}, which is not cut"
+            return f"the {attribute} of a {kind.__name__}, which cannot be split"
         if "forward" in module.__dict__:
             return f"the forward of its {kind.__name__} was replaced"
         if isinstance(module, nn.Embedding) and (
@@ -277,8 +280,8 @@ def _why_whole(parameter: nn.Parameter, places: _Places) -> str | None:
     return _why_not_by_rows(parameter)
 
 
-def _why_whole_experts(module: nn.Module, places: _Places) -> str | None:
-    """None for packed experts that run by the forward of their class."""
+def _why_not_experts(module: nn.Module, places: _Places) -> str | None:
+    """Returns None for packed experts that run the forward of their class, else the reason."""
     if "forward" in module.__dict__:
         return f"the forward of its {type(module).__name__} was replaced"
     for attribute, parameter in module._parameters.items():
@@ -287,21 +290,21 @@ def _why_whole_experts(module: nn.Module, places: _Places) -> str | None:
         if len(places[id(parameter)]) > 1:
             return f"the {attribute} of its {type(module).__name__} is shared"
         if not is_cut_by_name(attribute):
-            return f"the {attribute} of a {type(module).__name__}, which is not cut"
+            return f"the {attribute} of a {type(module).__name__}, which cannot be split"
         reason = _why_not_by_rows(parameter)
         if reason is not None:
             return reason
     return tiled_experts.why_not_cut(module)
 
 
-_APART = "its rows do not lie one after the other"
+_APART = "its rows are not contiguous"
 
 
 def _why_not_by_rows(parameter: nn.Parameter) -> str | None:
     if not parameter.is_contiguous():
         return _APART
     if parameter._backward_hooks:
-        return "it has gradient hooks, which look at the whole"
+        return "it has gradient hooks, which expect the full gradient"
     return None
 
 
@@ -309,8 +312,8 @@ def _cut_module(
     module: nn.Module, starts: tuple[int, ...], tiled_params: dict[str, TiledParam]
 ) -> _TileEdit:
     tiles = nn.ModuleList(_tile(module, start, stop) for start, stop in pairwise(starts))
-    for attribute, whole in tiled_params.items():
-        for tile, parameter in zip(tiles, whole.tiles, strict=True):
+    for attribute, tiled in tiled_params.items():
+        for tile, parameter in zip(tiles, tiled.tiles, strict=True):
             tile._parameters[attribute] = parameter
     cut = _TileEdit(module, type(module), dict(module._parameters), [])  # type: ignore[arg-type]
     module.__class__ = _tiled_class(module)
@@ -333,7 +336,7 @@ def _tiled_class(module: nn.Module) -> type[Tiled]:
 
 
 def _tile(module: nn.Module, start: int, stop: int) -> nn.Module:
-    """Of the module's own kind, for some of its rows; without values yet."""
+    """Returns a module of the same kind for some of its rows, without values."""
     if isinstance(module, nn.Linear):
         has_bias = module.bias is not None
         return nn.Linear(module.in_features, stop - start, bias=has_bias, device="meta")
@@ -353,13 +356,13 @@ def _tile_names(module: Tiled, prefix: str, attribute: str) -> list[str]:
 
 
 def _put_together(module: Any, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """After `state_dict()` came by: one tensor in the place of its tiles."""
-    for attribute, whole in module.tiled_params.items():
+    """Joins tiles to one tensor after `state_dict()` has visited the module."""
+    for attribute, tiled in module.tiled_params.items():
         values = [state_dict.pop(name) for name in _tile_names(module, prefix, attribute)]
         if any(isinstance(value, StateValue) for value in values):
-            state_dict[prefix + attribute] = StateValue.make(whole.tensor)  # type: ignore[arg-type]
+            state_dict[prefix + attribute] = StateValue.make(tiled.tensor)  # type: ignore[arg-type]
         elif any(isinstance(value, Handle) for value in values):
-            state_dict[prefix + attribute] = whole.tensor
+            state_dict[prefix + attribute] = tiled.tensor
         else:
             state_dict[prefix + attribute] = torch.cat(values)
 
@@ -374,21 +377,22 @@ def _take_apart(
     unexpected: list[str],
     errors: list[str],
 ) -> None:
-    """Before `load_state_dict()` comes by: views of the rows in the place of the whole."""
-    for attribute, whole in module.tiled_params.items():
+    """Replaces a tensor by views of its rows before `load_state_dict()` visits the module."""
+    for attribute, tiled in module.tiled_params.items():
         value = state_dict.get(prefix + attribute)
         if not isinstance(value, torch.Tensor):
             continue
         del state_dict[prefix + attribute]
         names = _tile_names(module, prefix, attribute)
-        if value.shape != whole.tensor.shape:
+        if value.shape != tiled.tensor.shape:
             errors.append(
                 f"size mismatch for {prefix + attribute}: the model has "
-                f"{tuple(whole.tensor.shape)}, "
+                f"{tuple(tiled.tensor.shape)}, "
                 f"the state_dict {tuple(value.shape)}"
             )
-        parts: Iterable[Any] = whole.handles  # Of its own values: nothing is to be done.
-        if not is_value_of(value, whole.tensor) and value.shape == whole.tensor.shape:
+        # The dict has the parameter's own handle: nothing to load.
+        parts: Iterable[Any] = tiled.handles
+        if not is_value_of(value, tiled.tensor) and value.shape == tiled.tensor.shape:
             value = plain_value(value)
-            parts = [value[start:stop] for start, stop in pairwise(whole.starts)]
+            parts = [value[start:stop] for start, stop in pairwise(tiled.starts)]
         state_dict.update(zip(names, parts, strict=True))

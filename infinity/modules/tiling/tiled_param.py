@@ -1,4 +1,4 @@
-"""A parameter of the user's model that stands as tiles: the handle that answers for all of them."""
+"""A parameter of the user's model that is split into tiles, and the handle for all of them."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from infinity.modules.state_values import StateValue
 class TiledParam:
     """One parameter of the user's model, and its tiles in order of rows.
 
-    As the owner of the handle that stands for it, it answers for the tiles: what reads the handle
-    gets a copy on the device, put together outside of every budget.
+    A TiledParam owns the handle that stands for the parameter. A read of that handle returns a copy
+    of all rows on the device, which no budget counts.
     """
 
     name: str
     starts: tuple[int, ...]
-    tensor: nn.Parameter | Handle  # The parameter itself until the engine has taken over.
+    tensor: nn.Parameter | Handle  # The parameter itself until the engine owns the tiles.
     tiles: list[nn.Parameter]
     handles: list[Handle] = field(default_factory=list)
 
@@ -37,14 +37,14 @@ class TiledParam:
         *,
         changes: Sequence[Handle],
     ) -> Any:
-        """On a copy of all rows; what the function changed in it goes back to the tiles."""
+        """Runs `function` on a copy of all rows, and writes changed rows back to the tiles."""
         lent: dict[int, tuple[Handle, torch.Tensor, int]] = {}
 
         def real(handle: Handle) -> torch.Tensor:
             if handle.kept is not None:
                 return handle.kept
             if handle.owner is not self:
-                return handle  # Fetches itself.
+                return handle  # Fetches its own bytes.
             if id(handle) not in lent:
                 copy = self._copy_of(handle)
                 lent[id(handle)] = handle, copy, copy._version
@@ -57,7 +57,7 @@ class TiledParam:
                 if answer is copy:
                     return handle
             answer = mirrored(
-                answer, copy, self.whole_handle(self.name).note_alias, self, self.name,
+                answer, copy, self.module_handle(self.name).note_alias, self, self.name,
                 is_gradient=handle.is_gradient, is_copy=True,
             )  # fmt: skip
         return answer
@@ -80,8 +80,8 @@ class TiledParam:
         self.write_bytes(self.name, 0, values, is_gradient=handle.is_gradient)
 
     def read(self) -> torch.Tensor:
-        """A copy of all rows on the device; its gradient goes to the tiles. They are fetched one by
-        one."""
+        """Returns a copy of all rows on the device; its gradient flows to the tiles. Tiles are
+        fetched one by one."""
         return torch.cat([handle.clone() for handle in self.handles])
 
     def read_gradient(self) -> torch.Tensor:
@@ -92,7 +92,7 @@ class TiledParam:
         if any(tile.grad is None for tile in self.handles):
             return None
         gradient = Handle.make(self, self.name, handle, is_gradient=True)
-        self.whole_handle(self.name).note_alias(gradient)
+        self.module_handle(self.name).note_alias(gradient)
         gradient.number = self._number_of_gradient()
         return gradient
 
@@ -100,7 +100,7 @@ class TiledParam:
         stamp = self.stamp(self.name, is_gradient=True)
         return -1 if stamp is None else stamp[0]
 
-    def whole_handle(self, name: str) -> Handle:
+    def module_handle(self, name: str) -> Handle:
         assert isinstance(self.tensor, Handle)
         return self.tensor
 
@@ -162,7 +162,7 @@ class TiledParam:
     def _parts(
         self, start: int, content: torch.Tensor, *, is_gradient: bool
     ) -> Iterator[tuple[Handle, int, torch.Tensor]]:
-        """Every tile that has some of the content: the tile, its first byte, and that part."""
+        """Yields every tile that has some of the content, with its first byte and that part."""
         stop, first = start + content.numel(), 0
         for tile in self.handles:
             end = first + tile.numel() * (4 if is_gradient else tile.element_size())

@@ -1,7 +1,7 @@
-"""Parameters that came to a model after it was offloaded: the engine does not train them.
+"""Detects parameters that were added to a model after `infinity.offload` and that nobody trains.
 
-An adapter or a head that is added later has parameters of its own, in plain memory. Somebody else
-may train them, with an optimizer of torch; if nobody does, they would stay as they are in silence.
+An adapter or a head that is added later has parameters in plain memory. An optimizer of torch may
+train them. Without such an optimizer they would silently keep their values.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from infinity.errors import ConfigError
 from infinity.modules.handle import Handle
 
 
-class Strangers:
-    """Finds parameters that get gradients and that nobody changes."""
+class UnmanagedParams:
+    """The parameters of a model that the engine does not own."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
         self._seen: dict[str, tuple[int, int]] = {}  # By name: identity and version.
 
     def refuse_untrained(self) -> None:
-        """At a step: raises ConfigError where one had a gradient at the last step, too, and is as
-        it was then."""
+        """Raises ConfigError if a parameter had a gradient at this step and at the last one, and
+        has not changed between them."""
         model = self._model()
         found: dict[str, tuple[int, int]] = {}
         for name, parameter in [] if model is None else model.named_parameters():
@@ -35,8 +35,8 @@ class Strangers:
         self._seen = found
         if untrained:
             raise ConfigError(
-                f"{untrained[0]!r} and {len(untrained) - 1} others came to the model after "
-                "infinity.offload, get gradients, and no optimizer changes them; add adapters and "
-                "heads before infinity.offload, freeze them, or train them with an optimizer of "
-                "torch.optim"
+                f"{untrained[0]!r} and {len(untrained) - 1} others were added to the model after "
+                "infinity.offload; they receive gradients, but no optimizer changes them. Add "
+                "adapters and heads before infinity.offload, freeze them, or train them with an "
+                "optimizer of torch.optim"
             )

@@ -1,0 +1,146 @@
+"""Boundaries: the graph of a block is replaced by one node, and the block is recorded for a repeat.
+
+See the notes Boundaries and Same sums of `layer_major.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.autograd.graph import GradientEdge, Node
+
+from infinity.errors import UnsupportedError
+from infinity.modules.accumulate.fiber import Modes
+from infinity.modules.handle import Handle
+from infinity.modules.hooks import HookedModule, nodes_since
+from infinity.modules.outputs import tensors_in
+
+
+@dataclass(eq=False, slots=True)
+class RunningBlock:
+    """A block that fibers stop at."""
+
+    hooked: HookedModule
+    forward: Callable[..., Any]
+    has_tiles: bool
+    order: int = -1  # Counts blocks in the order in which a fiber first reached them.
+
+
+class TileStop(NamedTuple):
+    """A stop inside a block: at a tile or, in a backward, behind tiles (no units). The schedule
+    serves the smallest stop first."""
+
+    is_backward: bool
+    order: float
+    units: tuple[int, ...]
+
+
+@dataclass(eq=False, slots=True)
+class BlockInput:
+    """A tensor argument that needs a gradient: its saved value, and the destination of the
+    gradient."""
+
+    value: Any  # The result of `ActivationStore.save`.
+    edge: GradientEdge
+    reaches: frozenset[BlockCall]
+
+    @property
+    def key(self) -> tuple[Node, int]:
+        return self.edge.node, self.edge.output_nr
+
+
+@dataclass(eq=False, slots=True)
+class BlockCall:
+    """One forward of one block in one fiber, with everything that repeats it."""
+
+    block: RunningBlock
+    # The flattened (args, kwargs); an `BlockInput` for a tensor that needs a gradient.
+    leaves: list[Any]
+    tree: Any
+    modes: Modes
+    random: list[torch.Tensor]
+    # Indexes of the flattened outputs that need a gradient.
+    which: list[int] = field(default_factory=list)
+    gradients: list[torch.Tensor | None] = field(default_factory=list)
+
+    def take(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        for index, gradient in enumerate(gradients):
+            if gradient is not None:
+                before = self.gradients[index]
+                self.gradients[index] = gradient if before is None else before + gradient
+
+    def inputs(self) -> Iterator[BlockInput]:
+        """Yields every input once."""
+        return iter(
+            {id(leaf): leaf for leaf in self.leaves if isinstance(leaf, BlockInput)}.values()
+        )
+
+
+class Boundary(torch.autograd.Function):
+    """Outputs of a block, whose backward hands the gradients to the block's `BlockCall`."""
+
+    @staticmethod
+    def forward(ctx: Any, call: BlockCall, anchor: torch.Tensor, values: list[torch.Tensor]) -> Any:
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        return tuple(values)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        ctx.call.take(gradients)
+        return None, None, None
+
+
+def calls_behind(node: Node, known: dict[Node, frozenset[BlockCall]]) -> frozenset[BlockCall]:
+    """Returns the calls whose boundaries a gradient can reach from `node`."""
+    found = known.get(node)
+    if found is None:
+        calls: set[BlockCall] = set()
+        seen, waiting = {node}, [node]
+        while waiting:
+            here = waiting.pop()
+            call = getattr(here, "call", None)
+            if isinstance(call, BlockCall):
+                calls.add(call)
+                continue
+            fresh = {behind for behind, _ in here.next_functions if behind is not None} - seen
+            seen |= fresh
+            waiting.extend(fresh)
+        found = known[node] = frozenset(calls)
+    return found
+
+
+def is_activation(leaf: Any) -> bool:
+    """Whether the leaf is an activation, as opposed to a parameter or no tensor at all."""
+    return isinstance(leaf, torch.Tensor) and not isinstance(leaf, (nn.Parameter, Handle))
+
+
+def refuse_hidden(block: RunningBlock, output: Any, leaves: list[Any]) -> None:
+    """Refuses an output with a tensor that pytree does not find."""
+    seen = {id(leaf) for leaf in leaves}
+    for tensor in tensors_in(output):
+        if tensor.requires_grad and id(tensor) not in seen:
+            raise UnsupportedError(
+                f"{block.hooked.name} returns a tensor inside an object that "
+                "torch.utils._pytree does not know; register the class there, or accumulate "
+                "by several backward() calls"
+            )
+
+
+def refuse_side_channels(block: RunningBlock, first: int, outputs: list[torch.Tensor]) -> None:
+    """Refuses a tensor that leads into the dropped graph of a block."""
+
+    def refuse(gradients: Any) -> None:
+        raise UnsupportedError(
+            f"a tensor computed inside {block.hooked.name} reaches the loss by another way "
+            "than its outputs (an auxiliary loss, such as that of a router); leave it out, or "
+            "accumulate micro-batches by several backward() calls"
+        )
+
+    for nodes in nodes_since(first, outputs):
+        for node in nodes:
+            node.register_prehook(refuse)
