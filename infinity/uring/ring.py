@@ -102,7 +102,7 @@ class Ring:
     @property
     def num_free_entries(self) -> int:
         """Operations that can be prepared before the next submit."""
-        return self._lib.io_uring_sq_space_left(self._live())
+        return int(self._lib.io_uring_sq_space_left(self._live()))
 
     @property
     def num_in_flight(self) -> int:
@@ -189,7 +189,7 @@ class Ring:
         # With SQPOLL the result also counts operations that an earlier submit left for the kernel.
         num_taken = min(answer, self._num_prepared)
         self._num_prepared -= num_taken
-        return num_taken
+        return int(num_taken)
 
     def wait(self, num: int = 1, *, timeout_s: float | None = None) -> list[Completion]:
         """Submits, waits for at least `num` completions, and takes all that have arrived.
