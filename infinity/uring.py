@@ -112,7 +112,7 @@ class Raw(NamedTuple):
 class RegisteredBuffer(NamedTuple):
     """Memory that the ring has pinned, or a part of it."""
 
-    index: int
+    index: int  # type: ignore[assignment]
     address: int
     nbytes: int
 
@@ -126,7 +126,7 @@ class RegisteredBuffer(NamedTuple):
 class RegisteredFile(NamedTuple):
     """A file that the ring holds open, by its place in the ring's table."""
 
-    index: int
+    index: int  # type: ignore[assignment]
 
 
 Memory: TypeAlias = "Buffer | Raw | RegisteredBuffer"
@@ -211,7 +211,8 @@ class Ring:
     @property
     def num_free_entries(self) -> int:
         """Operations that can be prepared now."""
-        return self._lib.io_uring_sq_space_left(self._live())
+        num_free: int = self._lib.io_uring_sq_space_left(self._live())
+        return num_free
 
     @property
     def num_in_flight(self) -> int:
@@ -296,7 +297,7 @@ class Ring:
         answer = self._lib.io_uring_submit(self._live())
         _check(answer, "io_uring_enter")
         # With SQPOLL the answer counts also what an earlier submit left for the kernel's thread.
-        num_taken = min(answer, self._num_prepared)
+        num_taken: int = min(answer, self._num_prepared)
         self._num_prepared -= num_taken
         return num_taken
 

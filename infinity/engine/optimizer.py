@@ -152,7 +152,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         return engine.handle_ops.param_of(parameter)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step. Returns what the closure returned, if one was given."""
         loss = None
         if closure is not None:

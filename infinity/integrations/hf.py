@@ -160,7 +160,7 @@ def _stream_exports(model: Any) -> None:
 
 
 def _save_over(
-    directory: Path, model: nn.Module, optimizer: AdamW, *, step: int | None = None
+    directory: Path, model: nn.Module, optimizer: OffloadedOptimizer, *, step: int | None = None
 ) -> None:
     """Writes the state in the place of what an earlier run has left there, as Trainer does with
     the rest of a checkpoint. Where it cannot be written, that is there again."""

@@ -25,7 +25,7 @@ from infinity.modules.originals import Follower
 def install() -> None:
     """From now on every `Function.apply` of the process asks whether it was given handles."""
     if "apply" not in vars(_SingleLevelFunction):
-        _SingleLevelFunction.apply = classmethod(_apply)
+        _SingleLevelFunction.apply = classmethod(_apply)  # type: ignore[attr-defined]
 
 
 def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:

@@ -33,7 +33,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections.abc import Callable, Iterable
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol, TypeGuard
 
 import torch
 from torch import nn
@@ -68,7 +68,8 @@ class ModuleCall:
 class Uses(Protocol):
     """Holds of units, as hooks see them."""
 
-    yields_at_tiles: bool
+    @property
+    def yields_at_tiles(self) -> bool: ...
 
     def yield_at_tile(self, units: list[int], *, is_over: bool = False) -> None:
         """Where `yields_at_tiles`: before `enter`, and when a backward is about to go on behind the
@@ -285,7 +286,7 @@ def nodes_since(first: int, output: Any) -> tuple[list[Node], list[Node]]:
     """The nodes numbered `first` or higher that the output's tensors reach: (inner nodes,
     exits)."""
 
-    def is_new(node: Node | None) -> bool:
+    def is_new(node: Node | None) -> TypeGuard[Node]:
         return node is not None and first <= node._sequence_nr() < _ACCUMULATES
 
     inner: list[Node] = []

@@ -66,7 +66,7 @@ class OffloadedParam:
         """Registers `tensor` wherever `other` stands."""
         for alias in self.aliases:
             if alias.module._parameters.get(alias.attribute) is other:
-                alias.module._parameters[alias.attribute] = tensor
+                alias.module._parameters[alias.attribute] = tensor  # type: ignore[assignment]
             else:
                 _replace_below(alias.module, other, tensor)
 

@@ -19,7 +19,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, get_args
 
 from infinity.errors import ConfigError, StorageError, UnsupportedError
 from infinity.sizes import PAGE_NBYTES
@@ -138,6 +138,11 @@ class StorageEngine(Protocol):
 
     def stats(self) -> EngineStats: ...
 
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *unused: object) -> None:
+        """Closes the engine."""
+
     def close(self) -> None:
         """Drains, ends the threads, closes the files. Idempotent."""
         ...
@@ -213,7 +218,7 @@ def open_engine(
                 f"this kernel ({os.uname().release}) refuses rings with {ring_flags}; "
                 'flags = "auto" takes the best that it grants'
             )
-    options = {
+    options: dict[str, Any] = {
         "arena": arena,
         "block_nbytes": block_nbytes,
         "queue_depth": queue_depth,

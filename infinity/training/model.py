@@ -201,7 +201,7 @@ def _source_of(config: Any) -> str:
     """The code of a configuration and of the causal LM that it is for."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    kinds = [type(config)]
+    kinds: list[Any] = [type(config)]
     if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
         kinds.append(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])
     try:

@@ -43,7 +43,6 @@ from infinity.checkpoint.run.directory import (
 )
 from infinity.checkpoint.run.files import (
     BUFFERS_NAME,
-    PROGRAM_NAME,
     KeptTensors,
     buffers_of,
     kept_tensors,
@@ -61,7 +60,7 @@ from infinity.checkpoint.run.linked import (
     StoredTensor,
     stored_tensors,
 )
-from infinity.checkpoint.run.manifest import FileEntry, Manifest, StoredRange
+from infinity.checkpoint.run.manifest import PROGRAM_NAME, FileEntry, Manifest, StoredRange
 from infinity.checkpoint.run.program import believing, parse_program
 from infinity.checkpoint.run.recut import Recut, RecutSource, recut
 from infinity.checkpoint.run.rng_state import restore_random_state

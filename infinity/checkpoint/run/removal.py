@@ -44,7 +44,7 @@ def fault_of(path: Path) -> str | None:
 def damaged_after(directory: Path, step: int) -> tuple[list[Path], Path | None]:
     """Checkpoints later than `step` that are damaged, newest first, up to one that is whole, which
     comes second."""
-    damaged = []
+    damaged: list[Path] = []
     for path in reversed(list_checkpoints(directory)):
         if step_of(path) <= step:
             break

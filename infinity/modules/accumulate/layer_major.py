@@ -48,7 +48,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -58,16 +58,12 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from infinity.errors import UnsupportedError
 from infinity.modules.accumulate.fiber import Fiber, Modes, Random
 from infinity.modules.handle import Handle
-from infinity.modules.hooks import (
-    OUTSIDE_BACKWARD,
-    HookedModule,
-    ModuleHooks,
-    current_backward,
-    nodes_since,
-)
+from infinity.modules.hooks import HookedModule, ModuleHooks, nodes_since
 from infinity.modules.outputs import detach_from_parameters, tensors_in
 from infinity.modules.tiling.layers import Tiled
+from infinity.modules.uses import UnitUses
 from infinity.streaming.activations import InputStore
+from infinity.streaming.passes import OUTSIDE_BACKWARD, current_backward
 
 # Calls whose inputs are brought back ahead of the one that runs.
 _RESTORED_AHEAD = 2
@@ -76,22 +72,6 @@ _RESTORED_AHEAD = 2
 _THROUGH = object()
 
 _CACHES = ("past_key_values", "past_key_value", "layer_past", "cache_params")
-
-
-class Blocks(Protocol):
-    """Holds of units, as this module sees them."""
-
-    on_tile: Callable[[list[int], bool], None] | None  # What `yield_at_tile` of hooks is to do.
-
-    def enter(self, units: list[int]) -> None: ...
-    def leave(self, units: list[int]) -> None: ...
-    def begin_block_backward(self, units: list[int]) -> None:
-        """Every micro-batch will give a gradient to these units."""
-
-    def end_of_block(self, units: list[int]) -> None:
-        """The gradients of these units are complete: they go to where they rest."""
-
-    def is_parameter_memory(self, tensor: torch.Tensor) -> bool: ...
 
 
 @dataclass(eq=False, slots=True)
@@ -224,7 +204,7 @@ class LayerMajorSchedule:
     def __init__(
         self,
         model: nn.Module,
-        uses: Blocks,
+        uses: UnitUses,
         hooks: Sequence[tuple[HookedModule, ModuleHooks]],
         activations: InputStore,
         device: torch.device,
@@ -285,7 +265,7 @@ class LayerMajorSchedule:
             hooks.is_suspended = True
             module = block.hooked.module
             own.append("forward" in module.__dict__)
-            module.forward = self._forward_of(block)  # type: ignore[method-assign]
+            module.forward = self._forward_of(block)
         if self._tile_micro_batches > 1:
             self._uses.on_tile = self._yield_at_tile
         try:
@@ -297,7 +277,7 @@ class LayerMajorSchedule:
             for block, hooks, is_own in zip(self._blocks, self._hooks, own, strict=True):
                 hooks.is_suspended = False
                 if is_own:
-                    block.hooked.module.forward = block.forward  # type: ignore[method-assign]
+                    block.hooked.module.forward = block.forward
                 else:
                     del block.hooked.module.__dict__["forward"]
 

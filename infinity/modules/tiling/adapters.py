@@ -8,18 +8,21 @@ whole that tiles avoid. So each tile gets the sum of its own experts, while it r
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from infinity.modules.tiling.layers import Tiled
 
+
 # A tile's parameter as it runs, of the rows [start, stop) of the whole.
-Fold = Callable[[torch.Tensor, slice], torch.Tensor]
+class Fold(Protocol):
+    def __call__(self, weight: torch.Tensor, rows: slice) -> torch.Tensor: ...
+
 
 _INSTEAD_OF = "_activate_lora"  # PEFT's own way to put the sum in the parameter's place.
 
