@@ -89,7 +89,7 @@ def derive(engine: Engine, wanted: dict[str, tuple[nn.Module, str]]) -> None:
             if hasattr(layer, "lora_magnitude_vector"):
                 value = _magnitude(engine, layer, adapter)
             else:
-                value = layer.weight[layer.token_indices[adapter]]  # type: ignore[index,operator]
+                value = layer.weight[layer.token_indices[adapter]]  # type: ignore[index]
             engine.write_parameter(name, value.detach().cpu())
         tuner: Any
         for tuner in engine.model.modules():
