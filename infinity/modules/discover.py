@@ -48,6 +48,8 @@ class FoundParam:
 
 @dataclass(eq=False, slots=True)
 class FoundModule:
+    """A module, and its name in the model."""
+
     name: str
     module: nn.Module
     is_block: bool  # One of a list of repeated ones, or named so by the user.

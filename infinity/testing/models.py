@@ -361,6 +361,8 @@ class Scored:
 
 
 class Pair(NamedTuple):
+    """Two outputs, of which the second may be absent."""
+
     first: Tensor
     second: Tensor | None
 

@@ -19,8 +19,9 @@ from torch import nn
 from infinity.modules.tiling.layers import Tiled
 
 
-# A tile's parameter as it runs, of the rows [start, stop) of the whole.
 class Fold(Protocol):
+    """Makes a tile's parameter as it runs: `weight` has the rows `rows` of the whole."""
+
     def __call__(self, weight: torch.Tensor, rows: slice) -> torch.Tensor: ...
 
 
