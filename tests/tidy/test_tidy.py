@@ -34,9 +34,9 @@ LARGE_FILES = {
     "engine/engine.py": 600,
     "modules/accumulate/layer_major.py": 600,
     "modules/handle.py": 620,
-    "simulate/step.py": 820,
+    "simulate/step.py": 840,
     "storage/volume.py": 680,
-    "streaming/optimizer_step.py": 540,
+    "streaming/optimizer_step.py": 560,
     "streaming/parameters.py": 740,
     "testing/models.py": 800,
     "uring.py": 540,
@@ -44,10 +44,10 @@ LARGE_FILES = {
 LARGE_FUNCTIONS = {
     "cli/inspect.py: inspect": 75,
     "cli/plan.py: plan": 85,
-    "engine/build.py: build": 87,
-    "engine/build.py: _assemble": 111,
-    "state/budgets.py: Budgets.__init__": 74,
-    "storage/engine.py: open_engine": 74,
+    "engine/build.py: build": 90,
+    "engine/build.py: _assemble": 115,
+    "state/budgets.py: Budgets.__init__": 75,
+    "storage/engine.py: open_engine": 75,
 }
 # Names that two classes have: a configuration table and the thing that it configures, and others.
 SHARED_CLASS_NAMES = {"Alias", "Choice", "Frozen", "HostTier", "Placement", "_Copied"}
