@@ -6,7 +6,7 @@
 
 PYTHON := .venv/bin/python
 
-.PHONY: demo test lint format setup gpu clean
+.PHONY: demo test quick lint types format setup gpu clean
 
 demo:
 	scripts/setup.sh hf
@@ -15,10 +15,17 @@ demo:
 test: setup
 	$(PYTHON) -m pytest -n 2 --dist worksteal --durations=10
 
-lint: setup
+# What needs no engine: rules, formats, kernels, configuration. The first check of a change.
+quick: setup
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n 2 --dist worksteal -q tests/tidy tests/unit tests/property tests/ops
+
+lint: setup types
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
 	.venv/bin/lint-imports
+
+types: setup
+	$(PYTHON) -m mypy
 
 format: setup
 	$(PYTHON) -m ruff check --fix-only .
@@ -31,4 +38,4 @@ setup:
 	scripts/setup.sh hf,dev
 
 clean:
-	rm -rf build .venv .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf build .venv .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis

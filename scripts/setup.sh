@@ -57,8 +57,7 @@ install_packages() {
 
 fingerprint() {
   {
-    sed 's/^version = .*//' pyproject.toml
-    cat constraints.txt CMakeLists.txt scripts/setup.sh
+    cat pyproject.toml constraints.txt CMakeLists.txt scripts/setup.sh
     find io csrc -type f | LC_ALL=C sort | xargs cat
     "$python" -VV
     if has_header liburing.h; then echo liburing; fi

@@ -6,7 +6,7 @@ The cost is the share of the bandwidth that is left, and the difference of the C
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -18,7 +18,7 @@ from infinity.bench.scratch import DIRECTORY_NAME, check_room, remove_directory
 from infinity.bench.transfer import next_seed
 from infinity.sizes import format_nbytes
 from infinity.storage.arena import Arena
-from infinity.storage.protocol import Priority
+from infinity.storage.protocol import Priority, Ticket
 from infinity.storage.volume import Extent, Volume, VolumePath
 
 
@@ -68,7 +68,7 @@ class VolumeTransfer:
     def _read(self) -> None:
         self._move(self._volume.read)
 
-    def _move(self, move) -> None:
+    def _move(self, move: Callable[..., Ticket]) -> None:
         tickets = [
             move(
                 self._extents, offset_nbytes=at, nbytes=min(EXTENT_NBYTES, self._nbytes - at),

@@ -18,7 +18,7 @@ from infinity.bench.scratch import STILL_SEED
 from infinity.bench.transfer import EngineTransfer, FileSet, plan_moves, prepare
 from infinity.sizes import MIB, format_nbytes
 from infinity.storage.arena import Arena
-from infinity.tiers.device import DeviceAdapter
+from infinity.tiers.device import Copy, DeviceAdapter
 
 _PIECE_NBYTES = 64 * MIB
 
@@ -68,7 +68,7 @@ class ArenaToDevice:
         for copy in [self._start(*piece, inward=inward) for piece in self._pieces(low, high)]:
             copy.wait()
 
-    def _start(self, low: int, high: int, *, inward: bool):
+    def _start(self, low: int, high: int, *, inward: bool) -> Copy:
         here, there = self._host[low:high], self._there[low:high]
         return self._device.copy(here, there) if inward else self._device.copy(there, here)
 

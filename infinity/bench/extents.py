@@ -16,6 +16,7 @@ from infinity.bench import fio
 from infinity.bench.measure import Contender, ContenderGroup, Result
 from infinity.bench.nvme import EXTENT_NBYTES, DriveSite, has_raw_ring
 from infinity.bench.raw_ring import RawRing
+from infinity.bench.scratch import RegionName
 from infinity.bench.transfer import (
     EngineTransfer,
     FileSet,
@@ -43,7 +44,7 @@ def apart(kind: TransferKind, nbytes: int) -> list[TransferMove]:
 
 def _move(kind: TransferKind, block: int, place: int) -> TransferMove:
     assert kind != "mixed"
-    region = "still" if kind == "read" else "busy"
+    region: RegionName = "still" if kind == "read" else "busy"
     return TransferMove(kind, region, block * SMALL_NBYTES, SMALL_NBYTES, place * SMALL_NBYTES)
 
 

@@ -121,7 +121,7 @@ def copies(lab: Lab) -> Iterator[Result]:
 
 def optimizer(lab: Lab) -> Iterator[Result]:
     """A step over state that fills the arena."""
-    ceilings = [
+    ceilings: list[Contender] = [
         StreamingScale(lab.arena),
         StreamingCopy(lab.arena, _half_nbytes(lab.arena), torch.get_num_threads()),
     ]

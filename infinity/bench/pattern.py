@@ -6,13 +6,17 @@ differ in every word, and so do two seeds.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
+from numpy.typing import NDArray
 
 from infinity.sizes import MIB
 
 CHUNK_NBYTES = MIB
 _POISON = 0xA5
 # Odd, so that multiplication is a bijection: no two (seed, index) share a mask.
+_Words = NDArray[np.uint64]
 _ODD = 0x9E3779B97F4A7C15
 _BASE = np.random.default_rng(20).integers(0, 1 << 63, CHUNK_NBYTES // 8, dtype=np.uint64)
 
@@ -38,7 +42,9 @@ def poison(memory: memoryview) -> None:
     np.frombuffer(memory, dtype=np.uint8)[:] = _POISON
 
 
-def _chunks(memory: memoryview, offset_nbytes: int, seed: int):
+def _chunks(
+    memory: memoryview, offset_nbytes: int, seed: int
+) -> Iterator[tuple[_Words, _Words, np.uint64]]:
     """The words of each chunk that `memory` lies in, the part of the base, and its mask."""
     assert offset_nbytes % 8 == 0 and len(memory) % 8 == 0
     words = np.frombuffer(memory, dtype=np.uint64)

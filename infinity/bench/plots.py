@@ -148,5 +148,5 @@ def _latency(pyplot: Any, rows: Sequence[Row]) -> Any:
 
 
 def _short(nbytes: float) -> str:
-    """ "4 MiB" for 4.0 MiB."""
+    """Without a zero fraction: "4 MiB" for 4.0 MiB."""
     return format_nbytes(nbytes).replace(".0 ", " ")

@@ -121,8 +121,8 @@ def latency_table(rows: Sequence[Row]) -> Table:
         for row in group:
             table.add_row(f"  {row.subject}", *_latencies(row.latency_s), _verdict(row.ok))
         for ceiling in group[0].ceilings:
-            name = Text(f"    ceiling: {ceiling.name}", style="dim")
-            table.add_row(name, *_latencies(ceiling.latency_s))
+            label = Text(f"    ceiling: {ceiling.name}", style="dim")
+            table.add_row(label, *_latencies(ceiling.latency_s))
     return table
 
 

@@ -279,7 +279,8 @@ def _turns(
 
 def _bandwidth(site: DriveSite, settings: Mapping[str, Any]) -> tuple[PathBandwidth, float | None]:
     """The chosen settings on one path, and the CPU seconds per GB over all kinds."""
-    lab, samples = site.lab, []
+    lab = site.lab
+    samples: list[Measurement] = []
     summaries = {}
     with contextlib.ExitStack() as stack:
         engine = stack.enter_context(lab.engine(**settings))

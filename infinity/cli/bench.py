@@ -186,7 +186,7 @@ def _split(only: str | None) -> list[str]:
     return [name.strip() for name in only.split(",") if name.strip()] if only else []
 
 
-def _changes(size: str | None, rounds: int | None) -> dict[str, int]:
+def _changes(size: str | None, rounds: int | None) -> dict[str, Any]:
     changes = {} if rounds is None else {"rounds": rounds}
     if size is not None:
         changes["nbytes"] = parse_size(size)

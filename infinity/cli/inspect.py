@@ -82,8 +82,8 @@ def inspect(
         answer = tables if is_swap else rows
         typer.echo(json.dumps(answer, indent=2))
     else:
-        for each in swaps:
-            _print_swap(each)
+        for swap in swaps:
+            _print_swap(swap)
         if swaps and not has_commits:
             typer.echo("  no committed step")
         for each in found:
@@ -158,8 +158,8 @@ def _print(found: Inspection) -> None:
         if manifest.ranks:
             typer.echo(f"  of {len(manifest.ranks)} ranks")
         if found.shared_nbytes:
-            nbytes = format_nbytes(found.shared_nbytes)
-            typer.echo(f"  {nbytes} of it in files shared with the swap directory")
+            shared = format_nbytes(found.shared_nbytes)
+            typer.echo(f"  {shared} of it in files shared with the swap directory")
         for kind, nbytes in sorted(found.nbytes_by_kind().items(), key=lambda row: -row[1]):
             typer.echo(f"  {kind:<12}{format_nbytes(nbytes)}")
     for fault in found.faults:

@@ -74,6 +74,7 @@ def train(
     if trace is not None:
         first, last = parse_steps(trace_steps)
         plan = TracePlan(trace, first, last)
+        assert loaded.train is not None  # See `require`.
         plan.check(num_steps=loaded.train.steps)
 
     require_transformers("infinity train")

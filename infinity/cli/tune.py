@@ -6,9 +6,10 @@ import dataclasses
 import datetime
 import json
 import platform
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -79,8 +80,11 @@ def tune(
         typer.echo(json.dumps(found, indent=1))
         return
     console = Console(stderr=True)
-    for scores, chosen in ((choice.scores, choice.best), (choice.ring_scores, choice.rings)):
-        for who, score in sorted(scores.items(), key=lambda item: -item[1]):
+    tables: tuple[tuple[Mapping[Any, float], object], ...] = (
+        (choice.scores, choice.best), (choice.ring_scores, choice.rings)
+    )  # fmt: skip
+    for of_choice, chosen in tables:
+        for who, score in sorted(of_choice.items(), key=lambda item: -item[1]):
             mark = "  <- chosen" if who == chosen else ""
             console.print(f"  {who!s:<28} {score:6.1%} of the best{mark}", highlight=False)
     typer.echo(fragment, nl=False)

@@ -293,6 +293,8 @@ def _number_detail(value: object) -> str:
 
 @dataclass(frozen=True)
 class Integer(ValueType):
+    """A whole number, not below `minimum` and not above `maximum`."""
+
     minimum: int = 0
     maximum: int | None = None
 

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from infinity.config import SwapConfig
 from infinity.doctor.files import read_int, read_text
@@ -133,7 +134,7 @@ def _gpus(torch: object) -> list[Gpu]:
 
 
 def _describe(properties: object) -> Gpu:
-    numbers = [
+    numbers: list[Any] = [
         getattr(properties, name, None) for name in ("pci_domain_id", "pci_bus_id", "pci_device_id")
     ]
     address = ""

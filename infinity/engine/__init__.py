@@ -1,0 +1,1 @@
+"""Takes a model over: what `infinity.offload` builds, the engine itself, and the optimizers."""

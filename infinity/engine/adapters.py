@@ -92,14 +92,14 @@ def derive(engine: Engine, wanted: dict[str, tuple[nn.Module, str]]) -> None:
             if hasattr(layer, "lora_magnitude_vector"):
                 value = _magnitude(engine, layer, adapter)
             else:
-                value = layer.weight[layer.token_indices[adapter]]  # type: ignore
+                value = layer.weight[layer.token_indices[adapter]]  # type: ignore[index]
             engine.write_parameter(name, value.detach().cpu())
-        for layer in engine.model.modules():
-            for adapter, rows in getattr(layer, "trainable_tokens_original", {}).items():
+        tuner: Any
+        for tuner in engine.model.modules():
+            for adapter, rows in getattr(tuner, "trainable_tokens_original", {}).items():
                 if rows.is_meta:
-                    weight: Any = layer.weight
-                    rows = weight[layer.token_indices[adapter]].detach().clone()  # type: ignore
-                    layer.trainable_tokens_original[adapter] = rows  # type: ignore[index]
+                    rows = tuner.weight[tuner.token_indices[adapter]].detach().clone()
+                    tuner.trainable_tokens_original[adapter] = rows
 
 
 def _magnitude(engine: Engine, layer: Any, adapter: str) -> torch.Tensor:
@@ -120,7 +120,8 @@ def _magnitude(engine: Engine, layer: Any, adapter: str) -> torch.Tensor:
         lora_B=engine.read_parameter(names[id(b)]).to(**there),
         scaling=layer.scaling[adapter],
     )
-    return fresh.weight
+    weight: torch.Tensor = fresh.weight
+    return weight
 
 
 def copied_parameters(model: nn.Module) -> list[tuple[torch.Tensor, torch.Tensor]]:

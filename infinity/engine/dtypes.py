@@ -33,7 +33,7 @@ class Dtypes:
     """The dtype of every parameter, decided once from the given model."""
 
     def __init__(self, model: nn.Module, config: SwapConfig) -> None:
-        compute = getattr(torch, config.precision.compute_dtype)
+        compute: torch.dtype = getattr(torch, config.precision.compute_dtype)
         has_narrow = any(parameter.dtype in _NARROW for parameter in model.parameters())
         self._model = model
         self._narrowed = None if compute is torch.float32 or has_narrow else compute
@@ -110,7 +110,8 @@ def _twin(model: Any, dtype: torch.dtype) -> nn.Module | None:
 
     try:
         with ContextManagers(type(model).get_init_context(dtype, False, False, None)):
-            return type(model)(copy.deepcopy(model.config))
+            twin: nn.Module = type(model)(copy.deepcopy(model.config))
+            return twin
     except Exception as error:  # The constructor of the model does not run on meta.
         _log.warning(
             "buffers of %s stay float32: it cannot be built in %s to see what it makes of them "

@@ -39,12 +39,12 @@ def init_empty_weights(config: Any = None) -> Iterator[None]:
         if type(param) is not nn.Parameter or param.is_meta:
             return
         if param.numel() * param.element_size() <= _KEPT_NBYTES:
-            param.__class__ = Provisional  # type: ignore[assignment]
+            param.__class__ = Provisional
             kept.append(param)  # type: ignore[arg-type]
         else:
             module._parameters[name] = Awaited.make(param)  # type: ignore[assignment]
 
-    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign]
+    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign,assignment]
     try:
         with building():
             yield

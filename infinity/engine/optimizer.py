@@ -152,7 +152,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         return engine.handle_ops.param_of(parameter)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Makes one step. Returns the result of the closure, if one is given."""
         loss = None
         if closure is not None:

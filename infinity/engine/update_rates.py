@@ -68,7 +68,12 @@ def place_updates(
     largest = max(updated, key=lambda unit: unit.state_numel)
     drives = {}
     if config.tiers.nvme and (tuned := tuned_gb_per_s(config.tiers.nvme)) is not None:
-        drives = drive_rates(*(gbps and gbps * 1e9 / num_sharing for gbps in tuned))
+        read, write, mixed = tuned
+        drives = drive_rates(
+            read * 1e9 / num_sharing,
+            write * 1e9 / num_sharing,
+            None if mixed is None else mixed * 1e9 / num_sharing,
+        )
     rates = time_updates(device, host, largest, budgets.chunk_nbytes, drives=drives)
     if rates is None:
         return UpdateDevice("host", "the device would not give its bits, or memory is short")

@@ -163,7 +163,7 @@ def _stream_exports(model: Any) -> None:
 
 
 def _save_over(
-    directory: Path, model: nn.Module, optimizer: AdamW, *, step: int | None = None
+    directory: Path, model: nn.Module, optimizer: OffloadedOptimizer, *, step: int | None = None
 ) -> None:
     """Replaces the state of an earlier run, as Trainer does with the rest of a checkpoint. If
     writing fails, the earlier state is restored."""

@@ -26,7 +26,7 @@ from infinity.modules.originals import Follower
 def install() -> None:
     """Makes every `Function.apply` of the process look for handles among its arguments."""
     if "apply" not in vars(_SingleLevelFunction):
-        _SingleLevelFunction.apply = classmethod(_apply)
+        _SingleLevelFunction.apply = classmethod(_apply)  # type: ignore[attr-defined]
 
 
 def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:

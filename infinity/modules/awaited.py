@@ -15,13 +15,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
 from infinity.errors import ConfigError
+from infinity.modules.torch_names import TENSOR
 
 _building = 0
 
@@ -47,7 +48,7 @@ class Awaited(torch.Tensor):
         """Like `nn.Parameter`. PEFT registers a parameter again with all its attributes."""
         awaited = cls.make(data)
         awaited.__dict__.update(attributes)
-        return awaited.requires_grad_(requires_grad)
+        return cast("Awaited", awaited.requires_grad_(requires_grad))
 
     @staticmethod
     def make(parameter: torch.Tensor) -> Awaited:
@@ -63,9 +64,10 @@ class Awaited(torch.Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> Awaited:
         if id(self) not in memo:
             memo[id(self)] = Awaited.make(self)
-        return memo[id(self)]
+        copied: Awaited = memo[id(self)]
+        return copied
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return f"<awaited parameter: shape={tuple(self.shape)}, dtype={self.dtype}>"
 
     @classmethod
@@ -92,7 +94,7 @@ class Provisional(nn.Parameter):
     # Its version when its model was built. A later version means that a value was assigned.
     built_version: int = 0
 
-    def copy_(self, *args: Any, **kwargs: Any) -> torch.Tensor:  # type: ignore[override]
+    def copy_(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         copied = super().copy_(*args, **kwargs)
         if not _building:
             self.__class__ = nn.Parameter  # type: ignore[assignment]
@@ -184,7 +186,7 @@ def _set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
     if value.is_meta:
         if value is not tensor and value.dtype is tensor.dtype:
             _refuse_to_make_up(tensor)
-        torch.Tensor.data.__set__(tensor, value)  # type: ignore[attr-defined]
+        TENSOR.data.__set__(tensor, value)
     else:
         _take(tensor, value)
 
@@ -230,10 +232,10 @@ def _like(value: Any) -> Any:
 
 
 _SPECIAL: dict[Any, Callable[..., Any]] = {
-    torch.Tensor.device.__get__: _get_device,  # type: ignore[attr-defined]
-    torch.Tensor.is_meta.__get__: _get_is_meta,  # type: ignore[attr-defined]
-    torch.Tensor.data.__get__: _get_data,  # type: ignore[attr-defined]
-    torch.Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
+    TENSOR.device.__get__: _get_device,
+    TENSOR.is_meta.__get__: _get_is_meta,
+    TENSOR.data.__get__: _get_data,
+    TENSOR.data.__set__: _set_data,
     torch.Tensor.copy_: _copy_,
     torch.Tensor.to: _to,
     torch.Tensor.cpu: lambda tensor, *args, **kwargs: tensor,

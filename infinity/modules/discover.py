@@ -47,6 +47,8 @@ class FoundParam:
 
 @dataclass(eq=False, slots=True)
 class FoundModule:
+    """A module, and its name in the model."""
+
     name: str
     module: nn.Module
     is_block: bool  # One of a list of equal modules, or named as a block by the user.

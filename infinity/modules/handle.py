@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, NoReturn, Protocol, cast
 
 import torch
@@ -26,7 +26,7 @@ from torch.autograd.graph import _get_grad_fn_or_grad_acc
 
 from infinity.errors import ConfigError, ParameterNotResident, UnsupportedError
 from infinity.modules.mirrors import Origin, Original
-from infinity.modules.torch_names import PLAIN, members, says_it_writes
+from infinity.modules.torch_names import PLAIN, TENSOR, members, says_it_writes
 
 
 class Owner(Protocol):
@@ -99,7 +99,7 @@ class Handle(torch.Tensor):
         """Returns a handle with the shape, stride, dtype, device and requires_grad of `like`. A
         given `shape` replaces that of `like` and is row-major."""
         strides = like.stride() if shape is None else torch.empty(shape, device="meta").stride()
-        handle = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        handle = torch.Tensor._make_wrapper_subclass(
             Handle,
             like.shape if shape is None else shape,
             strides=strides,
@@ -113,7 +113,7 @@ class Handle(torch.Tensor):
         handle._is_param = not is_gradient
         if handle.requires_grad:
             with torch._C.DisableTorchFunctionSubclass():
-                handle.register_post_accumulate_grad_hook(_take_stray)
+                handle.register_post_accumulate_grad_hook(_take_stray)  # type: ignore[no-untyped-call]
         return handle
 
     def make_data(self) -> Handle:
@@ -133,7 +133,7 @@ class Handle(torch.Tensor):
         self.aliases[id(alias)] = alias
 
     def lose_aliases(self, kind: type | tuple[type, ...] = object, *, is_gradient: bool) -> None:
-        aliases = self.aliases or {}
+        aliases: MutableMapping[int, Alias] = self.aliases or {}
         for key, alias in list(aliases.items()):
             if alias.is_gradient == is_gradient and isinstance(alias, kind):
                 alias.lose()
@@ -153,7 +153,7 @@ class Handle(torch.Tensor):
         )
 
     @property
-    def grad(self) -> torch.Tensor | None:  # type: ignore[override]
+    def grad(self) -> torch.Tensor | None:
         """The gradient summed so far, as a handle that fetches the gradient when read; None without
         one."""
         return None if self.is_gradient or self.is_data else self.owner.gradient_of(self)
@@ -175,7 +175,7 @@ class Handle(torch.Tensor):
     def grad(self) -> None:
         self.grad = None
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         what = "gradient" if self.is_gradient else "parameter"
         return (
             f"<released {what} {self.name_in_model!r}: shape={tuple(self.shape)}, "
@@ -223,9 +223,9 @@ class Handle(torch.Tensor):
         return owner.compute_with(func, args, kwargs, changes=targets(func, args, kwargs))
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls,
-        func: Callable[..., Any],
+        func: Any,
         types: Any,
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
@@ -307,8 +307,8 @@ def _take_stray(handle: Any) -> None:
     """Passes on a gradient that reached the handle itself, through a graph made by code that
     bypassed `__torch_function__`."""
     with torch._C.DisableTorchFunctionSubclass():
-        gradient = torch.Tensor.grad.__get__(handle)
-        torch.Tensor.grad.__set__(handle, None)
+        gradient = TENSOR.grad.__get__(handle)
+        TENSOR.grad.__set__(handle, None)
     handle.owner.take_gradient(handle, gradient)
 
 
@@ -582,9 +582,9 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
     torch.autograd.backward: _backward,
     torch.Tensor.register_hook: _register_hook,
     torch.Tensor.view_as: _view_as,
-    torch.Tensor.data.__get__: _get_data,
-    torch.Tensor.data.__set__: _set_data,
-    torch.Tensor.requires_grad.__set__: _set_requires_grad,
+    TENSOR.data.__get__: _get_data,
+    TENSOR.data.__set__: _set_data,
+    TENSOR.requires_grad.__set__: _set_requires_grad,
     torch.Tensor.requires_grad_: _requires_grad_,
     torch.Tensor.zero_: _zero_,
     torch.Tensor.copy_: _copy_,

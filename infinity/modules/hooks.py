@@ -34,7 +34,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections.abc import Callable, Iterable
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol, TypeGuard
 
 import torch
 from torch import nn
@@ -69,7 +69,8 @@ class ModuleCall:
 class Uses(Protocol):
     """The part of `UnitUses` that hooks call."""
 
-    yields_at_tiles: bool
+    @property
+    def yields_at_tiles(self) -> bool: ...
 
     def yield_at_tile(self, units: list[int], *, is_over: bool = False) -> None:
         """Lets the other micro-batches reach the same tile. Called if `yields_at_tiles`: before
@@ -289,7 +290,7 @@ def nodes_since(first: int, output: Any) -> tuple[list[Node], list[Node]]:
     """Returns the nodes numbered `first` or higher that the tensors of `output` reach, as (inner
     nodes, exits)."""
 
-    def is_new(node: Node | None) -> bool:
+    def is_new(node: Node | None) -> TypeGuard[Node]:
         return node is not None and first <= node._sequence_nr() < _ACCUMULATES
 
     inner: list[Node] = []

@@ -24,7 +24,7 @@ from typing import Any, Protocol
 import torch
 
 from infinity.errors import UnsupportedError
-from infinity.modules.torch_names import PLAIN, members, says_it_writes
+from infinity.modules.torch_names import PLAIN, TENSOR, members, says_it_writes
 
 
 class Original(Protocol):
@@ -149,7 +149,7 @@ class _Plain:
                 torch.autograd.graph.increment_version(mirror)
             # A leaf made from a mirror allows in-place writes like any leaf.
             self._is_view = mirror.requires_grad and not mirror.is_leaf
-            self.tensor = mirror.as_subclass(torch.Tensor)  # type: ignore[arg-type]
+            self.tensor = mirror.as_subclass(torch.Tensor)
             self.storage = mirror.untyped_storage()._cdata
         self._version = self.tensor._version
         self.is_target = False  # Some functions over lists change no version.
@@ -189,7 +189,7 @@ def _wrap(tensor: torch.Tensor, plain: Any) -> torch.Tensor:
 
 
 def _as_mirror(tensor: torch.Tensor, origin: Origin) -> Mirror:
-    mirror: Mirror = tensor.as_subclass(Mirror)  # type: ignore[arg-type]
+    mirror: Mirror = tensor.as_subclass(Mirror)
     mirror._origin = origin
     return mirror
 
@@ -267,7 +267,7 @@ def mirrored(
             copy, start = view, 0
         else:
             copy = _Copied.apply(view) if view.requires_grad else _copied(view)  # type: ignore[no-untyped-call]
-        origin = Origin(owner, name, start, copy.untyped_storage(), is_gradient=is_gradient)
+        origin = Origin(owner, name, int(start), copy.untyped_storage(), is_gradient=is_gradient)
         register(origin)
         return _as_mirror(copy, origin)
 
@@ -335,10 +335,10 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
         ),
         _own,
     ),
-    torch.Tensor.requires_grad.__set__: _own,
-    torch.Tensor.grad.__set__: _own,
-    torch.Tensor.grad.__delete__: _own,
-    torch.Tensor.data.__set__: _set_data,
+    TENSOR.requires_grad.__set__: _own,
+    TENSOR.grad.__set__: _own,
+    TENSOR.grad.__delete__: _own,
+    TENSOR.data.__set__: _set_data,
     torch.Tensor.data_ptr: _up_to_date,
     torch.Tensor.untyped_storage: _up_to_date,
     torch.Tensor.storage: _up_to_date,

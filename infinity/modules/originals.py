@@ -38,7 +38,7 @@ class Follower(nn.Parameter):
         return handle
 
     @property
-    def grad(self) -> torch.Tensor | None:  # type: ignore[override]
+    def grad(self) -> torch.Tensor | None:
         return self.handle.grad
 
     @grad.setter
@@ -49,7 +49,7 @@ class Follower(nn.Parameter):
     def grad(self) -> None:
         del self.handle.grad
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return repr(self.handle)
 
     def __format__(self, spec: str) -> str:
@@ -142,13 +142,13 @@ def refuse_aliases(model: nn.Module) -> None:
         for attribute, tensor in _tensors_kept_by(module):
             if tensor.is_meta or not tensor.numel() or tensor.layout is not torch.strided:
                 continue
-            name = _overlapped(_range_of(tensor), starts, ranges)
-            owner, _, own = (name or "").rpartition(".")
+            clash = _overlapped(_range_of(tensor), starts, ranges)
+            owner, _, own = (clash or "").rpartition(".")
             # The old spectral_norm keeps such a view, and sets it again in every forward.
-            if name is not None and (owner, own) != (path, f"{attribute}_orig"):
+            if clash is not None and (owner, own) != (path, f"{attribute}_orig"):
                 raise UnsupportedError(
                     f"{path + '.' if path else ''}{attribute} is a view of the memory of parameter "
-                    f"{name!r}, which leaves it for its tier; take the view in the forward, or "
+                    f"{clash!r}, which leaves it for its tier; take the view in the forward, or "
                     "clone it, before infinity.offload"
                 )
 

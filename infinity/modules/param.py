@@ -79,7 +79,7 @@ class OffloadedParam:
         """Registers `tensor` in every module that shows `other`."""
         for alias in self.aliases:
             if alias.module._parameters.get(alias.attribute) is other:
-                alias.module._parameters[alias.attribute] = tensor
+                alias.module._parameters[alias.attribute] = tensor  # type: ignore[assignment]
             else:
                 # A parametrization may have moved the parameter into a child module.
                 _replace_below(alias.module, other, tensor)

@@ -21,10 +21,10 @@ from torch.utils._pytree import tree_map_only
 
 from infinity.errors import UnsupportedError
 from infinity.modules.handle import Handle, targets
-from infinity.modules.torch_names import PLAIN, members
+from infinity.modules.torch_names import PLAIN, TENSOR, members
 
 _OF_STORAGE = members("untyped_storage storage _typed_storage data_ptr __array__ numpy")
-_SETTERS = {torch.Tensor.requires_grad.__set__, torch.Tensor.requires_grad_}  # type: ignore[attr-defined]
+_SETTERS = {TENSOR.requires_grad.__set__, torch.Tensor.requires_grad_}
 
 
 class StateValue(torch.Tensor):
@@ -36,7 +36,7 @@ class StateValue(torch.Tensor):
     @staticmethod
     def make(handle: Handle) -> StateValue:
         with torch._C.DisableTorchFunctionSubclass():
-            value = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            value = torch.Tensor._make_wrapper_subclass(
                 StateValue,
                 handle.shape,
                 strides=handle.stride(),
@@ -53,7 +53,7 @@ class StateValue(torch.Tensor):
         with torch.no_grad():
             return self.handle.clone()
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return repr(self.read())
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -86,7 +86,7 @@ class StateValue(torch.Tensor):
         return func(*args, **kwargs)
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls,
         func: Any,
         types: Any,
@@ -149,6 +149,6 @@ def _refuse_parameter(value: StateValue) -> None:
 
 _SPECIAL: dict[Any, Callable[..., Any]] = {
     torch.Tensor.detach: _detach,
-    torch.Tensor.data.__get__: lambda value: value,  # type: ignore[attr-defined]
-    torch.Tensor.grad.__get__: lambda value: None,  # type: ignore[attr-defined]
+    TENSOR.data.__get__: lambda value: value,
+    TENSOR.grad.__get__: lambda value: None,
 }

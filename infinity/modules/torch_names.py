@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+TENSOR: Any = torch.Tensor  # Its types have the values of properties, not `__get__` and `__set__`.
+
 
 def members(names: str) -> set[Any]:
     """Returns the getters and methods of torch.Tensor in `names` that this PyTorch has."""

@@ -1,0 +1,1 @@
+"""Kernels of the update and of 8-bit state, each with a reference in torch operations."""

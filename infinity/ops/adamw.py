@@ -57,11 +57,16 @@ class AdamWSettings:
 class MomentSettings(Protocol):
     """Settings that AdamW and Adam have in common."""
 
-    lr: float | torch.Tensor
-    beta1: float
-    beta2: float
-    eps: float
-    step: int
+    @property
+    def lr(self) -> float | torch.Tensor: ...
+    @property
+    def beta1(self) -> float: ...
+    @property
+    def beta2(self) -> float: ...
+    @property
+    def eps(self) -> float: ...
+    @property
+    def step(self) -> int: ...
 
 
 def moment_coefficients(settings: MomentSettings) -> tuple[float, ...]:
@@ -185,7 +190,8 @@ def has_torch_bits() -> bool:
             grad_scale=1.0,
             threads=1,
         )
-        torch_adamw_(*([row] for row in torchs), settings)
+        weights, gradients, exp_avgs, exp_avg_sqs = ([row] for row in torchs)
+        torch_adamw_(weights, gradients, exp_avgs, exp_avg_sqs, settings)
         if not torch.equal(ours, torchs):
             return False
     return True

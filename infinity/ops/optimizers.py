@@ -134,9 +134,9 @@ def reference_span_(span: StateSpan, settings: Settings, grad_scale: float) -> t
         else:
             master = torch.where(torch.isnan(new_weight), _CANONICAL_NAN, new_weight)
             span.weight[part], span.residual[part] = split(master)
-    for state, wide, name in zip(span.states, wide_states, settings.state_names, strict=True):
-        if isinstance(state, State8Bit):
-            encode_(state, wide, name)
+    for kept, wide, name in zip(span.states, wide_states, settings.state_names, strict=True):
+        if isinstance(kept, State8Bit):
+            encode_(kept, wide, name)
     return (~torch.isfinite(gradient)).sum()
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -40,7 +41,8 @@ def is_native(settings: object) -> bool:
     """Returns whether the native rule may replace torch's kernel in an fp32 update."""
     if isinstance(settings, AdamWSettings):
         return has_torch_bits()
-    return type(settings) not in _PROBED or _has_bits(type(settings))
+    rule: Any = type(settings)
+    return rule not in _PROBED or _has_bits(rule)
 
 
 @functools.cache
@@ -65,9 +67,11 @@ def torch_step_(
     """One step of torch's fused kernel, in place; `states` are those of each weight."""
     by_name = [list(arrays) for arrays in zip(*states, strict=True)]
     if isinstance(settings, AdamWSettings):
-        torch_adamw_(weights, gradients, *by_name, settings)
+        exp_avgs, exp_avg_sqs = by_name
+        torch_adamw_(weights, gradients, exp_avgs, exp_avg_sqs, settings)
     elif isinstance(settings, AdamSettings):
-        _torch_adam_(weights, gradients, *by_name, settings)
+        exp_avgs, exp_avg_sqs = by_name
+        _torch_adam_(weights, gradients, exp_avgs, exp_avg_sqs, settings)
     else:
         assert isinstance(settings, SGDSettings)
         torch._fused_sgd_(

@@ -77,7 +77,7 @@ def measure(config: SwapConfig, model: PlannedModel, batch: Batch) -> Hardware:
             sum_gb_per_s=_sum_gb_per_s(),
             hold_gb_per_s=None if found.hold is None else found.hold / 1e9,
         ),
-        device=Device(tflops=found.flops / 1e12),
+        device=Device(count=1, tflops=found.flops / 1e12),
         nvme=nvme,
     )
 

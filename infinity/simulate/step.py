@@ -543,8 +543,9 @@ class _Draft:
         if visit.is_hit:
             return None
         load = self.job.units[unit]
+        after: list[int | None]
         after = [each for seen in visit.evicts for each in self._host_free.get(seen, ())]
-        after += [self._written.weights.get(unit)]
+        after.append(self._written.weights.get(unit))
         if not self.job.reads_ahead:
             after.append(self._last_on.get(COMPUTE))
         name, of = f"weights of {load.name}", load.divided

@@ -104,8 +104,7 @@ class NativeEngine:
 
     def stats(self) -> EngineStats:
         files = tuple(
-            FileStats(*fields, histogram(reads), histogram(writes))
-            for *fields, reads, writes in self._core.stats()
+            FileStats(*fields[:-2], *map(histogram, fields[-2:])) for fields in self._core.stats()
         )
         devices = tuple(
             DeviceStats(

@@ -95,7 +95,7 @@ def open_engine(
                 f"this kernel ({os.uname().release}) refuses rings with {ring_flags}; "
                 'flags = "auto" takes the best that it grants'
             )
-    options = {
+    options: dict[str, Any] = {
         "arena": arena,
         "block_nbytes": block_nbytes,
         "queue_depth": queue_depth,

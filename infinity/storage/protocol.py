@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Literal, Protocol
+from typing import Literal, Protocol, Self
 
 from infinity.storage.statistics import DeviceStats, EngineStats, FileStats, LatencyHistogram
 
@@ -121,6 +121,11 @@ class StorageEngine(Protocol):
         ...
 
     def stats(self) -> EngineStats: ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *unused: object) -> None:
+        """Closes the engine."""
 
     def close(self) -> None:
         """Drains, ends the threads, closes the files. Idempotent."""

@@ -110,7 +110,7 @@ class ActivationStore:
         """Keeps the tensor's value until `take` was called as often as `save`. Strided, dense or
         not; on the device. It must not be changed any more. Raises CapacityError when the tiers
         are full, StorageError when a write fails."""
-        saved = self._known.get(tensor)
+        saved: SavedInput | None = self._known.get(tensor)
         if saved is not None and saved.uses:
             saved.uses += 1
             return saved

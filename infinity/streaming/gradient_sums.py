@@ -31,6 +31,8 @@ from infinity.tiers.pool import HostPool
 
 
 class SumState(Enum):
+    """The place of one unit's sum of gradients; `UnitGradients` has the table."""
+
     AT_REST = auto()
     ON_HOST = auto()
     DUE = auto()

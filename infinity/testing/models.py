@@ -230,7 +230,8 @@ class CalledSideways(TinyModel):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.blocks[0](x)
-        x = self.blocks[1].project(x)
+        second: Any = self.blocks[1]
+        x = second.project(x)
         x = self.blocks[2].forward(x)
         return self.plain.forward(x)
 
@@ -341,10 +342,12 @@ class NestedLists(TinyModel):
         self.more = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH)) for _ in range(2)))
 
     def forward(self, x: Tensor) -> Tensor:
-        for row in self.grid:
+        grid: Any = self.grid
+        for row in grid:
             x = torch.tanh(sum(cell(x) for cell in row))
         left = self.heads["left"](x)
-        for layer in self.heads["right"]:
+        right: Any = self.heads["right"]
+        for layer in right:
             x = layer(x)
         return self.more(x + left)
 
@@ -358,6 +361,8 @@ class Scored:
 
 
 class Pair(NamedTuple):
+    """Two outputs, of which the second may be absent."""
+
     first: Tensor
     second: Tensor | None
 
@@ -432,7 +437,9 @@ class PassesThrough(TinyModel):
             self.bias = nn.Parameter(torch.randn(ROWS, WIDTH)) if first else None
 
         def forward(self, x: Tensor, shared: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-            shared = self.bias * 1.0 if shared is None else shared
+            if shared is None:
+                assert self.bias is not None
+                shared = self.bias * 1.0
             return torch.tanh(self.linear(x) + shared), shared, x
 
     def __init__(self) -> None:
@@ -488,7 +495,7 @@ class CustomFunction(TinyModel):
             self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / 4)
 
         def forward(self, x: Tensor) -> Tensor:
-            return torch.tanh(_ScaledLinear.apply(x, self.weight, 0.5))
+            return torch.tanh(_ScaledLinear.apply(x, self.weight, 0.5))  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()
@@ -561,7 +568,7 @@ class ConvNet(TinyModel):
         )  # fmt: skip
         self.head = nn.Linear(8, 3)
         if channels_last:
-            self.to(memory_format=torch.channels_last)
+            self.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
     def inputs(self, seed: int) -> dict[str, Any]:
         return {"x": _noise(seed, 2, 3, 8, 8)}
@@ -703,7 +710,8 @@ class Layouts(TinyModel):
         super().__init__()
         self.transposed = nn.Parameter(torch.randn(WIDTH, 12).t())
         self.sliced = nn.Parameter(torch.randn(WIDTH, 24)[:, ::2], requires_grad=False)
-        self.conv = nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last)
+        conv: Any = nn.Conv2d(3, 8, 3)
+        self.conv = conv.to(memory_format=torch.channels_last)
         self.permuted = nn.Parameter(torch.randn(2, 8, WIDTH).permute(2, 0, 1))
 
     def inputs(self, seed: int) -> dict[str, Any]:

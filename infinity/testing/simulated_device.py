@@ -343,7 +343,7 @@ class SimulatedDevice(StreamDevice):
     torch_device = torch.device("cpu")
 
     def __init__(self, seed: int = 0, *, delay_s: float = 0.002) -> None:
-        self.streams = SimulatedStreams(seed, delay_s)
+        self.streams: SimulatedStreams = SimulatedStreams(seed, delay_s)
         self.is_closed = False
         self.attached = 0
         self.attached_high_water = 0

@@ -41,8 +41,10 @@ class Copy(Protocol):
 class Region(Protocol):
     """Device bytes of one unit. `is_attached` tells whether memory stands behind the tensors."""
 
-    nbytes: int
-    is_attached: bool
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def is_attached(self) -> bool: ...
 
     def tensor(
         self, offset_nbytes: int, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype
@@ -163,7 +165,7 @@ class ResizedRegion:
 def all_of(region: ResizedRegion | ResidentRegion) -> torch.Tensor:
     """The region's bytes as one uint8 tensor, shape (nbytes,)."""
     memory = torch.empty(0, dtype=torch.uint8, device=region.storage.device)
-    return memory.set_(region.storage)  # type: ignore[call-overload]
+    return memory.set_(region.storage)
 
 
 class ResidentRegion:

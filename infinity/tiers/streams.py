@@ -69,12 +69,12 @@ class Streams(Protocol):
     def current(self) -> Stream:
         """The calling thread's."""
 
-    def copy(self, stream: Stream, source: torch.Tensor, target: torch.Tensor) -> None:
+    def copy(self, stream: Any, source: torch.Tensor, target: torch.Tensor) -> None:
         """Issues a copy between host and device on the stream; returns at once."""
 
     def run(
         self,
-        stream: Stream,
+        stream: Any,
         work: Callable[[], None],
         used: Sequence[ResizedRegion],
         made: ResizedRegion | None = None,
@@ -82,7 +82,7 @@ class Streams(Protocol):
         """Issues on the stream all that `work` issues, which works in the memory of `used` and
         fills that of `made`."""
 
-    def empty_region(self, stream: Stream, nbytes: int) -> ResizedRegion:
+    def empty_region(self, stream: Any, nbytes: int) -> ResizedRegion:
         """A region that takes its memory on the stream."""
 
     def synchronize(self) -> None:
@@ -154,8 +154,8 @@ class StreamCopy:
         if self._traced is None or not self.done():
             return []
         traced = self._traced
-        times_ns = (traced.clock.ns_of(event) for event in (traced.begun, self._event))
-        return [(0, traced.nbytes, *times_ns)]
+        begun_ns, over_ns = map(traced.clock.ns_of, (traced.begun, self._event))
+        return [(0, traced.nbytes, begun_ns, over_ns)]
 
 
 class _DeviceClock:

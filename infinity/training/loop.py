@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,7 +63,8 @@ def parameter_groups(model: torch.nn.Module, optimizer: Optimizer) -> list[dict[
 def make_optimizer(model: torch.nn.Module, options: Optimizer) -> OffloadedOptimizer:
     """Returns the optimizer of `[optimizer]` over the trainable parameters."""
     own = set(options.keys) & {"betas", "eps", "momentum", "dampening", "nesterov"}
-    return OPTIMIZERS[options.name](
+    make: Callable[..., OffloadedOptimizer] = OPTIMIZERS[options.name]
+    return make(
         parameter_groups(model, options),
         lr=options.lr,
         weight_decay=options.weight_decay,

@@ -202,7 +202,7 @@ def _source_of(config: Any) -> str:
     """Returns the source code of a configuration class and of its causal LM."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    kinds = [type(config)]
+    kinds: list[Any] = [type(config)]
     if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
         kinds.append(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])
     try:

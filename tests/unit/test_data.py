@@ -246,7 +246,7 @@ def test_directory_without_a_tokenizer_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name, content, said",
+    ("name", "content", "said"),
     [
         ("chat.jsonl", b'{"messages": []}\n', "JSON lines"),
         ("all.json", b"[]", "JSON"),

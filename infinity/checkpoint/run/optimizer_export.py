@@ -58,11 +58,11 @@ def optimizer_state_dict(model: nn.Module, optimizer: OffloadedOptimizer) -> dic
         names = [name for group in named["groups"] for name in group["params"]]
     steps, answer["state"] = answer["state"], {}
     for index, entry in steps.items():
-        state = state_of_torch(named, names[index], moments.get(names[index], {}))
+        of_torch = state_of_torch(named, names[index], moments.get(names[index], {}))
         if optimizer.name != "sgd":
-            state["step"] = torch.tensor(float(entry["step"]))
-        if state:
-            answer["state"][index] = state
+            of_torch["step"] = torch.tensor(float(entry["step"]))
+        if of_torch:
+            answer["state"][index] = of_torch
     for group in answer["param_groups"]:
         for key, value in defaults_of_torch(optimizer.name).items():
             group.setdefault(key, value)

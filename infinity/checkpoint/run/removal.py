@@ -50,7 +50,7 @@ def damaged_after(directory: Path, step: int) -> tuple[list[Path], Path | None]:
     Returns (damaged ones later than `step`, newest first; the intact one after `step`, or None).
     Raises StorageError.
     """
-    damaged = []
+    damaged: list[Path] = []
     for path in reversed(list_checkpoints(directory)):
         if step_of(path) <= step:
             break

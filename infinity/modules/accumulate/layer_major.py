@@ -51,7 +51,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -71,15 +71,12 @@ from infinity.modules.accumulate.boundary import (
     refuse_side_channels,
 )
 from infinity.modules.accumulate.fiber import Fiber, Modes, Random
-from infinity.modules.hooks import (
-    OUTSIDE_BACKWARD,
-    HookedModule,
-    ModuleHooks,
-    current_backward,
-)
+from infinity.modules.hooks import HookedModule, ModuleHooks
 from infinity.modules.outputs import detach_from_parameters
 from infinity.modules.tiling.layers import Tiled
+from infinity.modules.uses import UnitUses
 from infinity.streaming.activations import InputStore
+from infinity.streaming.passes import OUTSIDE_BACKWARD, current_backward
 
 # The inputs of this many calls are restored ahead of the running call.
 _RESTORED_AHEAD = 2
@@ -88,22 +85,6 @@ _RESTORED_AHEAD = 2
 _THROUGH = object()
 
 _CACHES = ("past_key_values", "past_key_value", "layer_past", "cache_params")
-
-
-class Blocks(Protocol):
-    """The part of `UnitUses` that this schedule calls."""
-
-    on_tile: Callable[[list[int], bool], None] | None  # Runs in `yield_at_tile` of the hooks.
-
-    def enter(self, units: list[int]) -> None: ...
-    def leave(self, units: list[int]) -> None: ...
-    def begin_block_backward(self, units: list[int]) -> None:
-        """Announces one gradient from every micro-batch for these units."""
-
-    def end_of_block(self, units: list[int]) -> None:
-        """Writes out the gradients of these units, which are complete."""
-
-    def is_parameter_memory(self, tensor: torch.Tensor) -> bool: ...
 
 
 class _Suspended(Fiber):
@@ -147,7 +128,7 @@ class LayerMajorSchedule:
     def __init__(
         self,
         model: nn.Module,
-        uses: Blocks,
+        uses: UnitUses,
         hooks: Sequence[tuple[HookedModule, ModuleHooks]],
         activations: InputStore,
         device: torch.device,
@@ -209,7 +190,7 @@ class LayerMajorSchedule:
             hooks.is_suspended = True
             module = block.hooked.module
             own.append("forward" in module.__dict__)
-            module.forward = self._forward_of(block)  # type: ignore[method-assign]
+            module.forward = self._forward_of(block)
         if self._tile_micro_batches > 1:
             self._uses.on_tile = self._yield_at_tile
         try:
@@ -221,7 +202,7 @@ class LayerMajorSchedule:
             for block, hooks, is_own in zip(self._blocks, self._hooks, own, strict=True):
                 hooks.is_suspended = False
                 if is_own:
-                    block.hooked.module.forward = block.forward  # type: ignore[method-assign]
+                    block.hooked.module.forward = block.forward
                 else:
                     del block.hooked.module.__dict__["forward"]
 

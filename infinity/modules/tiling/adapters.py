@@ -8,18 +8,23 @@ need the memory that tiles avoid. Each tile therefore gets the sum of its own ex
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from infinity.modules.tiling.layers import Tiled
 
-# Maps a tile's parameter to the adapted parameter, for the rows [start, stop) of all experts.
-Fold = Callable[[torch.Tensor, slice], torch.Tensor]
+
+class Fold(Protocol):
+    """Maps a tile's parameter to the adapted parameter, for the rows [start, stop) of all
+    experts."""
+
+    def __call__(self, weight: torch.Tensor, rows: slice) -> torch.Tensor: ...
+
 
 _INSTEAD_OF = "_activate_lora"  # PEFT's method that replaces the parameter by the sum.
 

@@ -106,7 +106,7 @@ class ExpertsTile(nn.Module):
     ) -> torch.Tensor:
         if len(hidden_states):
             with self._adapted():
-                return super().forward(hidden_states, indices, weights)  # type: ignore[misc,no-any-return]
+                return super().forward(hidden_states, indices, weights)  # type: ignore[no-any-return]
         own = [parameter for parameter in self._parameters.values() if parameter is not None]
         return _NoTokens.apply(hidden_states, *own)  # type: ignore[no-any-return,no-untyped-call]
 
@@ -162,7 +162,8 @@ def why_not_cut(module: nn.Module) -> str | None:
 def tile_of(module: nn.Module, start: int, stop: int) -> nn.Module:
     """Returns a module of the same class for experts [start, stop). The caller sets its
     parameters."""
-    tile = _tile_class(type(module)).__new__(_tile_class(type(module)))
+    kind: Any = type(module)
+    tile = _tile_class(kind).__new__(_tile_class(kind))
     nn.Module.__init__(tile)
     of_every_module = set(tile.__dict__)
     tile.__dict__.update({k: v for k, v in module.__dict__.items() if k not in of_every_module})

@@ -332,7 +332,8 @@ def _tiled_class(module: nn.Module) -> type[Tiled]:
         return TiledLinear
     if isinstance(module, nn.Embedding):
         return TiledEmbedding
-    return tiled_experts.tiled_class(type(module), tuple(module._parameters))
+    kind: Any = type(module)
+    return tiled_experts.tiled_class(kind, tuple(module._parameters))
 
 
 def _tile(module: nn.Module, start: int, stop: int) -> nn.Module:
@@ -360,7 +361,7 @@ def _put_together(module: Any, state_dict: dict[str, Any], prefix: str, metadata
     for attribute, tiled in module.tiled_params.items():
         values = [state_dict.pop(name) for name in _tile_names(module, prefix, attribute)]
         if any(isinstance(value, StateValue) for value in values):
-            state_dict[prefix + attribute] = StateValue.make(tiled.tensor)  # type: ignore[arg-type]
+            state_dict[prefix + attribute] = StateValue.make(tiled.tensor)
         elif any(isinstance(value, Handle) for value in values):
             state_dict[prefix + attribute] = tiled.tensor
         else:

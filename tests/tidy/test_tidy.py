@@ -1,0 +1,275 @@
+"""Limits of the house: sizes, unique names, cited invariants, documents that name what exists.
+
+The lists in this file are exceptions that were there when a limit was set. They may only shrink.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+import infinity
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "infinity"
+NATIVE = ("io/", "csrc/")  # Paths in documents are relative to the package, but for these.
+MAX_FILE_LINES = 500
+MAX_FUNCTION_LINES = 70
+
+# Files over the limit, with the most lines that each may have.
+LARGE_FILES = {
+    "checkpoint/run/load.py": 600,
+    "config/schema.py": 760,
+    "config/values.py": 540,
+    "distributed/reduce.py": 520,
+    "distributed/transport.py": 700,
+    "engine/build.py": 640,
+    "engine/engine.py": 600,
+    "modules/accumulate/layer_major.py": 600,
+    "modules/handle.py": 620,
+    "simulate/step.py": 840,
+    "storage/volume.py": 680,
+    "streaming/optimizer_step.py": 560,
+    "streaming/parameters.py": 740,
+    "testing/models.py": 800,
+    "uring.py": 540,
+}
+LARGE_FUNCTIONS = {
+    "cli/inspect.py: inspect": 75,
+    "cli/plan.py: plan": 85,
+    "engine/build.py: build": 90,
+    "engine/build.py: _assemble": 115,
+    "state/budgets.py: Budgets.__init__": 75,
+    "storage/engine.py: open_engine": 75,
+}
+# Names that two classes have: a configuration table and the thing that it configures, and others.
+SHARED_CLASS_NAMES = {"Alias", "Choice", "Frozen", "HostTier", "Placement", "_Copied"}
+
+
+class Source(NamedTuple):
+    name: str  # Relative to the package.
+    text: str
+    tree: ast.Module
+
+
+@functools.cache
+def sources() -> tuple[Source, ...]:
+    found = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        text = path.read_text()
+        found.append(Source(str(path.relative_to(PACKAGE)), text, ast.parse(text)))
+    return tuple(found)
+
+
+def functions(node: ast.AST, prefix: str = "") -> Iterator[tuple[str, int]]:
+    """(qualified name, lines) of each function below `node`."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+            assert child.end_lineno is not None
+            yield prefix + child.name, child.end_lineno - child.lineno + 1
+        is_named = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+        yield from functions(child, f"{prefix}{child.name}." if is_named else prefix)
+
+
+def refuse_excess(sizes: dict[str, int], limit: int, exceptions: dict[str, int]) -> None:
+    over = {name: size for name, size in sizes.items() if size > exceptions.get(name, limit)}
+    assert not over, f"divide these, none may have more than {limit} lines: {over}"
+    done = [name for name in exceptions if sizes.get(name, 0) <= limit]
+    assert not done, f"take these off the list of exceptions: {done}"
+
+
+def test_no_file_is_longer_than_the_limit() -> None:
+    sizes = {source.name: len(source.text.splitlines()) for source in sources()}
+    refuse_excess(sizes, MAX_FILE_LINES, LARGE_FILES)
+
+
+def test_no_function_is_longer_than_the_limit() -> None:
+    sizes: dict[str, int] = {}
+    for source in sources():
+        for name, lines in functions(source.tree):
+            key = f"{source.name}: {name}"  # Overloads and setters share a name.
+            sizes[key] = max(lines, sizes.get(key, 0))
+    refuse_excess(sizes, MAX_FUNCTION_LINES, LARGE_FUNCTIONS)
+
+
+def test_a_class_name_means_one_thing() -> None:
+    places = defaultdict(list)
+    for source in sources():
+        for node in source.tree.body:
+            if isinstance(node, ast.ClassDef):
+                places[node.name].append(source.name)
+    shared = {name: files for name, files in places.items() if len(files) > 1}
+    new = {name: files for name, files in shared.items() if name not in SHARED_CLASS_NAMES}
+    assert not new, f"give these classes names of their own: {new}"
+    assert shared.keys() >= SHARED_CLASS_NAMES, "take names off SHARED_CLASS_NAMES"
+
+
+# -- Invariants ------------------------------------------------------------------------------------
+
+
+@functools.cache
+def invariants() -> dict[str, str]:
+    """The "kept by" column of each invariant, by its number."""
+    text = (ROOT / "docs" / "INVARIANTS.md").read_text()
+    rows = [line.split("|") for line in text.splitlines() if line.startswith("| INV-")]
+    return {row[1].strip(): row[3] for row in rows}
+
+
+def located(name: str) -> Path:
+    return (ROOT if name.startswith(NATIVE) else PACKAGE) / name
+
+
+def keepers(number: str) -> list[Path]:
+    """Files of the column; a folder stands for the files in it."""
+    found = []
+    for name in re.findall(r"`([\w/]+(?:/|\.py|\.cpp|\.h))`", invariants()[number]):
+        path = located(name)
+        assert path.exists(), f"{number} names {name}, which does not exist"
+        found += [
+            file
+            for file in (path.rglob("*") if path.is_dir() else [path])
+            if file.suffix in (".py", ".cpp", ".h")
+        ]
+    return found
+
+
+def cited_in(text: str) -> set[str]:
+    return set(re.findall(r"\bINV-\d+\b", text))
+
+
+def test_there_are_invariants() -> None:
+    assert len(invariants()) > 20
+
+
+@pytest.mark.parametrize("number", list(invariants()))
+def test_an_invariant_is_cited_by_the_code_that_keeps_it(number: str) -> None:
+    files = keepers(number)
+    assert not files or any(number in cited_in(file.read_text()) for file in files)
+
+
+def test_a_citation_names_an_invariant() -> None:
+    texts = {source.name: source.text for source in sources()}
+    for folder in (*(ROOT / part for part in NATIVE), ROOT / "tests"):
+        for path in folder.rglob("*"):
+            if path.suffix in (".py", ".cpp", ".h"):
+                texts[str(path.relative_to(ROOT))] = path.read_text()
+    unknown = {
+        name: found for name, text in texts.items() if (found := cited_in(text) - set(invariants()))
+    }
+    assert not unknown
+
+
+# -- Documents -------------------------------------------------------------------------------------
+
+TOUR = re.findall(r"`([\w/]+\.py)(?:: ([\w.]+))?`", (ROOT / "docs" / "TOUR.md").read_text())
+
+
+def is_defined(tree: ast.Module, dotted: str) -> bool:
+    body: list[ast.stmt] = tree.body
+    for part in dotted.split("."):
+        for node in body:
+            if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == part:
+                body = node.body
+                break
+        else:
+            return False
+    return True
+
+
+def test_the_tour_names_functions() -> None:
+    assert len(TOUR) > 20
+
+
+@pytest.mark.parametrize(("file", "function"), TOUR)
+def test_what_the_tour_names_exists(file: str, function: str) -> None:
+    tree = ast.parse(located(file).read_text())
+    assert not function or is_defined(tree, function)
+
+
+def pages() -> list[Path]:
+    return sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "io").glob("*.md")])
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors that GitHub makes of a page's headings."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_of_a_page_lead_somewhere(page: Path) -> None:
+    for target, anchor in re.findall(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)", page.read_text()):
+        if re.match(r"[a-z]+:", target):
+            continue
+        other = page.parent / target if target else page
+        assert other.exists(), f"{page.name} points to {target}"
+        if anchor:
+            assert anchor in anchors(other), f"{page.name} points to {target}#{anchor}"
+
+
+# -- Names -----------------------------------------------------------------------------------------
+
+
+def bound_names(nodes: list[ast.stmt]) -> set[str]:
+    """Names that a module binds at its top, also for type checkers alone."""
+    names: set[str] = set()
+    for node in nodes:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            names |= {(each.asname or each.name).split(".")[0] for each in node.names}
+        elif isinstance(node, ast.Assign):
+            names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            names.add(node.target.id)
+        elif isinstance(node, ast.If):
+            names |= bound_names(node.body) | bound_names(node.orelse)
+    return names
+
+
+def exported_names(tree: ast.Module) -> list[str]:
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            names: list[str] = ast.literal_eval(node.value)
+            return names
+    return []
+
+
+def module_file(dotted: str) -> Path:
+    path = ROOT.joinpath(*dotted.split("."))
+    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+
+
+def test_a_module_has_the_names_that_it_exports() -> None:
+    checked = 0
+    for source in sources():
+        exported = exported_names(source.tree)
+        bound = bound_names(source.tree.body)
+        if "__getattr__" in bound:  # Names that are imported when they are used.
+            continue
+        absent = set(exported) - bound
+        assert not absent, f"{source.name} exports {absent}, and has no such name"
+        checked += len(exported)
+    assert checked > 10
+
+
+def test_every_name_of_the_package_has_a_home() -> None:
+    lazy = set(infinity.__all__) - {"checkpoint"}  # A package, imported as it is.
+    assert infinity._HOMES.keys() == lazy
+    for name, home in infinity._HOMES.items():
+        assert name in bound_names(ast.parse(module_file(home).read_text()).body), (name, home)
+
+
+def test_the_version_has_one_source() -> None:
+    assert re.search(
+        r'^dynamic = \["version"\]$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE
+    )
+    assert re.fullmatch(r"\d+\.\d+\.\d+\w*", infinity.__version__)
