@@ -573,7 +573,7 @@ def test_layer_major_accumulation_with_tiles_in_blocks(swap_directory: Path) -> 
             assert not differences(PlainSide(plain).gradients(), OffloadedSide(model).gradients())
 
 
-@pytest.mark.parametrize(("tile", "num_inside"), [(0, 1), ("64KiB", 1), ("64KiB", 3)])
+@pytest.mark.parametrize(("tile", "tile_micro_batches"), [(0, 1), ("64KiB", 1), ("64KiB", 3)])
 def test_what_is_behind_a_block_needs_no_room_beside_it(
     tile: Any, tile_micro_batches: int, swap_directory: Path
 ) -> None:
