@@ -22,7 +22,8 @@ from infinity.errors import RankError, UnsupportedError
 from infinity.observe import Counters
 from infinity.state.partition import Partition, ShardSlice
 from infinity.state.units import STATE_GRANULE, TensorSpec, Unit
-from infinity.streaming.gradients import GradientStore, flat_of, in_memory_order
+from infinity.streaming.gradient_memory import flat_of, in_memory_order
+from infinity.streaming.gradients import GradientStore
 from infinity.streaming.passes import Passes
 from infinity.tiers.device import DeviceAdapter
 from infinity.tiers.pool import HostPool

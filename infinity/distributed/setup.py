@@ -26,7 +26,7 @@ from infinity.observe import Counters
 from infinity.state.budgets import Budgets, compute_budgets
 from infinity.state.partition import Partition, partition
 from infinity.state.units import Unit
-from infinity.streaming.weight_source import TierWeights, WeightSource
+from infinity.streaming.weight_provider import TierWeights, WeightProvider
 from infinity.tiers.device import DeviceAdapter
 from infinity.tiers.ranges import rounded_nbytes
 from infinity.tiers.streams import StreamDevice
@@ -106,7 +106,7 @@ class ShardingPlan:
         )
         return collectives, buckets, gathering
 
-    def weight_source(self, unshard: DeviceUnshard | None) -> WeightSource:
+    def weight_provider(self, unshard: DeviceUnshard | None) -> WeightProvider:
         """Where this rank's full units come from. Those put together from shards are outdated by
         every step."""
         is_outdated_by_step = self.partition.shards_parameters

@@ -22,8 +22,9 @@ from infinity.ops.split_master import join, split
 from infinity.state.partition import Shard, ShardSlice
 from infinity.state.units import StateKind, TensorSpec, Unit
 from infinity.streaming.masters import Masters
-from infinity.streaming.optimizer_step import StepRecord, Updater, UpdateSettings
+from infinity.streaming.optimizer_step import Updater
 from infinity.streaming.parameters import WeightCache
+from infinity.streaming.step_record import StepRecord, UpdateSettings
 from infinity.tiers.pool import HostPool
 
 

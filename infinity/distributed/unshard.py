@@ -18,7 +18,7 @@ from infinity.distributed.store import DistributedStore
 from infinity.observe import Counters
 from infinity.state.store import DeviceLocation, Transfer
 from infinity.state.units import StateKind
-from infinity.streaming.weight_source import Arrival
+from infinity.streaming.weight_provider import Arrival
 from infinity.tiers.device import FINISHED, Copy, Region
 
 # Kinds of these offers; see matching.Key.
@@ -26,7 +26,7 @@ _GATHERING, _REFRESHING = 0, 2
 
 
 class AllGather:
-    """One unit's weights on their way from all ranks; a `streaming.weight_source.Arrival`."""
+    """One unit's weights on their way from all ranks; a `streaming.weight_provider.Arrival`."""
 
     arrival: Copy = FINISHED
     departure: Copy = FINISHED
@@ -122,7 +122,7 @@ class DeviceUnshard:
 
 
 class UnshardedWeights:
-    """A `WeightSource` over ranks: a unit's feeder is this rank's shard of it, and the rest comes
+    """A `WeightProvider` over ranks: a unit's feeder is this rank's shard of it, and the rest comes
     from the devices of the others.
 
     Only in training passes, in which all ranks are: other passes are a rank's own business.

@@ -69,12 +69,14 @@ from infinity.storage.open import open_configured
 from infinity.storage.protocol import StorageEngine
 from infinity.storage.volume import Adopted, Volume, VolumePath
 from infinity.streaming.activations import ActivationStore
-from infinity.streaming.gradients import GradientSink, GradientStore
+from infinity.streaming.gradient_sink import GradientSink
+from infinity.streaming.gradients import GradientStore
 from infinity.streaming.masters import Masters, MasterWeights
-from infinity.streaming.optimizer_step import StepRunner, Updater, UpdateSettings
+from infinity.streaming.optimizer_step import Updater
 from infinity.streaming.parameters import WeightCache
 from infinity.streaming.passes import Passes
-from infinity.streaming.weight_source import TierWeights, WeightSource
+from infinity.streaming.step_record import StepRunner, UpdateSettings
+from infinity.streaming.weight_provider import TierWeights, WeightProvider
 from infinity.tiers.cpu import CpuDevice
 from infinity.tiers.device import DeviceAdapter
 from infinity.tiers.host import HostTier
@@ -404,7 +406,7 @@ def _assemble(
         _log.info("updates %s", update_device)
     placement = budgets.placement
     collectives = buckets = unshard = None
-    source: WeightSource = TierWeights()
+    source: WeightProvider = TierWeights()
     store: StateStore
     if sharding is None:
         store = StateStore(
@@ -421,7 +423,7 @@ def _assemble(
             counters=counters,
         )
         collectives, buckets, unshard = sharding.exchange(sharded, device, counters, resources)
-        source = sharding.weight_source(unshard)
+        source = sharding.weight_provider(unshard)
     pool = HostPool(host, is_tight=budgets.is_tight)
     weight_cache = WeightCache(
         store,

@@ -58,11 +58,12 @@ from infinity.simulate.update_device import UpdateDevice
 from infinity.state.store import StateStore
 from infinity.state.units import StateKind, TensorSpec, Unit
 from infinity.streaming.activations import ActivationStore, InputStore
-from infinity.streaming.gradients import GradientSink, in_memory_order
+from infinity.streaming.gradient_memory import in_memory_order
+from infinity.streaming.gradient_sink import GradientSink
 from infinity.streaming.masters import MasterWeights
-from infinity.streaming.optimizer_step import StepRecord, StepRunner
 from infinity.streaming.parameters import WeightCache
 from infinity.streaming.passes import OUTSIDE_BACKWARD, Passes, current_backward
+from infinity.streaming.step_record import StepRecord, StepRunner
 from infinity.tiers.device import DeviceAdapter
 from infinity.tiers.pool import HostPool
 

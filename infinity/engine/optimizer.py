@@ -23,7 +23,7 @@ from infinity.ops.optimizers import Settings
 from infinity.state.moments import moments_of
 from infinity.state.tiles import name_of_whole
 from infinity.state.units import TensorSpec
-from infinity.streaming.optimizer_step import StepRecord
+from infinity.streaming.step_record import StepRecord
 
 
 class OffloadedOptimizer(torch.optim.Optimizer):

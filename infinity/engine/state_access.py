@@ -25,7 +25,7 @@ from infinity.state.units import (
     weight_of,
 )
 from infinity.storage.protocol import Priority
-from infinity.streaming.gradients import GradientSink
+from infinity.streaming.gradient_sink import GradientSink
 from infinity.streaming.parameters import WeightCache
 from infinity.tiers.pool import HostPool
 

@@ -15,9 +15,9 @@ from infinity.modules.interrupts import uninterrupted
 from infinity.modules.param import OffloadedParam, ParamTable
 from infinity.modules.process import OwnProcess
 from infinity.observe import Tracer, Track
-from infinity.streaming.gradients import GradientSink
-from infinity.streaming.optimizer_step import StepRunner
+from infinity.streaming.gradient_sink import GradientSink
 from infinity.streaming.parameters import WeightCache
+from infinity.streaming.step_record import StepRunner
 
 
 class ParamGrads:

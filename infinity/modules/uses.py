@@ -23,10 +23,10 @@ from infinity.modules.process import OwnProcess
 from infinity.observe import Tracer, Track
 from infinity.state.units import Unit
 from infinity.storage.protocol import Priority
-from infinity.streaming.gradients import GradientSink
-from infinity.streaming.optimizer_step import StepRunner
+from infinity.streaming.gradient_sink import GradientSink
 from infinity.streaming.parameters import WeightCache
 from infinity.streaming.passes import OUTSIDE_BACKWARD, Passes, current_backward
+from infinity.streaming.step_record import StepRunner
 
 
 def _ignore(hooked: HookedModule) -> None:

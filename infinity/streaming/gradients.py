@@ -22,7 +22,6 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -32,6 +31,7 @@ from infinity.state.budgets import STAGED_NBYTES
 from infinity.state.store import DeviceLocation, NvmeLocation, StateStore, Transfer
 from infinity.state.units import STATE_ITEM_NBYTES, StateKind, TensorSpec, Unit
 from infinity.storage.protocol import Priority
+from infinity.streaming.gradient_memory import flat_of, in_memory_order, put, shaped, tail_of, widen
 from infinity.streaming.gradient_sums import (
     PooledSumBlocks,
     SumBlocks,
@@ -55,44 +55,6 @@ class _Leaving:
     @property
     def nbytes(self) -> int:
         return self.place.numel() * self.dtype.itemsize
-
-
-class GradientSink(Protocol):
-    """Takes the gradients of the model's units, and keeps them until the step and after it.
-
-    Local: `GradientStore`. Over ranks: `distributed.reduce.DistributedGradients`. Called under the
-    engine's lock.
-    """
-
-    def add(self, unit: Unit, spec: TensorSpec, gradient: torch.Tensor) -> None:
-        """Adds one gradient to the sum: any floating dtype, the parameter's shape, any device."""
-
-    def put(
-        self, unit: Unit, spec: TensorSpec, value: torch.Tensor, *, is_other: bool = False
-    ) -> None:
-        """Makes `value` the sum; see `GradientStore.put`."""
-
-    def forget(self, spec: TensorSpec) -> None: ...
-    def zero(self, unit: Unit, spec: TensorSpec) -> None: ...
-    def stamp(self, spec: TensorSpec) -> tuple[int, int] | None: ...
-
-    # The course of a step.
-    def begin_accumulating(self) -> None: ...
-    def end_accumulating(self) -> None: ...
-    def sum_on_device(self, units: Iterable[Unit]) -> None: ...
-    def take_in(self) -> None: ...
-    def write_out(self, unit: Unit) -> None: ...
-    def write_out_all(self) -> None: ...
-    def apply_scales(self, unit: Unit) -> None: ...
-
-    # Memory.
-    def reclaim(self) -> bool: ...
-    def settle(self) -> None: ...
-
-    # Looking.
-    def has(self, spec: TensorSpec) -> bool: ...
-    def norm(self, unit: Unit, spec: TensorSpec) -> torch.Tensor: ...
-    def read(self, unit: Unit, spec: TensorSpec) -> torch.Tensor: ...
 
 
 class GradientStore:
@@ -149,12 +111,12 @@ class GradientStore:
             if isinstance(location, DeviceLocation):
                 self._rescale_resting(unit, location.memory)
                 flat = flat.to(self._device.torch_device)
-                _put(flat_of(location.memory.view(torch.float32), spec), flat, first=first)
+                put(flat_of(location.memory.view(torch.float32), spec), flat, first=first)
             elif is_on_host or self._device.shares_host_memory:
                 self._await_more(sums)
                 if not first:
                     self.finish_copies()  # The last one may be on its way to this place.
-                _put(flat_of(self._array(unit), spec), flat, first=first)
+                put(flat_of(self._array(unit), spec), flat, first=first)
             else:
                 self._take_off_device(sums, spec, flat, first=first)
         if spec not in sums.device_sums:
@@ -248,7 +210,7 @@ class GradientStore:
     def _send(self, unit: Unit, flat: torch.Tensor, place: torch.Tensor) -> None:
         """Starts copying a gradient from the device to its place on the host."""
         self._take_in_copies()
-        copy = self._device.copy(flat, _tail(place, flat.dtype))
+        copy = self._device.copy(flat, tail_of(place, flat.dtype))
         leaving = _Leaving(unit, copy, place, flat.dtype)
         self._leaving.append(leaving)
         self._keeping.append(leaving)
@@ -455,7 +417,7 @@ class GradientStore:
         return known.norm
 
     def _norm(self, spec: TensorSpec, array: torch.Tensor) -> torch.Tensor:
-        return torch.linalg.vector_norm(_shaped(flat_of(array, spec), spec))
+        return torch.linalg.vector_norm(shaped(flat_of(array, spec), spec))
 
     def read(self, unit: Unit, spec: TensorSpec) -> torch.Tensor:
         """A copy of one gradient: fp32, the parameter's shape, on the host."""
@@ -471,7 +433,7 @@ class GradientStore:
             flat = flat_of(self._array(unit), spec).clone()
             if isinstance(location, NvmeLocation):
                 self.write_out(unit)
-        return _shaped(flat, spec)
+        return shaped(flat, spec)
 
     def resting_on_device(self, unit: Unit) -> torch.Tensor | None:
         """The unit's gradients where they rest: fp32 (state_numel,); None when not on a device."""
@@ -528,50 +490,3 @@ class GradientStore:
         on_device = isinstance(location, DeviceLocation)
         array = location.memory.view(torch.float32) if on_device else self._array(unit)
         flat_of(array, spec).zero_()
-
-
-def flat_of(array: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
-    """A tensor's elements in its unit's array of state."""
-    return array[spec.state_offset : spec.state_offset + spec.numel]
-
-
-def _shaped(flat: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
-    return flat.as_strided(spec.facts.shape, spec.facts.stride)
-
-
-def in_memory_order(gradient: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
-    """A tensor's elements as they lie in memory when it has the parameter's strides: flat."""
-    if gradient.stride() != spec.facts.stride:
-        laid_out = torch.empty_strided(
-            spec.facts.shape, spec.facts.stride, dtype=gradient.dtype, device=gradient.device
-        )
-        gradient = laid_out.copy_(gradient)
-    return gradient.as_strided((spec.numel,), (1,))
-
-
-def _tail(place: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The last bytes of fp32 (numel,) that hold as many elements of a dtype that is no wider."""
-    return place.view(dtype)[-place.numel() :]
-
-
-_WIDENED_AT_ONCE = 1024
-
-
-def widen(place: torch.Tensor, dtype: torch.dtype) -> None:
-    """Elements of `dtype` in the tail of `place`, fp32 (numel,), become fp32 in place; exact.
-
-    From the front, half of what is left at a time: 4-byte elements [done, done + half) end where
-    the narrow ones from `done` on begin, or before.
-    """
-    if dtype is torch.float32:
-        return
-    narrow, done = _tail(place, dtype), 0
-    while (left := place.numel() - done) > _WIDENED_AT_ONCE:
-        half = left // 2
-        place[done : done + half].copy_(narrow[done : done + half])
-        done += half
-    place[done:].copy_(narrow[done:].clone())
-
-
-def _put(target: torch.Tensor, flat: torch.Tensor, *, first: bool) -> None:
-    _ = target.copy_(flat) if first else target.add_(flat)

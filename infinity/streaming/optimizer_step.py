@@ -19,9 +19,8 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 
@@ -33,23 +32,15 @@ from infinity.ops.span import StateSpan
 from infinity.state.moments_8bit import states_within
 from infinity.state.placement import STATE_KINDS, staging_nbytes
 from infinity.state.store import StateStore, Transfer
-from infinity.state.units import Chunk, Slice, StateKind, TensorSpec, Unit, chunk_unit
+from infinity.state.units import Chunk, Slice, StateKind, Unit, chunk_unit
 from infinity.storage.protocol import Priority
 from infinity.streaming.device_update import can_update_on_device, update_on_device
 from infinity.streaming.gradients import GradientStore
-from infinity.tiers.device import DeviceAdapter
+from infinity.streaming.step_record import StepRecord, UpdatedWeights, UpdateSettings
 from infinity.tiers.host import Block
 from infinity.tiers.pool import HostPool
 
 _RING_LABEL = "chunks of the optimizer"
-
-
-@dataclass(frozen=True, slots=True)
-class StepRecord:
-    """Everything one optimizer step decided: what each parameter's update needs to know."""
-
-    settings: Mapping[TensorSpec, Settings]  # Only parameters that have a gradient.
-    clip_factor: torch.Tensor | None  # fp32 scalar that gradients are multiplied by.
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,53 +66,6 @@ class _InFlightChunk:
     chunk: Chunk
     slot: _StagingSlot | None
     arrays: dict[StateKind, torch.Tensor]
-
-
-@dataclass(frozen=True, slots=True)
-class UpdateSettings:
-    """`num_staging_slots` chunks of `chunk_nbytes` of fp32 are in memory at once; at least one.
-    With `reads_ahead` chunks of units that are needed later are read into slots that are free.
-    `on_device`: the device that computes updates; None: the host does."""
-
-    chunk_nbytes: int
-    num_staging_slots: int
-    reads_ahead: bool
-    on_device: DeviceAdapter | None
-
-
-class UpdatedWeights(Protocol):
-    """Weights, as an update sees them: a `WeightCache`, or the shards of one."""
-
-    def expected(self) -> Iterator[int]:
-        """Units in the order in which they will probably be used next."""
-
-    def await_update(self, unit: int, is_awaited: bool) -> None: ...
-    def check_out(self, unit: int, *, read: bool) -> torch.Tensor: ...
-    def check_in(
-        self, unit: int, *, dirty_nbytes: int, write_now: bool = True, is_valid: bool = True
-    ) -> None: ...
-
-
-class StepRunner(Protocol):
-    """Runs optimizer steps over the model's units.
-
-    Local: `Updater`, which says what the methods do. Over ranks:
-    `distributed.step.DistributedUpdater`. Called under the engine's lock.
-    """
-
-    @property
-    def chunk_nbytes(self) -> int: ...
-
-    def apply(self, record: StepRecord) -> None: ...
-    def defer(self, record: StepRecord) -> None: ...
-    def is_pending(self, unit: int) -> bool: ...
-    def bring_up_to_date(self, unit: int, *, is_needed: bool = False) -> None: ...
-    def read_ahead(self) -> None: ...
-    def settle(self) -> None: ...
-    def finish_writes(self) -> None: ...
-    def abandon(self) -> None: ...
-    def reclaim_idle(self) -> bool: ...
-    def reclaim(self) -> bool: ...
 
 
 class Updater:

@@ -15,9 +15,10 @@ A unit's weights are, at any moment, in one of these states:
 rests on the host always has its block; one that rests on the device is always ATTACHED.
 
 Note [Feeders]
-  A `WeightSource` may fill a unit's device region from another unit, its feeder, and from elsewhere
-  (the shards that other ranks have). Such a unit needs no host block: what is read ahead is the
-  feeder, a unit that is never held. The unit is ARRIVING until the source says that it comes; it
+  A `WeightProvider` may fill a unit's device region from another unit, its feeder, and from
+  elsewhere (the shards that other ranks have). Such a unit needs no host block: what is read ahead
+  is the feeder, a unit that is never held. The unit is ARRIVING until the source says that it
+  comes; it
   takes its room on the device before. If it does not come, it is read into a host block like any
   other.
 
@@ -47,7 +48,7 @@ from infinity.state.units import StateKind, Unit
 from infinity.storage.protocol import Priority
 from infinity.streaming.access_order import AccessOrder
 from infinity.streaming.eviction import choose_victim
-from infinity.streaming.weight_source import Arrival, TierWeights, WeightSource
+from infinity.streaming.weight_provider import Arrival, TierWeights, WeightProvider
 from infinity.tiers.device import FINISHED, Copy, DeviceAdapter, Region
 from infinity.tiers.host import Block
 from infinity.tiers.pool import HostPool
@@ -95,7 +96,7 @@ class WeightCache:
         counters: Counters,
         window_nbytes: int,
         device_window_nbytes: int | None,
-        source: WeightSource | None = None,
+        source: WeightProvider | None = None,
     ) -> None:
         self._source = source or TierWeights()
         self._store = store

@@ -23,7 +23,8 @@ from infinity.errors import UnsupportedError
 from infinity.simulate.step import Rates
 from infinity.streaming.activations import ActivationStore
 from infinity.streaming.device_update import update_on_device
-from infinity.streaming.gradients import GradientStore, _tail, widen
+from infinity.streaming.gradient_memory import tail_of, widen
+from infinity.streaming.gradients import GradientStore
 from infinity.streaming.parameters import WeightCache
 from infinity.testing.models import Mlp
 from infinity.testing.simulated_device import SimulatedDevice, SimulatedStream
@@ -256,7 +257,7 @@ def test_an_ordering_that_is_missing_is_told(
 def test_gradients_are_widened_in_their_place(dtype: torch.dtype, numel: int) -> None:
     values = torch.randn(numel).to(dtype)
     place = torch.full((numel,), float("nan"))
-    _tail(place, dtype).copy_(values)
+    tail_of(place, dtype).copy_(values)
     widen(place, dtype)
     assert torch.equal(place, values.float())
 

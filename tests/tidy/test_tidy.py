@@ -25,32 +25,28 @@ MAX_FUNCTION_LINES = 70
 
 # Files over the limit, with the most lines that each may have.
 LARGE_FILES = {
-    "checkpoint/run/load.py": 600,
-    "config/schema.py": 760,
-    "config/values.py": 540,
-    "distributed/reduce.py": 520,
-    "distributed/transport.py": 700,
-    "engine/build.py": 640,
-    "engine/engine.py": 600,
-    "modules/accumulate/layer_major.py": 600,
-    "modules/handle.py": 620,
-    "simulate/step.py": 840,
-    "storage/volume.py": 680,
-    "streaming/optimizer_step.py": 560,
-    "streaming/parameters.py": 740,
-    "testing/models.py": 800,
-    "uring.py": 540,
+    "config/schema.py": 754,
+    "config/values.py": 528,
+    "distributed/reduce.py": 516,
+    "distributed/transport.py": 696,
+    "engine/build.py": 641,
+    "engine/engine.py": 598,
+    "modules/handle.py": 610,
+    "simulate/step.py": 821,
+    "storage/volume.py": 670,
+    "streaming/optimizer_step.py": 521,
+    "streaming/parameters.py": 678,
+    "testing/models.py": 783,
 }
 LARGE_FUNCTIONS = {
+    "api.py: offload": 73,  # 50 of them are its docstring.
     "cli/inspect.py: inspect": 75,
     "cli/plan.py: plan": 85,
     "engine/build.py: build": 90,
     "engine/build.py: _assemble": 115,
-    "state/budgets.py: Budgets.__init__": 75,
-    "storage/engine.py: open_engine": 75,
 }
 # Names that two classes have: a configuration table and the thing that it configures, and others.
-SHARED_CLASS_NAMES = {"Alias", "Choice", "Frozen", "HostTier", "Placement", "_Copied"}
+SHARED_CLASS_NAMES = {"Alias", "Choice", "Frozen", "HostTier", "Placement"}
 
 
 class Source(NamedTuple):
@@ -263,8 +259,8 @@ def test_a_module_has_the_names_that_it_exports() -> None:
 
 def test_every_name_of_the_package_has_a_home() -> None:
     lazy = set(infinity.__all__) - {"checkpoint"}  # A package, imported as it is.
-    assert infinity._HOMES.keys() == lazy
-    for name, home in infinity._HOMES.items():
+    assert infinity._MODULES.keys() == lazy
+    for name, home in infinity._MODULES.items():
         assert name in bound_names(ast.parse(module_file(home).read_text()).body), (name, home)
 
 

@@ -34,7 +34,7 @@ from infinity.engine.state_access import StateAccess
 from infinity.errors import ConfigError, CorruptionError, StorageError, UnsupportedError
 from infinity.state.moments import moments_of
 from infinity.state.units import StateKind, TensorSpec
-from infinity.streaming.gradients import in_memory_order
+from infinity.streaming.gradient_memory import in_memory_order
 
 _NAME = "infinity.checkpoint.import_dcp"
 # Prefixes of weights in files of other programs; the first one that has all weights is used.

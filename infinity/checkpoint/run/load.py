@@ -41,7 +41,7 @@ from infinity.engine.state_access import StateAccess
 from infinity.errors import ConfigError
 from infinity.ops.dynamic_8bit import BLOCK_NUMEL
 from infinity.state.units import StateKind, TensorSpec, Unit
-from infinity.streaming.gradients import in_memory_order
+from infinity.streaming.gradient_memory import in_memory_order
 
 _MIXTURE = "the model is a mixture of two states now: do not train on, load another checkpoint"
 

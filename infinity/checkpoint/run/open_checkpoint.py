@@ -50,7 +50,7 @@ class OpenCheckpoint:
         self.linked_states = read_linked(path, self.manifest)
         linked = stored_tensors(self.linked_states.values(), path)
         in_pages = {name: PagedTensor(stored) for name, stored in linked.items()}
-        self.tensors: Mapping[str, FileTensor | PagedTensor] = self._in_files | in_pages
+        self.tensors: Mapping[str, FileTensor | PagedTensor] = {**self._in_files, **in_pages}
         self._recut: dict[str, Recut] = {}  # Tensors of the model that are cut into other tiles.
 
     def place_of(self, rank: int) -> str:

@@ -27,7 +27,7 @@ class Arrival(Protocol):
         do not come, and the region holds nothing."""
 
 
-class WeightSource(Protocol):
+class WeightProvider(Protocol):
     """Fills a unit's device region from another unit, its *feeder*, without a host block.
 
     Local: `TierWeights`, which has no feeders. Between devices:
@@ -56,7 +56,7 @@ class WeightSource(Protocol):
 
 
 class TierWeights:
-    """A `WeightSource` where every unit comes from where it rests, through its host block."""
+    """A `WeightProvider` where every unit comes from where it rests, through its host block."""
 
     def __init__(self, *, is_outdated_by_step: bool = False) -> None:
         self.is_outdated_by_step = is_outdated_by_step
