@@ -70,7 +70,7 @@ class Collectives:
         self._device = device
         self._counters = counters
         self._matchmaker = Coordinator(transport.count) if transport.rank == 0 else None
-        self._changed = threading.Condition()  # Guards all that follows, and the matchmaker.
+        self._changed = threading.Condition()  # Guards all that follows, and the coordinator.
         self._pending: dict[Key, Proposal] = {}
         self._begun: queue.SimpleQueue[Proposal | None] = queue.SimpleQueue()
         self._num_begun = 0  # In the queue, or about to be issued.
@@ -78,7 +78,7 @@ class Collectives:
         self._paused_steps = 0
         self._pause = 1
         self._error: BaseException | None = None  # Of the thread that carries out what is begun.
-        self._answered = self._called_off = 0  # Of rank 0's matchmaker, before this step.
+        self._answered = self._called_off = 0  # Of rank 0's coordinator, before this step.
         self._thread: threading.Thread | None = None
         self._is_closed = False
 
@@ -207,7 +207,7 @@ class Collectives:
     # -- Words -------------------------------------------------------------------------------------
 
     def _send_message(self, verb: Verb, key: Key) -> None:
-        """To the matchmaker. With the lock, so that words leave in their order."""
+        """To the coordinator. With the lock, so that words leave in their order."""
         if self._matchmaker is None:
             self._transport.tell(0, _WORD.pack(verb, self._step, *key))
         else:

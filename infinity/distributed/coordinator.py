@@ -1,7 +1,7 @@
 """When all ranks do something together: once each of them has offered to, in one order for all.
 
 A collective operation needs every rank, and a rank that has gone another way through the model
-never comes. So nobody begins one alone. A rank *offers* it and goes on; the matchmaker, on rank 0,
+never comes. So nobody begins one alone. A rank *offers* it and goes on; the coordinator, on rank 0,
 lets it begin when the last offer is there, and says so to all in one order. An offer that cannot be
 met is called off, and whoever made it goes another way. It cannot be met when
 
@@ -24,7 +24,7 @@ Key = tuple[int, int, int]
 
 
 class Verb(IntEnum):
-    """What ranks and the matchmaker say to each other."""
+    """What ranks and the coordinator say to each other."""
 
     OFFER = 1
     AWAIT = 2  # The rank does nothing else until its offer is answered.
@@ -36,7 +36,7 @@ class Verb(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What the matchmaker says to `ranks`: BEGIN or CANCEL."""
+    """What the coordinator says to `ranks`: BEGIN or CANCEL."""
 
     verb: Verb
     step: int
@@ -62,7 +62,7 @@ class Coordinator:
 
     def __init__(self, count: int) -> None:
         self._count = count  # Of ranks.
-        # A rank may be in the next step before the matchmaker has heard that all are done.
+        # A rank may be in the next step before the coordinator has heard that all are done.
         self._steps: dict[int, _Step] = {}
         self.begun = 0
         self.cancelled = 0

@@ -51,7 +51,7 @@ class PartialGradient:
 
 
 class PartialGradients:
-    """Memory and scratch space for parcels. Thread-safe.
+    """Memory and scratch space for partial gradients. Thread-safe.
 
     `window` is a block of the host tier that belongs to this object; None where `volume` is.
     """
@@ -86,7 +86,8 @@ class PartialGradients:
     def receive(
         self, dtype: torch.dtype, nbytes: int, fill: Fill, *, window: Block
     ) -> PartialGradient:
-        """A parcel of the bytes that `fill` gives, however many it is asked for at a time.
+        """A partial gradient of the bytes that `fill` gives, however many it is asked for at a
+        time.
 
         `window` is the caller's. Waits for room where there is no drive. Raises CapacityError when
         none comes, and what `fill` raises.
@@ -105,7 +106,8 @@ class PartialGradients:
         return partial
 
     def put(self, values: torch.Tensor, *, is_mean: bool = False) -> PartialGradient | None:
-        """A parcel of a flat host tensor, which becomes its own. None when there is no room."""
+        """A partial gradient of a flat host tensor, which becomes its own. None when there is no
+        room."""
         partial = PartialGradient(values.dtype, values.numel(), is_mean=is_mean)
         if self._take_room(partial.nbytes, patience_s=0.0):
             partial.values = values
@@ -116,7 +118,7 @@ class PartialGradients:
         return partial
 
     def merge(self, parts: Sequence[PartialGradient], total: torch.Tensor) -> PartialGradient:
-        """Ends parcels that were read, and takes their sum, a mean, in their place."""
+        """Ends partial gradients that were read, and takes their sum, a mean, in their place."""
         partial = PartialGradient(total.dtype, total.numel(), is_mean=True)
         released_nbytes = sum(part.kept_nbytes for part in parts)
         for part in parts:
@@ -132,7 +134,7 @@ class PartialGradients:
     # -- Out ---------------------------------------------------------------------------------------
 
     def read(self, partial: PartialGradient) -> torch.Tensor:
-        """The values: flat, on the host; the parcel's own memory where it has any."""
+        """The values: flat, on the host; the partial gradient's own memory where it has any."""
         if partial.values is not None:
             return partial.values
         values = torch.empty(partial.numel, dtype=partial.dtype)
@@ -155,13 +157,13 @@ class PartialGradients:
         return values
 
     def drop(self, partial: PartialGradient) -> None:
-        """Ends a parcel."""
+        """Ends a partial gradient."""
         kept_nbytes = partial.kept_nbytes
         self._end(partial)
         self._give_room(kept_nbytes)
 
     def await_room(self, timeout_s: float) -> None:
-        """Returns when a parcel may have ended."""
+        """Returns when a partial gradient may have ended."""
         with self._changed:
             self._changed.wait(timeout_s)
 
@@ -193,7 +195,7 @@ class PartialGradients:
             return is_there
 
     def no_room(self, nbytes: int) -> CapacityError:
-        """What is raised when a parcel has waited for room in vain."""
+        """What is raised when a partial gradient has waited for room in vain."""
         return CapacityError(
             "host",
             needed_nbytes=nbytes,
@@ -211,7 +213,8 @@ class PartialGradients:
             self._changed.notify_all()
 
     def _end(self, partial: PartialGradient) -> None:
-        """Lets go of what a parcel has; its room in the budget is the caller's to give back."""
+        """Lets go of what a partial gradient has; its room in the budget is the caller's to give
+        back."""
         partial.values = None
         if partial.scratch is not None:
             assert self._scratch is not None

@@ -198,7 +198,8 @@ class DistributedGradients:
         self._may_give = True
 
     def _keep(self, values: torch.Tensor, *, is_mean: bool = False) -> PartialGradient:
-        """A parcel of this rank's own. Where there is no room, what can be summed makes some."""
+        """A partial gradient of this rank's own. Where there is no room, what can be summed makes
+        some."""
         deadline_s = time.monotonic() + PATIENCE_S
         while (partial := self._partials.put(values, is_mean=is_mean)) is None:
             self.take_in()

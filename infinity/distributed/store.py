@@ -27,7 +27,7 @@ from infinity.tiers.host import Block, HostTier
 
 # What is served from a drive goes through a block of this size, one for each rank that asks;
 SERVING_NBYTES = MIB
-# and what has no room in the inbox through a smaller one, one for each rank that gives.
+# and what has no room in the reduce buffer through a smaller one, one for each rank that gives.
 TAKING_NBYTES = 256 * KIB
 _CODES = tuple(StateKind)
 

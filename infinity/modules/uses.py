@@ -84,7 +84,7 @@ class UnitUses:
 
     def enter(self, units: list[int], *, is_of_pass: bool = True) -> None:
         """Makes units usable. All or none: a failure lets go of those already held. `is_of_pass`:
-        a site is come to, so that others will be; else nothing is fetched ahead."""
+        a hooked module is come to, so that others will be; else nothing is fetched ahead."""
         self._process.refuse_others()
         done: list[int] = []
         priority = Priority.FORWARD if current_backward() == OUTSIDE_BACKWARD else Priority.BACKWARD
@@ -126,7 +126,7 @@ class UnitUses:
 
     @contextmanager
     def using(self, units: list[int]) -> Iterator[None]:
-        """For whoever is no site: reads from outside, and operations on handles."""
+        """For whoever is no hooked module: reads from outside, and operations on handles."""
         is_in_backward = current_backward() != OUTSIDE_BACKWARD
         passes = self._passes
         is_in_pass = passes.is_in_forward or passes.is_layer_major or is_in_backward
@@ -198,7 +198,7 @@ class UnitUses:
         self._left.clear()
 
     def backward_started(self) -> None:
-        """A backward has reached the first site."""
+        """A backward has reached the first hooked module."""
         if not self._passes.is_layer_major:
             self._passes.begin_backward()
             with self._lock:

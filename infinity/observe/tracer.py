@@ -30,8 +30,9 @@ class Track(StrEnum):
 
     STEPS = "steps"
     PHASES = "phases"  # forward, backward, optimizer
-    COMPUTE = "compute"  # the model's own code: at a site, and not in one of the three below
-    SITES = "sites"  # raw: from a site's units being there to its end
+    # the model's own code: at a hooked module, and not in one of the three below
+    COMPUTE = "compute"
+    SITES = "sites"  # raw: from a hooked module's units being there to its end
     ENGINE = "engine"  # bringing in, letting go, deciding what to read next
     UPDATES = "updates"
     STALLS = "stalls"

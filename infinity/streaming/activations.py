@@ -7,7 +7,7 @@ tier, and the block is free again as soon as the write is over. What is parked t
 Where the device computes on host memory, "host" and "device" are the same memory, and nothing is
 copied: outside of the host budget, as any activation is there.
 
-Training thread and the strands that run in its place, one at a time.
+Training thread and the fibers that run in its place, one at a time.
 """
 
 from __future__ import annotations

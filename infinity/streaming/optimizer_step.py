@@ -4,10 +4,11 @@
 unit is updated when it is next needed, right before its forward: its weights are on their way in
 anyway, and the traffic of the optimizer overlaps with the compute of the units before it.
 
-Chunks go round a ring of *berths*, parts of one host block. A berth is free, or holds a chunk that
+Chunks go round a ring of *staging slots*, parts of one host block. A staging slot is free, or
+holds a chunk that
 is being read ahead, or one that is being written back. Chunks are read ahead in the order in which
 units are expected to be used. Pieces that rest where the host can address them are updated in place
-and need no berth.
+and need no staging slot.
 
 Note [Pending units]
   Nobody sees the state of a pending unit: every way to its weights, moments or gradients goes
@@ -72,7 +73,7 @@ class Updater:
     """Applies step records to units. Called under the engine's lock.
 
     `num_staging_slots` chunks of `chunk_nbytes` of fp32 are in memory at once; at least one. With
-    `reads_ahead` chunks of units that are needed later are read into berths that are free.
+    `reads_ahead` chunks of units that are needed later are read into staging slots that are free.
     """
 
     def __init__(
@@ -101,7 +102,7 @@ class Updater:
                 for unit in store.units
             )
         ]
-        # What travels, and the room that a berth has for it.
+        # What travels, and the room that a staging slot has for it.
         self._travelling = staging_nbytes(store.units, travelling, settings.chunk_nbytes)
         self._block: Block | None = None
         self._staging_slots: deque[_StagingSlot] = deque()  # Free or being written, oldest first.
@@ -160,7 +161,7 @@ class Updater:
         self._apply(self._store.units[unit], pending, is_needed)
 
     def read_ahead(self) -> None:
-        """Starts reading chunks that will be needed next into the berths that are free."""
+        """Starts reading chunks that will be needed next into the staging slots that are free."""
         if self._reads_ahead and self._pending and not self._is_applying and self._torn is None:
             if self._block is None and not self._take_ring(or_none=True):
                 return
@@ -302,7 +303,7 @@ class Updater:
         return self._start(chunk)
 
     def _start_more(self, chunks: Iterable[Chunk]) -> None:
-        """Starts reading into berths that are free already, in order, until none is left."""
+        """Starts reading into staging slots that are free already, in order, until none is left."""
         for chunk in chunks:
             if not self._staging_slots or not all(
                 t.done() for t in self._staging_slots[0].transfers
@@ -322,7 +323,8 @@ class Updater:
             count = None if count is None else count - 1
 
     def _return_slot(self, stage: _InFlightChunk) -> None:
-        """The berth goes to the end of the queue; what is in flight there is waited for later."""
+        """The staging slot goes to the end of the queue; what is in flight there is waited for
+        later."""
         if stage.slot is not None:
             self._staging_slots.append(stage.slot)
 
@@ -397,7 +399,7 @@ class Updater:
         return stage
 
     def _bring(self, stage: _InFlightChunk, kind: StateKind) -> torch.Tensor:
-        """The chunk's bytes of a piece: where they rest, or being read into the berth."""
+        """The chunk's bytes of a piece: where they rest, or being read into the staging slot."""
         chunk, slot = stage.chunk, stage.slot
         offset_nbytes, nbytes = chunk.offset_nbytes(kind), chunk.nbytes(kind)
         host_view = self._store.host_view(chunk.unit, kind)

@@ -2,7 +2,8 @@
 
 A call of the model is a pass, and begins one. Where parts are called (two encoders in a ModuleDict,
 `model.encode` and a head) the order of uses repeats all the same: from the first part of a step to
-the end of its backward. So a pass begins where the site that began the last one is entered again:
+the end of its backward. So a pass begins where the hooked module that began the last one is
+entered again:
 in training with a backward or a step in between, for one part may run several times in a forward;
 without gradients at once.
 
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-# Where the first site of a pass never comes again, passes begin all the same.
+# Where the first hooked module of a pass never comes again, passes begin all the same.
 _MOST_BACKWARDS = 16
 
 
@@ -44,7 +45,7 @@ class Beginnings:
         return False
 
     def ask_hooked(self, kind: str, name: str) -> bool:
-        """A site is entered, and the model is not running: as `ask_model`."""
+        """A hooked module is entered, and the model is not running: as `ask_model`."""
         here = self._passes.get(kind)
         if here is None or self._is_over(here, kind, name):
             self._passes[kind] = _Pass(name, has_model=False)
