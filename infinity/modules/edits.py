@@ -47,6 +47,7 @@ class WeightEdits:
         self._is_sharded = is_sharded
         self._param_table = param_table
         self._expected: set[int] = set()
+        self._watched: dict[int, list[bytes]] = {}  # Digests of parameters, by unit.
         self._before: dict[OffloadedParam, torch.Tensor] = {}  # Weights at the time of `lend`.
 
     def expect(self, units: Iterable[int]) -> None:
@@ -135,6 +136,18 @@ class WeightEdits:
         if self._param_table.is_parameter_memory(value) and not _overlaps(value, place):
             return "the memory of another parameter, which it would share from then on"
         return None
+
+    def watch_data(self, unit: int) -> None:
+        """Remembers the bytes of the unit, whose modules may write them through `.data`."""
+        params = self._param_table.of_unit(unit)
+        self._watched[unit] = [_digest(param.compute) for param in params]
+
+    def note_data_writes(self, unit: int) -> None:
+        """Marks the parameters whose bytes changed since `watch_data`; without it does nothing."""
+        params = self._param_table.of_unit(unit)
+        for param, digest in zip(params, self._watched.pop(unit, ()), strict=False):
+            if _digest(param.compute) != digest:
+                param.was_replaced = True
 
     def take_over(self, unit: int) -> None:
         """Makes the weights of a changed unit its state. Runs after the last use of the unit."""

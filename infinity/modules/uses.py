@@ -66,6 +66,7 @@ class UnitUses:
         self._process = OwnProcess()
         self._left: set[int] = set()  # By the backward that is running.
         self.is_closed = False
+        self.watched_units: frozenset[int] = frozenset()  # Modules may write them through `.data`.
         self.on_tile: Turns | None = None  # Of `accumulate`, while it runs.
         self.is_parameter_memory = param_table.is_parameter_memory
         self.begin_use: Callable[[HookedModule], None] = (
@@ -118,6 +119,7 @@ class UnitUses:
             for unit in units:
                 if self._weight_cache.is_last_hold(unit):
                     refusal = self._changes.put_back(unit) or refusal
+                    self._changes.note_data_writes(unit)
                 if self._weight_cache.release(unit):
                     self._release_unit(unit)
                     self._weight_cache.write_behind(unit)
@@ -145,6 +147,8 @@ class UnitUses:
     def _acquire(self, unit: int, priority: Priority, is_of_pass: bool) -> None:
         if self._weight_cache.acquire(unit, priority, is_of_pass=is_of_pass):
             self._param_table.show_parameters(unit)
+            if unit in self.watched_units:
+                self._changes.watch_data(unit)
 
     def _release_unit(self, unit: int) -> None:
         self._param_table.show_handles(unit)

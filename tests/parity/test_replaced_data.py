@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import infinity
-from infinity.errors import InfinityError
+from infinity.errors import CapacityError, InfinityError
 from infinity.testing.simulated_device import SimulatedDevice
 
 from .harness import (
@@ -47,6 +47,24 @@ class Normed(nn.Module):
         return self.child(x @ self.weight.t() * self.scale)
 
 
+class Written(Normed):
+    """Does the same in place: through `.data`, and through a numpy array in a method of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.weight.data.div_(self.weight.data.norm(dim=1, keepdim=True))
+        self.bound()
+        return self.child(x @ self.weight.t() * self.scale)
+
+    def bound(self) -> None:
+        values = self.scale.detach().numpy()
+        values.clip(0.9, 1.0, out=values)
+
+
+def written() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(Written(), nn.Tanh(), nn.ModuleList([Written()])[0], nn.Linear(8, 4))
+
+
 def build() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(Normed(), nn.Tanh(), nn.ModuleList([Normed()])[0], nn.Linear(8, 4))
@@ -72,6 +90,16 @@ def test_a_parameter_whose_data_is_replaced_in_a_forward_learns_on(
     placement: str, swap_directory: Path
 ) -> None:
     compare(train, build, swap_directory, placement=placement)
+
+
+@pytest.mark.parametrize("placement", ["nvme", "host"])
+def test_a_write_through_data_in_a_forward_is_kept(placement: str, swap_directory: Path) -> None:
+    """In the smallest budget, where the written unit is evicted before anybody reads it again."""
+    small: dict[str, Any] = {"placement": placement, "update_chunk": "8KiB"}
+    with pytest.raises(CapacityError) as refused:
+        infinity.offload(written(), swap_config(swap_directory, host_nbytes="32KiB", **small))
+    least = small | {"host_nbytes": refused.value.needed_nbytes}
+    compare(train, written, swap_directory, **least)
 
 
 def test_replaced_data_reaches_the_tiers_from_a_device_with_its_own_memory(
