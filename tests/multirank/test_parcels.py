@@ -160,10 +160,10 @@ def budgets(reduce_buffer: str, *, host: str = "64MiB", placement: str = "host")
 def test_the_reduce_buffer_is_a_part_of_the_host_budget() -> None:
     """Of 4 MiB of weights: two backward passes, an eighth of the budget, at least two units."""
     for options, reduce_buffer_nbytes in (
-        ({"inbox": "auto"}, 8 * MIB),
-        ({"inbox": "auto", "placement": "nvme", "host": "48MiB"}, 6 * MIB),
-        ({"inbox": "4KiB", "placement": "nvme"}, 4096),
-        ({"inbox": "12MiB"}, 12 * MIB),
+        ({"reduce_buffer": "auto"}, 8 * MIB),
+        ({"reduce_buffer": "auto", "placement": "nvme", "host": "48MiB"}, 6 * MIB),
+        ({"reduce_buffer": "4KiB", "placement": "nvme"}, 4096),
+        ({"reduce_buffer": "12MiB"}, 12 * MIB),
     ):
         found = budgets(**options)
         asked_nbytes = int(options.get("host", "64MiB")[:-3]) * MIB

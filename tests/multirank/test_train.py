@@ -100,7 +100,9 @@ def test_a_run_of_two_ranks_is_gone_on_with_by_one(tmp_path: Path) -> None:
     _train(0, str(tmp_path), "alone", 2)
     assert run_ranks(2, _train_stopped, str(tmp_path)) == [143, 143]
     table = _table(tmp_path, "parts", 1, checkpoint={})
-    with pytest.raises(ConfigError, match="accumulation times the number of ranks is 1 and was 2"):
+    with pytest.raises(
+        ConfigError, match="gradient_accumulation_steps times the number of ranks is 1 and was 2"
+    ):
         program.train(SwapConfig.load(table), resume=True)
     table["train"]["gradient_accumulation_steps"] = 2
     summary, _ = program.train(SwapConfig.load(table), resume=True)

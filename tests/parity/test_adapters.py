@@ -146,7 +146,7 @@ def test_an_adapter_that_came_after_offload_is_not_left_untrained(tmp_path: Path
     optimizer = optimizer_of(model)
     model.add_adapter("late", peft.LoraConfig(r=2, **LORA))
     model.set_adapter("late")
-    with pytest.raises(ConfigError, match=r"late\.weight.* add adapters and heads before"):
+    with pytest.raises(ConfigError, match=r"late\.weight.* Add adapters and heads before"):
         train(model, optimizer)
     with pytest.raises(ConfigError, match="attach adapters and new heads before"):
         infinity.AdamW(model)

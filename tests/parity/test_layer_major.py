@@ -400,7 +400,7 @@ def _changes_argument(block: _WrongBlock, x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("function", "says"),
     [
-        (_puts_aside, "inside blocks.1 reaches the loss otherwise"),
+        (_puts_aside, "inside blocks.1 reaches the loss by another way"),
         (_changes_argument, "blocks.0 changes an argument in place"),
     ],
 )

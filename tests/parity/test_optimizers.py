@@ -350,7 +350,7 @@ def test_an_optimizer_is_used_as_torchs_is(swap_directory: Path) -> None:
 
         first = optimizer.step(closure)
         assert optimizer.step(closure) != first
-    with pytest.raises(InfinityError, match="engine is closed"):
+    with pytest.raises(InfinityError, match="engine of this model is closed"):
         optimizer.step()
 
 

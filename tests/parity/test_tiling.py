@@ -392,7 +392,7 @@ def test_what_cannot_be_cut_is_refused_with_the_reason(
 
 def test_without_tiles_a_layer_larger_than_the_window_is_refused(swap_directory: Path) -> None:
     config = tiled_config(swap_directory, tile=0, device_nbytes="128KiB", host_nbytes="8MiB")
-    with pytest.raises(CapacityError, match="does not fit one device"):
+    with pytest.raises(CapacityError, match="do not fit one device"):
         infinity.offload(wide(), config, device=SimulatedDevice(1))
 
 

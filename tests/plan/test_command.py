@@ -113,7 +113,7 @@ def test_the_list_names_what_is_shipped() -> None:
          "change tiers.host.capacity"),
         (["--model", "gpt-1t", "--hardware", "dgx-2", "--set", "tiers.device.capacity=1GB",
           "--set", "schedule.tile=0"],
-         "does not fit one device"),
+         "do not fit one device"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_refused(arguments: list[str], words: str) -> None:

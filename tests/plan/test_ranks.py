@@ -128,7 +128,7 @@ def test_words_for_ranks() -> None:
         (["--ranks", "9"], "has 8 devices, and each rank needs one"),
         (["--ranks", "8", "--set", "distributed.budgets=rank"], "change tiers.host.capacity"),
         (["--ranks", "8", "--set", "tiers.device.capacity=100MB", "--set", "schedule.tile=0"],
-         "does not fit one device"),
+         "do not fit one device"),
     ],
 )  # fmt: skip
 def test_what_ranks_cannot_have_is_refused(arguments: list[str], words: str) -> None:

@@ -21,13 +21,15 @@ from .jobs import COMMAND, CONFIG, wait_for_steps, write_job
 CHECKPOINT = "[checkpoint]\nevery = 0\n"
 # Both streams are a pipe that nobody reads: its reader died, as tee does of Ctrl-C.
 UNREAD = """
-import os
+import os, signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
 read, write = os.pipe()
 os.dup2(write, 1), os.dup2(write, 2), os.close(read), os.close(write)
 """
 # Started as a daemon is: without descriptors, so that files get their numbers.
 CLOSED = """
-import os, sys
+import os, signal, sys
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 for number in range(3):
     os.close(number)
 sys.stdout = sys.stderr = None
