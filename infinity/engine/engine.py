@@ -34,7 +34,7 @@ from infinity.engine.state_access import StateAccess
 from infinity.errors import InfinityError, UnsupportedError
 from infinity.modules import autograd_functions as functions
 from infinity.modules.accumulate.layer_major import LayerMajorSchedule
-from infinity.modules.data_writes import may_write_data
+from infinity.modules.data_writes import units_written_by_data
 from infinity.modules.edits import WeightEdits
 from infinity.modules.grads import ParamGrads
 from infinity.modules.handle import Handle
@@ -130,12 +130,7 @@ class Engine:
             self.store.units, self.weight_cache, self.gradients, self.updater, self.passes,
             self._tracer, self._param_table, self._changes, self._lock,
         )  # fmt: skip
-        self._uses.watched_units = frozenset(
-            unit
-            for hooked in self.hooked_modules
-            if may_write_data(hooked.module)
-            for unit in hooked.units
-        )
+        self._uses.watched_units = units_written_by_data(self.hooked_modules)
         self._backwards = BackwardCalls(self._uses)
         self._grads = ParamGrads(
             self.gradients, self.updater, self.weight_cache, self._tracer, self._param_table,

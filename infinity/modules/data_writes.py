@@ -9,24 +9,38 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections.abc import Iterable
 from functools import lru_cache
 from types import FunctionType
 from typing import Any
 
 from torch import nn
 
+from infinity.modules.hooks import HookedModule
+
 _ACCESS = re.compile(r"\.data\b|\.numpy\(")
 # Methods that run before the model is offloaded.
 _EARLY = frozenset({"__init__", "_init_weights", "init_weights", "reset_parameters"})
 
 
-def may_write_data(module: nn.Module) -> bool:
-    """Returns whether the code of the module, or of a module in it, mentions `.data` or `.numpy(`.
+def units_written_by_data(hooked_modules: Iterable[HookedModule]) -> frozenset[int]:
+    """Returns the units of modules whose code, or that of a module in them, mentions `.data` or
+    `.numpy(`.
 
     The methods of the modules' own classes are searched. Modules of PyTorch, base classes and
     functions outside the classes are not.
     """
-    return any(_mentions_data(type(child)) for child in module.modules())
+    return frozenset(
+        unit
+        for hooked in hooked_modules
+        if any(_may_write_data(child) for child in hooked.module.modules())
+        for unit in hooked.units
+    )
+
+
+def _may_write_data(module: nn.Module) -> bool:
+    kind: Any = type(module)
+    return _mentions_data(kind)
 
 
 @lru_cache(maxsize=4096)
