@@ -143,9 +143,9 @@ class WeightEdits:
         self._watched[unit] = [_digest(param.compute) for param in params]
 
     def note_data_writes(self, unit: int) -> None:
-        """Marks the parameters whose bytes changed since `watch_data`; without it does nothing."""
+        """Marks the parameters whose bytes changed since `watch_data`."""
         params = self._param_table.of_unit(unit)
-        for param, digest in zip(params, self._watched.pop(unit, ()), strict=False):
+        for param, digest in zip(params, self._watched.pop(unit), strict=True):
             if _digest(param.compute) != digest:
                 param.was_replaced = True
 

@@ -119,7 +119,8 @@ class UnitUses:
             for unit in units:
                 if self._weight_cache.is_last_hold(unit):
                     refusal = self._changes.put_back(unit) or refusal
-                    self._changes.note_data_writes(unit)
+                    if unit in self.watched_units:
+                        self._changes.note_data_writes(unit)
                 if self._weight_cache.release(unit):
                     self._release_unit(unit)
                     self._weight_cache.write_behind(unit)

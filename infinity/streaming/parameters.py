@@ -529,19 +529,6 @@ class WeightCache:
         assert weights.block is not None
         return self._pool.tensor(weights.block)
 
-    def fetch_for_update(self, unit: int) -> None:
-        """Starts reading weights that will be checked out soon, if there is room to spare."""
-        weights = self.weights[unit]
-        if (
-            weights.state is WeightState.ABSENT
-            and not weights.rests_on_device
-            and self._window_nbytes
-        ):
-            label = f"parameters of {weights.unit.name}"
-            block = self._pool.try_allocate(weights.unit.weight_nbytes, label)
-            if block is not None:
-                self._start_read(weights, block, Priority.STATE)
-
     def check_in(
         self, unit: int, *, dirty_nbytes: int, write_now: bool = True, is_valid: bool = True
     ) -> None:
