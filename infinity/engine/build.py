@@ -123,7 +123,7 @@ def build(
     ranks = find_group(group)
     if ranks is not None:
         config = config_of_rank(config, ranks)
-    in_place = weights if config.placement.frozen == "checkpoint" and ranks is None else None
+    in_place = weights if config.placement.reads_in_place and ranks is None else None
     stored = StoredParams(model, in_place)
     dtypes = Dtypes(model, config)
     tiling = Tiling(model, lambda parameter: dtypes.of(parameter).itemsize)
