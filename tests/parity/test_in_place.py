@@ -178,12 +178,15 @@ def at_least(base: Base, config: dict[str, Any], simulated: bool) -> dict[str, A
 def test_layer_major_reads_the_base_twice_however_many_micro_batches(
     base: Base, tmp_path: Path
 ) -> None:
-    """And has the bits of the plain loop in fp32 gradients: here those of layer-major in memory."""
+    """And gives the bits of layer-major over copied weights, whose sums have an order of their own."""
     with over(base, config_of(tmp_path, placement={"frozen": "copy"})) as (model, _):
         expected = train(model, infinity.AdamW(model, lr=1e-2), layer_major=True)
     with over(base, config_of(tmp_path)) as (model, engine):
         seen = train(model, infinity.AdamW(model, lr=1e-2), layer_major=True)
+        num_fetches = engine.counters.snapshot()["fetches"]
+        num_units = len(engine.store.units)
     assert_same(seen, expected)
+    assert num_fetches <= STEPS * (2 * num_units + 2 * MICRO_BATCHES * 8)
 
 
 def test_no_byte_of_the_base_is_written_or_saved(base: Base, tmp_path: Path) -> None:
