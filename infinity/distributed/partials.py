@@ -239,7 +239,7 @@ class PartialGradients:
         """Writes what `fill` gives, a window at a time."""
         assert self._volume is not None and self._scratch is not None
         scratch = self._scratch.take(nbytes)
-        memory = memoryview(self._host.tensor(window).numpy())
+        memory = self._host.tensor(window).numpy().data
         for start, part_nbytes in _parts(nbytes, window):
             fill(memory[:part_nbytes])
             self._volume.write(

@@ -178,7 +178,7 @@ class DistributedGradients:
                 # A view would keep the whole gradient in memory.
                 self.deliver(share.rank, index, generation, number, self._keep(part.clone()))
             else:
-                content = memoryview(part.view(torch.uint8).numpy())
+                content = part.view(torch.uint8).numpy().data
                 code = wire_code(part.dtype, number)
                 self._transport.put(
                     share.rank, index, code, generation, content, meanwhile=self.take_in

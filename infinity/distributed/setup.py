@@ -244,7 +244,7 @@ def refuse_different_weights(engine: Engine) -> None:
         text = f"{param.name} {facts.shape} {facts.dtype} {facts.is_trainable}"
         if original is not None and not original.is_meta:
             head = original.detach().flatten()[: _COMPARED_NBYTES // original.element_size()]
-            content = head.contiguous().cpu().view(torch.uint8).numpy()
+            content = head.contiguous().cpu().view(torch.uint8).numpy().data
             text += f" {zlib.crc32(content)}"
         sums.append(text)
     engine.ranks.refuse_different(

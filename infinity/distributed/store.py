@@ -166,7 +166,7 @@ class DistributedStore(StateStore):
             if not segments:
                 continue
             if shard.rank != self.partition.rank:
-                views = [memoryview(sink.numpy()) for sink in sinks]
+                views = [sink.numpy().data for sink in sinks]
                 jobs.append(
                     self.transport.get(shard.rank, index, _CODES.index(StateKind.PARAMETERS), views)
                 )
@@ -196,9 +196,7 @@ class DistributedStore(StateStore):
             segments = [ShardSegment(0, 0, sink.numel())]
             return self._in_own_thread(self._copy_state, shard, state_kind, segments, [sink])
         index = shard.unit.index - len(self.partition.full_units)
-        return self.transport.get(
-            shard.rank, index, _CODES.index(state_kind), [memoryview(sink.numpy())]
-        )
+        return self.transport.get(shard.rank, index, _CODES.index(state_kind), [sink.numpy().data])
 
     # -- Gradients ---------------------------------------------------------------------------------
 
@@ -239,7 +237,7 @@ class DistributedStore(StateStore):
             start = segment.whole_offset_nbytes if is_whole else segment.shard_offset_nbytes
             stop = start + segment.nbytes
             if host_view is not None:
-                yield memoryview(host_view[start:stop].numpy())
+                yield host_view[start:stop].numpy().data
                 continue
             while start < stop:
                 low = align_down(start, PAGE_NBYTES)
@@ -254,7 +252,7 @@ class DistributedStore(StateStore):
                 ).wait()
                 until = min(stop, high)
                 part = self._host.tensor(block)[start - low : until - low]
-                yield memoryview(part.numpy())
+                yield part.numpy().data
                 start = until
 
     def _bring_mine(
