@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from infinity.distributed.partials import Fill, PartialGradient, PartialGradients
-from infinity.distributed.transport import PeerTransport, RemoteRequest
+from infinity.distributed.peer import RemoteRequest
+from infinity.distributed.transport import PeerTransport
 from infinity.observe import Counters
 from infinity.sizes import KIB, MIB, PAGE_NBYTES, align_down, align_up
 from infinity.state.partition import Partition, Shard, ShardSegment
@@ -210,7 +211,7 @@ class DistributedStore(StateStore):
     # -- This rank's shard -------------------------------------------------------------------------
 
     def serve(self, unit: int, state_kind: int, *, to: int) -> tuple[int, Iterable[memoryview]]:
-        """The bytes of this rank's shard of a unit, for another rank; see `transport.Service`."""
+        """The bytes of this rank's shard of a unit, for another rank; see `peer.Service`."""
         shard, kind = self.partition.shards[unit][self.partition.rank], _CODES[state_kind]
         segments = self._served(shard, kind)
         return sum(each.nbytes for each in segments), self._parts(shard, kind, segments, to)

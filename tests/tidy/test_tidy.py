@@ -28,7 +28,6 @@ LARGE_FILES = {
     "config/schema.py": 754,
     "config/values.py": 528,
     "distributed/reduce.py": 517,
-    "distributed/transport.py": 696,
     "engine/build.py": 641,
     "engine/engine.py": 600,
     "modules/handle.py": 610,
