@@ -21,7 +21,7 @@ from infinity.sizes import PAGE_NBYTES, align_up
 from infinity.storage.protocol import Priority
 from infinity.storage.scratch_space import Scratch, ScratchSpace
 from infinity.storage.volume import Volume
-from infinity.tiers.host import Block, HostTier
+from infinity.tiers.host import Block, HostBlocks
 
 # A rank that is alive adds up what came, or gives what is waited for, in less.
 PATIENCE_S = 60.0
@@ -60,7 +60,7 @@ class PartialGradients:
         self,
         budget_nbytes: int,
         *,
-        host: HostTier,
+        host: HostBlocks,
         volume: Volume | None,
         window: Block | None,
         counters: Counters,

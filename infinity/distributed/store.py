@@ -24,7 +24,7 @@ from infinity.state.store import StateStore, Transfer
 from infinity.state.units import StateKind, Unit
 from infinity.storage.protocol import Priority
 from infinity.storage.volume import Volume
-from infinity.tiers.host import Block, HostTier
+from infinity.tiers.host import Block, HostBlocks
 
 # What is served from a drive goes through a block of this size, one for each rank that asks;
 SERVING_NBYTES = MIB
@@ -71,7 +71,7 @@ class DistributedStore(StateStore):
         self,
         partition: Partition,
         *,
-        host: HostTier,
+        host: HostBlocks,
         volume: Volume | None,
         counters: Counters,
         reduce_buffer_nbytes: int,

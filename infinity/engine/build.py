@@ -79,7 +79,7 @@ from infinity.streaming.step_record import StepRunner, UpdateSettings
 from infinity.streaming.weight_provider import TierWeights, WeightProvider
 from infinity.tiers.cpu import CpuDevice
 from infinity.tiers.device import DeviceAdapter
-from infinity.tiers.host import HostTier
+from infinity.tiers.host import HostBlocks
 from infinity.tiers.pool import HostPool
 from infinity.tiers.ranges import rounded_nbytes
 
@@ -105,7 +105,7 @@ class LoadPlan(Protocol):
 class OwnDevice(DeviceAdapter, Protocol):
     """A device adapter of the caller, which is given the host tier when it exists."""
 
-    def open(self, host: HostTier, counters: Counters) -> None: ...
+    def open(self, host: HostBlocks, counters: Counters) -> None: ...
 
 
 def build(
@@ -396,7 +396,7 @@ def _assemble(
     resources.callback(arena.close)
     num_spares = count_spares(config, num_ranks=1 if sharding is None else sharding.partition.count)
     volume = _open_volume(config, arena, budgets, wrap_storage, num_spares, adopted, resources)
-    host = HostTier(arena, counters)
+    host = HostBlocks(arena, counters)
     device = _open_device(config, host, counters, own_device)
     resources.callback(device.close)
     sharing = 1 if sharding is None else sharding.group.node_count
@@ -548,7 +548,7 @@ def _nvme_nbytes(tier: NvmeTier) -> int | None:
 
 
 def _open_device(
-    config: SwapConfig, host: HostTier, counters: Counters, own: OwnDevice | None
+    config: SwapConfig, host: HostBlocks, counters: Counters, own: OwnDevice | None
 ) -> DeviceAdapter:
     if own is not None:
         own.open(host, counters)
@@ -583,7 +583,7 @@ def _params(
             for hook in (found.parameter._backward_hooks or {}).values():
                 compute.register_hook(hook)
             by_parameter[id(found.parameter)] = OffloadedParam(
-                found.name, unit, spec, handle, compute, found.aliases, found.parameter
+                found.name, unit, spec, handle, compute, found.registrations, found.parameter
             )
     return [by_parameter[id(parameter)] for parameter in anatomy.root.parameters()]
 

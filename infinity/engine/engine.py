@@ -167,7 +167,7 @@ class Engine:
         ]
         for module in {self.model, *(hooked.module for hooked in self.hooked_modules)}:
             self._removable.append(Unscriptable(module))
-        owners = {alias.module for param in self.params for alias in param.aliases}
+        owners = {place.module for param in self.params for place in param.registrations}
         self._removable += [m.register_load_state_dict_pre_hook(self._take_loaded) for m in owners]
         registry.register(self)
 

@@ -15,12 +15,12 @@ from typing import Protocol
 import torch
 
 from infinity.observe import Counters, Track
-from infinity.state.placement import Placement
+from infinity.state.placement import StatePlacement
 from infinity.state.units import StateKind, Unit
 from infinity.storage.protocol import Priority, Ticket
 from infinity.storage.volume import Extent, Volume
 from infinity.tiers.device import FINISHED, DeviceAdapter
-from infinity.tiers.host import Block, HostTier
+from infinity.tiers.host import Block, HostBlocks
 
 
 class Transfer(Protocol):
@@ -76,9 +76,9 @@ class StateStore:
     def __init__(
         self,
         units: Sequence[Unit],
-        placement: Placement,
+        placement: StatePlacement,
         *,
-        host: HostTier,
+        host: HostBlocks,
         volume: Volume | None,
         device: DeviceAdapter,
         counters: Counters,
@@ -91,7 +91,7 @@ class StateStore:
         self._locations: dict[tuple[int, StateKind], StateLocation] = {}
         self._settle(placement)
 
-    def _settle(self, placement: Placement) -> None:
+    def _settle(self, placement: StatePlacement) -> None:
         """Allocates the space of all state. Fresh state reads as zeros on every tier."""
         on_nvme: list[tuple[Unit, StateKind]] = []
         for (index, kind), tier in placement.tiers.items():

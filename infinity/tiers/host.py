@@ -19,7 +19,7 @@ from infinity.tiers.ranges import Range, RangeAllocator
 
 @dataclass(eq=False, slots=True)
 class Block:
-    """A range of the arena with one owner until `HostTier.free`.
+    """A range of the arena with one owner until `HostBlocks.free`.
 
     `is_mapped_away` is set by the device adapter while the pages stand in a window: the arena's own
     address of the range must not be touched then.
@@ -32,7 +32,7 @@ class Block:
     is_mapped_away: bool = False
 
 
-class HostTier:
+class HostBlocks:
     """Lends blocks of the arena. Thread-safe. All sizes are bytes."""
 
     def __init__(self, arena: Arena, counters: Counters) -> None:
