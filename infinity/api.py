@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -77,7 +78,8 @@ def offload(
     device: a device adapter instead of the configured one (infinity.testing.SimulatedDevice)
     resume: the checkpoint, or the directory of checkpoints, that is passed to
         `infinity.checkpoint.load` next. The engine continues in the swap files that the checkpoint
-        links to, if it can, and copies them otherwise
+        links to, if it can, and copies them otherwise. Without `weights`, frozen weights that the
+        checkpoint refers to are found where they were
     group: the data-parallel ranks that share the state: a process group, or a slice of a device
         mesh (`mesh["dp"]`). None means all ranks of torch.distributed, if it is initialized
     model_parallel_group: ranks that compute every layer together from the same inputs, such as
@@ -96,7 +98,12 @@ def offload(
     if callable(weights):
         dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
         plan = _FunctionLoadPlan(weights, dtypes)
-    elif weights is not None:
+    if weights is None and resume is not None:
+        from infinity.checkpoint.run.directory import find_checkpoint
+        from infinity.checkpoint.run.references import directory_of_base
+
+        weights = directory_of_base(find_checkpoint(Path(resume)))
+    if weights is not None and not callable(weights):
         from infinity.checkpoint import weight_source
 
         plan = weight_source(weights).plan(model, ignore=ignore)
