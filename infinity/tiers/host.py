@@ -49,10 +49,6 @@ class HostBlocks:
     def free_nbytes(self) -> int:
         return self._ranges.free_nbytes
 
-    @property
-    def in_use_nbytes(self) -> int:
-        return self.capacity_nbytes - self._ranges.free_nbytes
-
     def allocate(self, nbytes: int, label: str) -> Block | None:
         """A block of at least `nbytes`, or None when no hole is large enough. Not zeroed."""
         with self._lock:
