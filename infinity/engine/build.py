@@ -63,7 +63,7 @@ from infinity.simulate.update_device import UpdateDevice
 from infinity.state.budgets import Budgets, compute_budgets
 from infinity.state.moments import moments_of
 from infinity.state.placement import resting_nbytes
-from infinity.state.store import StateStore
+from infinity.state.store import LocalStore, StateStore
 from infinity.state.stored import lay_out_stored
 from infinity.state.tiles import fit
 from infinity.state.units import StateKind, TensorFacts, Unit, layout_unit
@@ -424,20 +424,13 @@ def _assemble(
     collectives = buckets = unshard = None
     source: WeightProvider = TierWeights()
     store: StateStore
-    if sharding is None:
-        store = StateStore(
-            units, placement=placement, host=host, volume=volume, device=device, counters=counters,
-            shards=shards,
-        )  # fmt: skip
-    else:
+    store = local = LocalStore(
+        own_units, placement=placement, host=host, volume=volume, device=device, counters=counters,
+        shards=shards if sharding is None else None,
+    )  # fmt: skip
+    if sharding is not None:
         store = sharded = sharding.store(
-            resources,
-            reduce_buffer_nbytes=budgets.reduce_buffer_nbytes,
-            placement=placement,
-            host=host,
-            volume=volume,
-            device=device,
-            counters=counters,
+            local, host, counters, resources, reduce_buffer_nbytes=budgets.reduce_buffer_nbytes
         )
         collectives, buckets, unshard = sharding.exchange(sharded, device, counters, resources)
         source = sharding.weight_provider(unshard)
