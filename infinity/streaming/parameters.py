@@ -132,7 +132,11 @@ class WeightCache:
         self.orders = {"train": AccessOrder(feeders), "eval": AccessOrder(feeders)}
         self._order = self.orders["train"]
         self.weights = [self._weights_of(unit) for unit in store.units]
-        self._nbytes = [unit.nbytes(StateKind.PARAMETERS) for unit in store.units]
+        # Host bytes of the weights; also of full units whose weights rest in shards of other units.
+        self._nbytes = [
+            unit.weight_nbytes if unit.stored is None else unit.stored.nbytes
+            for unit in store.units
+        ]
         stored = [unit.stored.nbytes for unit in store.units if unit.stored is not None]
         if stored:
             device.prepare_decoding(max(stored))
