@@ -6,6 +6,8 @@
 #include "check.h"
 #include "order.h"
 
+namespace block_test {
+
 using namespace infinity::io;
 
 namespace {
@@ -269,4 +271,4 @@ TEST(ArenaHoldsOnlyWhatLiesInsideIt) {
   CHECK(!arena.holds(0x1000, ~std::uint64_t{0}));
 }
 
-int main() { return check::run_all_tests(); }
+}  // namespace block_test
