@@ -16,7 +16,7 @@ from infinity.distributed import transport as transport_module
 from infinity.distributed.transport import MessageType, Peer, PeerTransport
 from infinity.errors import RankError, StorageError
 from infinity.observe import Counters
-from tests.forked import TIME_LIMIT_S
+from tests.support.forked import TIME_LIMIT_S
 
 CONTENT = bytes(range(256)) * 1000
 
