@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -14,14 +14,17 @@ import torch.distributed as dist
 from torch import nn
 
 from infinity.config import SwapConfig
-from infinity.engine.build import LoadPlan, OwnDevice, TileRows, build
+from infinity.engine.build import OwnDevice, build
 from infinity.engine.engine import Engine
+from infinity.engine.load_plan import LoadPlan, TileRows
 from infinity.engine.meta_init import init_empty_weights
 from infinity.engine.optimizers import SGD, Adam, AdamW, Lion
 from infinity.engine.registry import engine_of, owner_of
 from infinity.engine.replace import calling_place, make_room, remember
 from infinity.errors import ConfigError
 from infinity.modules.discover import UnitRule
+from infinity.state.stored import StoredTensor
+from infinity.storage.shards import ShardIdentity
 
 __all__ = [
     "SGD",
@@ -119,9 +122,16 @@ class _FunctionLoadPlan:
 
     value_of: Callable[[str], torch.Tensor]
     dtypes: dict[str, torch.dtype]
+    identities: Sequence[ShardIdentity] = ()
+
+    def stored(self) -> Mapping[str, StoredTensor]:
+        return {}
 
     def load(
-        self, write: Callable[[str, torch.Tensor], None], tile_rows: TileRows | None = None
+        self,
+        write: Callable[[str, torch.Tensor], None],
+        tile_rows: TileRows | None = None,
+        in_place: Set[str] = frozenset(),
     ) -> None:
         from infinity.checkpoint.huggingface.import_checks import refuse_codes
 

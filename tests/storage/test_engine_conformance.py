@@ -95,6 +95,52 @@ def test_one_request_moves_many_segments_of_many_files(
         assert arena.memory(at * PAGE_NBYTES, PAGE_NBYTES) == expected
 
 
+@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize("tail_nbytes", [1, 511, PAGE_NBYTES - 1])
+@pytest.mark.parametrize("head_nbytes", [0, PAGE_NBYTES, BLOCK_NBYTES, 3 * BLOCK_NBYTES])
+def test_a_read_only_file_is_read_up_to_its_end_in_whole_pages(
+    engine: StorageEngine,
+    arena: Arena,
+    make_file: Make,
+    head_nbytes: int,
+    tail_nbytes: int,
+    direct: bool,
+) -> None:
+    data = random_bytes(head_nbytes + tail_nbytes, seed=4)
+    path = make_file(data)
+    os.chmod(path, 0o400)
+    file = engine.open(path, direct=direct, read_only=True)
+    nbytes = head_nbytes + PAGE_NBYTES
+    engine.submit("read", [Segment(file, 0, arena.address, nbytes)], Priority.FORWARD).wait()
+    assert arena.memory(0, len(data)) == data
+
+
+def test_a_read_only_file_is_never_written(
+    engine: StorageEngine, arena: Arena, make_file: Make
+) -> None:
+    data = random_bytes(2 * PAGE_NBYTES, seed=5)
+    path = make_file(data)
+    file = engine.open(path, direct=False, read_only=True)
+    with pytest.raises(StorageError, match="opened for reading"):
+        engine.submit("write", [Segment(file, 0, arena.address, PAGE_NBYTES)], Priority.STATE)
+    with open(path, "rb") as plain:
+        assert plain.read() == data
+
+
+def test_a_read_of_a_read_only_file_that_has_shrunk_is_an_error(
+    engine: StorageEngine, arena: Arena, make_file: Make
+) -> None:
+    path = make_file(random_bytes(3 * PAGE_NBYTES + 100, seed=6))
+    file = engine.open(path, direct=True, read_only=True)
+    os.truncate(path, 2 * PAGE_NBYTES + 50)
+    ticket = engine.submit(
+        "read", [Segment(file, 0, arena.address, 4 * PAGE_NBYTES)], Priority.FORWARD
+    )
+    with pytest.raises(StorageError, match=r"end of file|ends inside") as caught:
+        ticket.wait()
+    assert path in str(caught.value)
+
+
 def behind_a_queue(attempt: Callable[[int], bool]) -> None:
     """Runs `attempt` with longer and longer queues, until one lasts for what is done behind it: that
     takes longer where the machine is busy. It answers whether its queue did."""
