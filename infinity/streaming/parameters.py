@@ -132,7 +132,7 @@ class WeightCache:
         self.orders = {"train": AccessOrder(feeders), "eval": AccessOrder(feeders)}
         self._order = self.orders["train"]
         self.weights = [self._weights_of(unit) for unit in store.units]
-        self._nbytes = [unit.nbytes(StateKind.PARAMETERS) for unit in store.units]
+        self._nbytes = [u.stored.nbytes if u.stored else u.weight_nbytes for u in store.units]
         stored = [unit.stored.nbytes for unit in store.units if unit.stored is not None]
         if stored:
             device.prepare_decoding(max(stored))
