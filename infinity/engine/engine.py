@@ -264,13 +264,12 @@ class Engine:
         self._access.write(name, tensor)
 
     def fill(self, unit: Unit) -> None:
-        """Writes the values of one unit's original parameters, if they have any, to its tiers."""
+        """As `WeightEdits.fill`."""
         self._changes.fill(unit)
 
     @contextmanager
     def gather(self, params: Sequence[OffloadedParam], *, modify: bool) -> Iterator[None]:
-        """Keeps the units of `params` in use and shows gradients as `.grad`. See
-        `infinity.gather`."""
+        """Keeps units of `params` in use and shows gradients as `.grad`: see `infinity.gather`."""
         units = list(dict.fromkeys(param.unit.index for param in params))
         shown = params if self.num_ranks == 1 else ()
         with self.ranks.setting(units) if modify else nullcontext(), self._uses.using(units):
@@ -290,6 +289,7 @@ class Engine:
         with uninterrupted(), self._lock:
             self.gradients.settle()
             self.updater.settle()
+            self._changes.write_first_values()
             self.weight_cache.finish_writes()
 
     @contextmanager
