@@ -21,9 +21,11 @@ from infinity.plan.hardware import Hardware
 from infinity.plan.model import PlannedModel
 from infinity.plan.tiles import largest_nbytes, with_tiles
 from infinity.simulate.job import Batch, make_job
+from infinity.simulate.log import WRITE
 from infinity.simulate.order import Use
 from infinity.simulate.rank_job import rank_loads
-from infinity.simulate.step import WRITE, Prediction, StepSpec, predict
+from infinity.simulate.spec import StepSpec
+from infinity.simulate.step import Prediction, predict
 from infinity.simulate.update_device import UpdateDevice, choose, settled
 from infinity.sizes import format_nbytes
 from infinity.state.budgets import Budgets, compute_budgets

@@ -31,7 +31,6 @@ LARGE_FILES = {
     "engine/build.py": 641,
     "engine/engine.py": 600,
     "modules/handle.py": 610,
-    "simulate/step.py": 821,
     "storage/volume.py": 670,
     "streaming/optimizer_step.py": 523,
     "streaming/parameters.py": 665,
