@@ -9,7 +9,7 @@ token.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -24,23 +24,43 @@ from infinity.plan.shapes import (
 )
 from infinity.state.units import OF_ADAM, Moments, TensorFacts, Unit, layout_unit
 
+if TYPE_CHECKING:
+    from infinity.plan.frozen import FrozenBase
+
 
 @dataclass(frozen=True, slots=True)
 class ModuleWork:
     """One forward of a hooked module: its units, the weights that multiply a token, and the width
     of attention scores and mixing (0 without attention, as outside blocks). `is_tile`: a tile of
-    the block before it, used while that block is in use."""
+    the block before it, used while that block is in use.
+
+    `expert_params` of the active parameters are those of routed experts, if that is known.
+    `trained_params`: of an adapter over frozen weights, per token and beside the active parameters;
+    None if all weights are trained. `has_backward` is false where no gradient passes.
+    """
 
     units: tuple[int, ...]
     active_params: int
     attention_width: int = 0
     is_tile: bool = False
+    expert_params: int = 0
+    trained_params: int | None = None
+    has_backward: bool = True
 
     def forward_flops(self, num_tokens: int, sequence_length: int) -> float:
         """Returns the FLOPs of `num_tokens` in sequences of this length. Causal attention covers
         half of the length."""
         attended = self.attention_width * sequence_length / 2
-        return 2.0 * num_tokens * (self.active_params + attended)
+        return 2.0 * num_tokens * (self.active_params + (self.trained_params or 0) + attended)
+
+    def gradient_ratio(self, sequence_length: int) -> float:
+        """Returns the FLOPs of gradients over those of the forward: 2 where all weights are
+        trained, 1 for frozen weights, whose own gradients nobody needs."""
+        if self.trained_params is None:
+            return 2.0
+        attended = self.attention_width * sequence_length / 2
+        both = self.active_params + self.trained_params + attended
+        return (self.active_params + 2 * (self.trained_params + attended)) / both if both else 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +74,7 @@ class PlannedModel:
     num_params: int
     checkpoint_width: int  # Values per token that a checkpointed block saves.
     hf_config: Any = None  # The configuration of a transformers model.
+    frozen: FrozenBase | None = None  # The base of an adapter; None if all weights are trained.
 
     @property
     def active_params(self) -> int:
@@ -74,7 +95,10 @@ def model_of_shape(
     hooked_modules: list[ModuleWork] = []
 
     def add_unit(name: str, tensors: dict[str, tuple[int, ...]]) -> int:
-        facts = [_facts(f"{name}.{each}", size, dtype) for each, size in tensors.items()]
+        facts = [
+            facts_of_shape(f"{name}.{each}", size, dtype, is_trainable=True)
+            for each, size in tensors.items()
+        ]
         units.append(layout_unit(len(units), name, facts, moments))
         return len(units) - 1
 
@@ -102,9 +126,12 @@ def model_of_shape(
     )
 
 
-def _facts(name: str, size: tuple[int, ...], dtype: torch.dtype) -> TensorFacts:
+def facts_of_shape(
+    name: str, size: tuple[int, ...], dtype: torch.dtype, *, is_trainable: bool
+) -> TensorFacts:
+    """Returns the facts of a contiguous tensor."""
     strides = torch.empty(size, device="meta").stride()
-    return TensorFacts(name, size, tuple(strides), dtype, is_trainable=True)
+    return TensorFacts(name, size, tuple(strides), dtype, is_trainable)
 
 
 def model_of_config(config: Any) -> PlannedModel:

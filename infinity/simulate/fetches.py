@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from infinity.simulate.cache import Visit, visits
-from infinity.simulate.log import COMPUTE, D2H, GATHER, H2D, NUM_STEPS, READ, OperationLog
+from infinity.simulate.log import (
+    CHECKPOINT_READ,
+    COMPUTE,
+    D2H,
+    GATHER,
+    H2D,
+    NUM_STEPS,
+    READ,
+    OperationLog,
+)
 from infinity.simulate.order import Move, Use, moves
 from infinity.simulate.spec import UnitLoad
 from infinity.tiers.ranges import rounded_nbytes
@@ -22,7 +31,7 @@ class Fetches:
         job = log.job
         self.moves = moves(
             job.uses, num_fibers=job.num_fibers, tile_micro_batches=job.tile_micro_batches,
-            backward_ratio=job.backward_ratio,
+            backward_ratio=job.backward_ratio, repeats_in_place=job.repeats_in_place,
         )  # fmt: skip
         self._host, self._device = self._visits()
         # Visit -> the operations that free its space.
@@ -111,7 +120,8 @@ class Fetches:
             after.append(self._log.last_on.get(COMPUTE))
         name, of = f"weights of {load.name}", load.divided
         if of is None or not of.comes_to_host:
-            return self._log.nvme(READ, name, load.weight_nbytes, after)
+            traffic = CHECKPOINT_READ if load.weights == "checkpoint" else READ
+            return self._log.nvme(traffic, name, load.weight_nbytes, after)
         after.append(self.agreed)
         ready = self.read_parts(load, load.weight_nbytes + of.served_nbytes, after)
         return self._log.send("got", name, of.got_nbytes, [*after, *ready], is_by_device=False)

@@ -17,6 +17,7 @@ from infinity.simulate.spec import StepSpec
 COMPUTE, UPDATE, NVME, H2D, D2H, GATHER = "compute", "update", "nvme", "h2d", "d2h", "gather"
 SOCKETS = "sockets"
 READ, WRITE = "nvme_read", "nvme_write"
+CHECKPOINT_READ = "checkpoint_read"  # Of the files that a frozen base rests in.
 
 # By the last step but one the caches and queues are in their steady state. The last step exists to
 # compete with it for the links.

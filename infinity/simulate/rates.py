@@ -15,6 +15,9 @@ class Rates:
     gradients. `hold` counts the bytes of weights that the engine maps under a computation on the
     host. `device_update` is `update` on the devices. `gather` is None with one device.
 
+    `checkpoint_read` is the rate of the drives that hold the checkpoint of a frozen base; at most
+    that of all drives.
+
     With ranks, `peers` is the rate at which a rank's device receives from the other devices, and
     `sockets` that at which its host receives. Sending takes as long.
     """
@@ -27,11 +30,17 @@ class Rates:
     nvme_read: float = float("inf")
     nvme_write: float = float("inf")
     nvme_mixed: float = float("inf")
+    checkpoint_read: float = float("inf")
     h2d: float = float("inf")
     d2h: float = float("inf")
     gather: float | None = None
     peers: float = float("inf")
     sockets: float = float("inf")
+
+    @property
+    def checkpoint_slowness(self) -> float:
+        """The time of a byte of the checkpoint over the time of a byte that all drives read."""
+        return max(1.0, self.nvme_read / self.checkpoint_read)
 
     def nvme_s(self, read_nbytes: float, write_nbytes: float) -> float:
         """Returns the least time to read and write these bytes, in any useful interleaving."""

@@ -43,8 +43,8 @@ class Divided:
 
 @dataclass(frozen=True, slots=True)
 class UnitLoad:
-    """One unit in the simulated schedule. `weights` is the tier where they rest; bytes are by tier
-    name.
+    """One unit in the simulated schedule. `weights` is the tier where they rest, or "checkpoint"
+    for frozen weights that are read from the files of their checkpoint; bytes are by tier name.
 
     With ranks, the weights are those that rest on this rank: all of the unit's, or its part. State
     and gradients are its part. `leaving_nbytes` are of the full unit.
@@ -72,7 +72,7 @@ class UnitLoad:
         """Bytes of weights that a use fetches to host memory."""
         if self.divided is not None and self.divided.comes_to_host:
             return self.divided.whole_nbytes
-        return self.weight_nbytes if self.weights == "nvme" else 0
+        return self.weight_nbytes if self.weights in ("nvme", "checkpoint") else 0
 
     @property
     def inward_nbytes(self) -> int:
@@ -111,8 +111,9 @@ class StepSpec:
     `weights_cache_nbytes` is host memory for weights in transit, and `device_cache_nbytes` the same
     on the device (None if it computes on host memory). `ring_nbytes` of state are in memory at the
     same time. `backward_ratio` is the backward's FLOPs over the forward's: 2, or 3 with
-    recomputation. A micro-batch may stand for `num_fibers` of them that pass block by block,
-    `tile_micro_batches` at a time in a block with tiles.
+    recomputation, if all weights are trained. A micro-batch may stand for `num_fibers` of them that
+    pass block by block, `tile_micro_batches` at a time in a block with tiles. `repeats_in_place`:
+    see `moves`.
     """
 
     units: tuple[UnitLoad, ...]
@@ -129,6 +130,7 @@ class StepSpec:
     saved_on: str = "device"
     num_fibers: int = 1
     tile_micro_batches: int = 1
+    repeats_in_place: bool = False
 
     @property
     def shares_host_memory(self) -> bool:

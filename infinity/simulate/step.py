@@ -16,6 +16,7 @@ from infinity.simulate.clock import Operation, Timeline, simulate
 from infinity.simulate.fetches import Fetches
 from infinity.simulate.gradients import GradientTraffic
 from infinity.simulate.log import (
+    CHECKPOINT_READ,
     COMPUTE,
     D2H,
     H2D,
@@ -79,21 +80,32 @@ def predict(job: StepSpec, rates: Rates) -> Prediction:
 
 def _with_nvme_times(drafted: Sequence[Operation], rates: Rates) -> list[Operation]:
     """Sets the times of drive transfers. If a pass reads and writes, the drives do both at the same
-    time, so each byte of the pass takes an equal share of the total time."""
-    totals: defaultdict[tuple[int, str], dict[str, int]] = defaultdict(lambda: {READ: 0, WRITE: 0})
+    time, so each byte of the pass takes an equal share of the total time. Bytes of a checkpoint
+    that fewer drives hold count as so many more."""
+    totals: defaultdict[tuple[int, str], dict[str, float]] = defaultdict(
+        lambda: {READ: 0, WRITE: 0}
+    )
     for each in drafted:
         if each.track == NVME:
-            totals[each.step, _pass(each)][each.traffic] += each.nbytes
+            kind = READ if each.traffic == CHECKPOINT_READ else each.traffic
+            totals[each.step, _pass(each)][kind] += _equal_nbytes(each, rates)
     s_per_byte = {
         key: rates.nvme_s(moved[READ], moved[WRITE]) / max(sum(moved.values()), 1)
         for key, moved in totals.items()
     }
     return [
-        replace(each, duration_s=each.nbytes * s_per_byte[each.step, _pass(each)])
+        replace(each, duration_s=_equal_nbytes(each, rates) * s_per_byte[each.step, _pass(each)])
         if each.track == NVME
         else each
         for each in drafted
     ]
+
+
+def _equal_nbytes(operation: Operation, rates: Rates) -> float:
+    """Returns the bytes that all drives read or write in the time of the operation."""
+    if operation.traffic == CHECKPOINT_READ:
+        return operation.nbytes * rates.checkpoint_slowness
+    return operation.nbytes
 
 
 def _pass(operation: Operation) -> str:
@@ -171,7 +183,7 @@ class _Draft:
         return self.log.job.uses[move.use].units if move.has_gradients else ()
 
     def _forward(self, move: Move, pending: set[int]) -> None:
-        use, ready = self.log.job.uses[move.use], []
+        use, ready = self.log.job.uses[move.use], [self._pass_in(move)]
         for unit in use.units:
             is_pending = unit in pending
             pending.discard(unit)
@@ -179,6 +191,7 @@ class _Draft:
         duration_s = use.forward_flops * move.forwards / self.log.rates.flops + self._hold_s(use)
         computed = self.log.add(COMPUTE, self._name(use), duration_s, after=ready)
         self._computed.append(computed)
+        self._pass_out(move, computed)
         for unit in use.units:
             if unit in self._updates.unwritten:
                 self._updates.write_weights(unit, [self._updates.unwritten.pop(unit), computed])
@@ -187,11 +200,27 @@ class _Draft:
     def _backward(self, move: Move, saved: int | None) -> None:
         use = self.log.job.uses[move.use]
         ready = [*(self._bring_in(unit) for unit in self._fetches.units_of(move)), saved]
+        ready.append(self._pass_in(move))
         duration_s = use.forward_flops * move.forwards / self.log.rates.flops
         duration_s += self._hold_s(use)
         computed = self.log.add(COMPUTE, self._name(use), duration_s, after=ready)
         self._computed.append(computed)
+        self._pass_out(move, computed)
         self._fetches.let_go(use, computed)
+
+    def _pass_in(self, move: Move) -> int | None:
+        """Copies what a tile adds to, of all micro-batches, to the device while the use before
+        computes."""
+        use = self.log.job.uses[move.use]
+        if not use.passing_nbytes[0]:
+            return None
+        before = self._computed[-2] if len(self._computed) > 1 else None
+        return self.log.move(H2D, f"inputs of {self._name(use)}", use.passing_nbytes[0], [before])
+
+    def _pass_out(self, move: Move, computed: int) -> None:
+        use = self.log.job.uses[move.use]
+        if use.passing_nbytes[1]:
+            self.log.move(D2H, f"sums of {self._name(use)}", use.passing_nbytes[1], [computed])
 
     def _save(self, index: int, use: Use) -> None:
         """Saves the input of the use for the backward."""
