@@ -115,6 +115,12 @@ class StateStore(Protocol):
     def host_view(self, unit: Unit, kind: StateKind) -> torch.Tensor | None:
         """The resting bytes themselves, uint8 (nbytes,), where the host can address them."""
 
+    def put_first(self, unit: Unit, fill: FirstValues) -> bool:
+        """Leaves first values with the store; see `LocalStore.put_first`. False: it takes none."""
+
+    def unwritten(self) -> list[Unit]:
+        """The units whose first values are not on NVMe yet."""
+
     def read(
         self,
         unit: Unit,
@@ -303,7 +309,7 @@ class LocalStore:
                 address=block.address,
                 priority=Priority.WRITE_BACK,
             )
-            if kind is StateKind.PARAMETERS and self._first_values.pop(unit.index, None):
+            if kind is StateKind.PARAMETERS and self._first_values.pop(unit.index, None) is not None:
                 assert length == unit.weight_nbytes
             what = f"{kind.value} of {unit.name}"
             show(self._counters, self._volume, ticket, Track.WRITES, what, asked_ns)
