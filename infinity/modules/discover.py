@@ -12,7 +12,7 @@ without its base model. A tile of an operator that is too large for one unit
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Literal
@@ -107,26 +107,32 @@ class ModelLayout:
         return sorted(outside), [block - outside for block in blocks.values()]
 
 
-def discover_units(model: nn.Module, rule: UnitRule = "auto") -> ModelLayout:
+def discover_units(
+    model: nn.Module, rule: UnitRule = "auto", *, stored: Container[int] = frozenset()
+) -> ModelLayout:
     """Finds hooked modules and units.
 
     rule: "auto" takes the children of block lists as blocks. A list of class names or name patterns
     (fnmatch) names the block modules instead.
+    stored: ids of the parameters that rest in a checkpoint. They share no unit with others
     """
     is_block = _block_test(model, rule)
     hooked_modules: list[FoundModule] = []
     found: dict[int, FoundParam] = {}
     _visit(model, "", None, is_block, hooked_modules, found, set())
-    groups: dict[tuple[tuple[int, ...], bool], list[FoundParam]] = {}
+    groups: dict[tuple[tuple[int, ...], str], list[FoundParam]] = {}
     for each in found.values():
-        key = tuple(each.hooked_modules), each.parameter.requires_grad
-        groups.setdefault(key, []).append(each)
+        kind = "frozen"
+        if each.parameter.requires_grad or id(each.parameter) in stored:
+            kind = "trained" if each.parameter.requires_grad else "stored"
+        groups.setdefault((tuple(each.hooked_modules), kind), []).append(each)
     units = []
-    for (used_by, is_trained), members in groups.items():
+    for (used_by, kind), members in groups.items():
         name = _unit_name(members, hooked_modules)
         # Names of units are unique, because a commit finds a unit by its name.
-        is_second = not is_trained and (used_by, True) in groups
-        units.append((f"{name} (frozen)" if is_second else name, members))
+        before = ("trained", "frozen")[: ("trained", "frozen", "stored").index(kind)]
+        is_second = any((used_by, other) in groups for other in before)
+        units.append((f"{name} ({kind})" if is_second else name, members))
     return ModelLayout(model, hooked_modules, units)
 
 

@@ -172,6 +172,7 @@ class WeightEdits:
     def write(self, unit: Unit, values: Mapping[TensorSpec, torch.Tensor]) -> None:
         """Replaces weights and masters of a unit that is not in use; the write to NVMe may come
         later. Values have the shapes of the tensors and any float dtype."""
+        self._weight_cache.refuse_change(unit.index)
         is_complete = len(values) == len(unit.tensors)
         weights = self._weight_cache.check_out(unit.index, read=not is_complete)
         for spec, value in values.items():

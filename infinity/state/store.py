@@ -16,8 +16,10 @@ import torch
 
 from infinity.observe import Counters, Track
 from infinity.state.placement import Placement
+from infinity.state.stored import StoredWeights
 from infinity.state.units import StateKind, Unit
 from infinity.storage.protocol import Priority, Ticket
+from infinity.storage.shards import ShardFiles
 from infinity.storage.volume import Extent, Volume
 from infinity.tiers.device import FINISHED, DeviceAdapter
 from infinity.tiers.host import Block, HostTier
@@ -51,7 +53,14 @@ class DeviceLocation:
     memory: torch.Tensor
 
 
-StateLocation = HostLocation | NvmeLocation | DeviceLocation
+@dataclass(frozen=True, slots=True)
+class CheckpointLocation:
+    """Rests in somebody else's files, which are never written."""
+
+    stored: StoredWeights
+
+
+StateLocation = HostLocation | NvmeLocation | DeviceLocation | CheckpointLocation
 
 
 def rewritten_nbytes(unit: Unit, kind: StateKind) -> int | None:
@@ -63,11 +72,16 @@ def rewritten_nbytes(unit: Unit, kind: StateKind) -> int | None:
 
 
 def show(
-    counters: Counters, volume: Volume, ticket: Ticket, lane: Track, what: str, asked_ns: int
+    counters: Counters,
+    files: Volume | ShardFiles,
+    ticket: Ticket,
+    lane: Track,
+    what: str,
+    asked_ns: int,
 ) -> None:
-    """Lets a trace know of a transfer of the volume, if there is one."""
+    """Lets a trace know of a transfer of the files, if there is one."""
     if counters.tracer.is_on:
-        counters.tracer.watch(ticket, lambda file: f"{lane} {volume.path_of(file)}", what, asked_ns)
+        counters.tracer.watch(ticket, lambda file: f"{lane} {files.path_of(file)}", what, asked_ns)
 
 
 class StateStore:
@@ -82,8 +96,10 @@ class StateStore:
         volume: Volume | None,
         device: DeviceAdapter,
         counters: Counters,
+        shards: ShardFiles | None = None,
     ) -> None:
         self.units = tuple(units)
+        self.shards = shards  # The files of units that rest in a checkpoint.
         self._host = host
         self._volume = volume
         self._device = device
@@ -97,7 +113,10 @@ class StateStore:
         for (index, kind), tier in placement.tiers.items():
             unit = self.units[index]
             nbytes = unit.nbytes(kind)
-            if tier == "nvme":
+            if tier == "checkpoint":
+                assert unit.stored is not None
+                self._locations[index, kind] = CheckpointLocation(unit.stored)
+            elif tier == "nvme":
                 on_nvme.append((unit, kind))
             elif tier == "device":
                 self._locations[index, kind] = DeviceLocation(self._device.allocate(nbytes))
@@ -162,9 +181,24 @@ class StateStore:
             )
             show(self._counters, self._volume, ticket, Track.READS, what, asked_ns)
             return ticket
+        if isinstance(location, CheckpointLocation):
+            assert offset_nbytes == 0 and length == location.stored.nbytes
+            return self._read_shards(unit, location.stored, block, priority)
         return self._copy(
             location, offset_nbytes, self._host.tensor(block, nbytes=length), inward=False
         )
+
+    def _read_shards(
+        self, unit: Unit, stored: StoredWeights, block: Block, priority: Priority
+    ) -> Transfer:
+        assert self.shards is not None
+        self._counters.add("nvme_read_nbytes", stored.nbytes)
+        self._counters.add("shard_read_nbytes", stored.nbytes)
+        asked_ns = time.monotonic_ns()
+        what = f"parameters of {unit.name}"
+        ticket = self.shards.read(stored.runs, address=block.address, priority=priority, label=what)
+        show(self._counters, self.shards, ticket, Track.READS, what, asked_ns)
+        return ticket
 
     def write(
         self,

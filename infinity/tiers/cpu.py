@@ -9,7 +9,7 @@ copied into a resized storage instead.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -84,6 +84,14 @@ class CpuDevice:
             region.take_memory()
             all_of(region).copy_(self.host.tensor(block, nbytes=region.nbytes))
         return FINISHED
+
+    def attach_decoded(
+        self, region: Region, block: Block, decode: Callable[[torch.Tensor], None]
+    ) -> Copy:
+        raise AssertionError("what is decoded on the host is decoded into a host block")
+
+    def prepare_decoding(self, nbytes: int) -> None:
+        return None
 
     def end_use(self, region: Region) -> None:
         return None

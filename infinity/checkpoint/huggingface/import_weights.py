@@ -29,7 +29,7 @@ import errno
 import logging
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,8 @@ from infinity.checkpoint.huggingface.import_checks import (
     refuse_unexpected,
 )
 from infinity.checkpoint.huggingface.names import (
+    PlacedSource,
+    SourcePlaces,
     TensorGroup,
     import_groups,
     is_expected_extra,
@@ -57,11 +59,15 @@ from infinity.checkpoint.huggingface.names import (
 from infinity.checkpoint.huggingface.safetensors_file import (
     SafetensorsReader,
     TensorInfo,
+    dtype_name,
     tensor_bytes,
 )
+from infinity.codecs import Plain
 from infinity.engine.adapters import follows
 from infinity.engine.dtypes import names_kept_wide
 from infinity.errors import ConfigError, CorruptionError, StorageError, corrupt
+from infinity.state.stored import Decoder, StoredPiece, StoredTensor
+from infinity.storage.shards import ShardIdentity, ShardRange
 
 _SINGLE_NAME = "model.safetensors"
 _INDEX_NAME = "model.safetensors.index.json"
@@ -92,6 +98,7 @@ class WeightSource:
         self._files: dict[str, Path] = {}  # tensor name -> the file that has it
         self._infos: dict[str, TensorInfo] = {}
         self._reader: SafetensorsReader | None = None
+        self.identities: list[ShardIdentity] = []
         for file, listed_names in _find_files(self.path).items():
             with SafetensorsReader(file) as reader:
                 for name in listed_names:
@@ -103,6 +110,7 @@ class WeightSource:
                             detail=f"{_INDEX_NAME} says that tensor {name!r} is in this file, "
                             "but its header does not have it",
                         )
+                self.identities.append(reader.identity())
                 for name, info in reader.tensors.items():
                     if name in listed_names or name not in self._files:
                         self._files[name], self._infos[name] = file, info
@@ -116,12 +124,22 @@ class WeightSource:
         """Returns the names of all tensors in the files."""
         return list(self._infos)
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Returns the shape of a tensor."""
+        return self._infos[name].shape
+
     def read(self, name: str) -> torch.Tensor:
         """Returns a fresh CPU tensor in the dtype of the file, which stays open until `close`.
 
         Raises CorruptionError, StorageError, UnsupportedError for a dtype that torch does not have.
         """
         return self._opened(name).read(name)
+
+    def stored(self, name: str) -> tuple[Decoder, tuple[ShardRange, ...]]:
+        """Returns the codec of a tensor, and the ranges of files that it decodes."""
+        info = self._infos[name]
+        path = os.path.abspath(self._files[name])
+        return Plain(dtype_name(info.dtype)), (ShardRange(path, info.offset_nbytes, info.nbytes),)
 
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Returns rows [start, stop) of a tensor. Raises as `read`."""
@@ -167,10 +185,11 @@ class WeightSource:
         sources = {name: (info.shape, info.dtype) for name, info in self._infos.items()}
         provider: dict[str, TensorGroup] = {}  # canonical name -> the group that makes it
         duplicates: list[tuple[TensorGroup, TensorGroup]] = []
-        kept: list[TensorGroup] = []
+        kept: list[PlannedGroup] = []
         for group in groups:
             is_new = False
-            for name, (shape, _) in planned_targets(group, sources, view.proxy()).items():
+            made = planned_targets(group, sources, view.proxy())
+            for name, (shape, _) in made.items():
                 target = view.targets.get(name)
                 if target is None:
                     unexpected.append(name)
@@ -184,7 +203,7 @@ class WeightSource:
                     provider[target.canonical] = group
                     is_new = True
             if is_new:
-                kept.append(group)
+                kept.append(PlannedGroup(group, {n: shape for n, (shape, _) in made.items()}))
         for first, second in duplicates:
             self._check_tied(first, second)
         missing = [
@@ -248,6 +267,14 @@ class WeightSource:
             )
 
 
+@dataclass(frozen=True, slots=True)
+class PlannedGroup:
+    """A group, and the shapes of the targets that it makes, by name."""
+
+    group: TensorGroup
+    targets: dict[str, tuple[int, ...]]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImportPlan:
     """A checked mapping from the tensors of a checkpoint to those of a model.
@@ -257,12 +284,50 @@ class ImportPlan:
 
     source: WeightSource
     view: _ModelView
-    groups: list[TensorGroup]
+    groups: list[PlannedGroup]
     missing: list[str]
     unexpected: list[str]
 
-    def load(self, write: Write, tile_rows: TileRows | None = None) -> None:
+    @property
+    def identities(self) -> list[ShardIdentity]:
+        """The files, as they were when their headers were read."""
+        return self.source.identities
+
+    def stored(self) -> dict[str, StoredTensor]:
+        """Returns the parameters that can be read in place, under their names for the writer.
+
+        A parameter that needs more than stacking, concatenating or transposing what the files have
+        is not among them.
+        """
+        found: dict[str, StoredTensor] = {}
+        places = SourcePlaces(self.view.proxy())
+        for planned in self.groups:
+            names = planned.group.source_names
+            shapes = [self.source.shape(name) for name in names]
+            placed = places.of(planned.group, shapes, planned.targets)
+            for name, sources in zip(planned.targets, placed or (), strict=bool(placed)):
+                target = self.view.targets.get(name)
+                if target is None:
+                    continue
+                pieces = tuple(self._piece(names[each.index], each) for each in sources)
+                for parameter_name in target.parameter_names:
+                    found.setdefault(parameter_name, pieces)
+        return found
+
+    def _piece(self, source: str, placed: PlacedSource) -> StoredPiece:
+        codec, parts = self.source.stored(source)
+        shape = self.source.shape(source)
+        return StoredPiece(source, placed.box, placed.axes, shape, codec, parts)
+
+    def load(
+        self,
+        write: Write,
+        tile_rows: TileRows | None = None,
+        in_place: Set[str] = frozenset(),
+    ) -> None:
         """Streams every tensor: parameters to `write`, buffers into the model.
+
+        Parameters `in_place` are not read.
 
         `tile_rows(name)` returns (name, first row, end) of the tiles of a parameter. A tiled
         parameter that needs no conversion is read and written tile by tile. Raises
@@ -272,7 +337,10 @@ class ImportPlan:
         written: set[str] = set()
         wide = names_kept_wide(self.view.model)
         try:
-            for group in self.groups:
+            for planned in self.groups:
+                group = planned.group
+                if self._is_read_in_place(planned, in_place):
+                    continue
                 if tile_rows is not None and self._load_by_tiles(group, write, tile_rows, written):
                     continue
                 made = group.convert(self.source.read, self.view.proxy())
@@ -294,6 +362,13 @@ class ImportPlan:
                     del tensor  # Frees the memory before the next read.
         finally:
             self.source.close()
+
+    def _is_read_in_place(self, planned: PlannedGroup, in_place: Set[str]) -> bool:
+        """Whether nothing that the group makes has to be read now."""
+        targets = [self.view.targets[n] for n in planned.targets if n in self.view.targets]
+        return all(
+            target.parameter_names and set(target.parameter_names) <= in_place for target in targets
+        )
 
     def _warn_of_differences(self) -> None:
         kind = type(self.view.model).__name__

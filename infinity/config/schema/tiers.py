@@ -30,6 +30,7 @@ _AUTO_PERCENT = 50.0
 TierName = Literal["device", "host", "nvme"]
 DeviceKind = Literal["auto", "cpu", "cuda"]
 DirectIo = Literal["auto", "always", "never"]
+FrozenLocationName = Literal["checkpoint", "copy"]
 
 
 def _distinct(tiers: tuple[str, ...]) -> tuple[str, ...]:
@@ -167,6 +168,12 @@ class Placement(Section):
         ("host",),
         description="The optimizer's first and second moments.",
         json_schema_extra=_NVME_DEFAULT,
+    )
+    frozen: Annotated[FrozenLocationName, Choice(FrozenLocationName)] = Field(
+        "checkpoint",
+        description='Frozen weights. "checkpoint" reads them in place from the files of '
+        '`weights=`, which are never written: no swap space, no import. "copy" places them as '
+        "`parameters` says.",
     )
     gradients: TierList = Field(("host",), description="Accumulated gradients.")
     activations: TierList = Field(
