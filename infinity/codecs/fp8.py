@@ -34,7 +34,7 @@ class Fp8Blocks:
 
     block: rows and columns that share a scale; 0 is the full length, so (1, 0) has a scale per row
         and (0, 0) has one per matrix. The last block of each direction may be short.
-    scale: the dtype of the scales: F32, BF16 or F8_E8M0
+    scale: the dtype of the scales: F32, BF16, F16 or F8_E8M0
 
     The value is fp32(code) * fp32(scale), rounded to fp32, then to the dtype of the output. Leading
     dimensions are matrices of their own.
@@ -100,8 +100,9 @@ class Fp8Blocks:
         exact = exact.clamp(min=2.0**-126)
         if self.scale == "F32":
             return exact, exact
-        if self.scale == "BF16":
-            rounded = exact.bfloat16()
+        if self.scale in ("BF16", "F16"):
+            rounded = exact.to(torch.bfloat16 if self.scale == "BF16" else torch.float16)
+            rounded = rounded.clamp(min=torch.finfo(rounded.dtype).tiny)
             return rounded.float(), rounded
         exponents = exponents_of(exact)
         exponents = exponents + (torch.ldexp(torch.ones_like(exact), exponents) < exact)

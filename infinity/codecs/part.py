@@ -17,9 +17,10 @@ Shape = tuple[int, ...]
 # so no part has it: the files here store such codes as U8 or I8.
 ITEM_NBYTES = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
+    "F8_E4M3FNUZ": 1, "F8_E5M2FNUZ": 1,
     "U16": 2, "I16": 2, "F16": 2, "BF16": 2,
     "U32": 4, "I32": 4, "F32": 4,
-    "U64": 8, "I64": 8, "F64": 8,
+    "U64": 8, "I64": 8, "F64": 8, "C64": 8,
 }  # fmt: skip
 
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
