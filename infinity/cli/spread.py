@@ -32,7 +32,7 @@ def spread(
         bool,
         typer.Option(
             "--copy/--move",
-            help="Keep the shards of DIR, in .infinity-originals inside it, or move them (default).",
+            help="Keep the shards, in DIR/.infinity-originals, or move them (default).",
         ),
     ] = False,
     gather: Annotated[

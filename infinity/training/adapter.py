@@ -60,6 +60,12 @@ def attach_adapter(model: Any, options: AdapterConfig, *, base: Path | None, see
         raise ConfigError(f"adapter: {' '.join(str(error).split())}") from error
     if options.resume is not None:
         _load(adapted, options.resume)
+    elif not options.experts and adapted.peft_config["default"].target_parameters:
+        raise ConfigError(
+            f"adapter.targets: PEFT takes {listed(list(options.targets))} of a "
+            f"{type(model).__name__} for its routed experts; set adapter.experts = true to adapt "
+            "them, or leave gate_proj, up_proj and down_proj out"
+        )
     return adapted
 
 
@@ -100,7 +106,11 @@ def save_adapter(model: Any, directory: Path, *, tokenizer: Any = None) -> None:
 
 def auto_targets(model: nn.Module) -> list[str]:
     """Returns the shortest endings of names that mean the linear layers of attention, of dense MLPs
-    and of shared experts, and no other linear layer."""
+    and of shared experts, and no other linear layer.
+
+    PEFT takes some names for the routed experts that they meant in checkpoints of transformers 4
+    (`gate_proj` of Qwen-MoE, DeepSeek, GLM); these are left out.
+    """
     linear = list(_linear_names(model))
     head = _head_names(model)
     wanted = [name for name in linear if name not in head and _is_auto_target(name, model)]
@@ -112,7 +122,23 @@ def auto_targets(model: nn.Module) -> list[str]:
         endings[
             next(each for each in options if not any(_ends(other, each) for other in others))
         ] = None
-    return sorted(endings)
+    return sorted(ending for ending in endings if not _means_experts(model, ending))
+
+
+def _means_experts(model: nn.Module, ending: str) -> bool:
+    """Whether PEFT adapts the routed experts where this target is named."""
+    import peft
+
+    try:
+        from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+    except ImportError:  # Another release of PEFT; `attach_adapter` looks at the result.
+        return False
+    config = peft.LoraConfig(target_modules=[ending])
+    try:
+        convert_peft_config_for_transformers(config, model, None)
+    except ValueError:  # It wants the projection that is fused with this one, too.
+        return True
+    return bool(config.target_parameters)
 
 
 def expert_targets(model: nn.Module) -> list[str]:

@@ -188,7 +188,7 @@ def test_a_step_fetches_a_block_once_for_all_its_batches(tmp_path, table) -> Non
 
     # Twice the base, and the adapter with its state.
     assert base_nbytes < read_nbytes("one") / 2 < 2.5 * base_nbytes
-    assert read_nbytes("six") == read_nbytes("one")
+    assert read_nbytes("six") < 1.05 * read_nbytes("one")  # What stays in memory differs a little.
 
 
 def test_resumed_after_any_step_it_is_the_same_run(tmp_path, table) -> None:
@@ -265,6 +265,10 @@ def test_targets_that_the_model_lacks_are_refused(tmp_path, table) -> None:
     table["adapter"] = {"experts": True}
     with pytest.raises(ConfigError, match="adapter.experts: LlamaForCausalLM has no packed"):
         run(table)
+    save_base(tmp_path / "base", "deepseek_v3")
+    table["adapter"] = {"targets": ["gate_proj", "up_proj"]}
+    with pytest.raises(ConfigError, match="for its routed experts; set adapter.experts"):
+        run(table)
     table["adapter"], table["model"] = {}, {"config": {"model_type": "llama", **SMALL}}
     with pytest.raises(ConfigError, match="expected model.path"):
         run(table)
@@ -278,8 +282,7 @@ def test_targets_that_the_model_lacks_are_refused(tmp_path, table) -> None:
         ("qwen3_moe", ["k_proj", "o_proj", "q_proj", "v_proj"]),
         (
             "deepseek_v3",
-            ["down_proj", "gate_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "q_a_proj",
-             "q_b_proj", "up_proj"],
+            ["kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "q_a_proj", "q_b_proj"],
         ),
     ],
 )  # fmt: skip

@@ -372,7 +372,7 @@ def _refuse_small_drives(moves: Sequence[ShardMove]) -> None:
         if free_nbytes < nbytes:
             raise StorageError(
                 errno.ENOSPC,
-                operation="spread to",
+                operation="spread",
                 path=str(folder),
                 nbytes=nbytes,
                 detail=f"its shards need {format_nbytes(nbytes)}, the file system has "
