@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from infinity.codecs import native
 from infinity.codecs.part import (
     Encoding,
     Shape,
@@ -66,7 +67,10 @@ class Fp8Blocks:
 
     def decode(self, parts: Sequence[torch.Tensor], shape: Shape, out: torch.Tensor) -> None:
         check_decode(self, parts, shape, out)
-        store(self.values(parts, shape), out)
+        if native.runs(parts, out):
+            native.decode_fp8(parts, shape, out, block=self._block(shape), scale=self.scale)
+        else:
+            store(self.values(parts, shape), out)
 
     def values(self, parts: Sequence[torch.Tensor], shape: Shape) -> torch.Tensor:
         codes = typed(parts[0], torch.float8_e4m3fn).view(shape).float()

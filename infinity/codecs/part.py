@@ -80,8 +80,9 @@ class Codec(Protocol):
         shape: of the weight
         out: bfloat16, float16 or float32 of this shape, of any strides that do not overlap
 
-        A NaN has the bits of the positive quiet NaN. Raises ConfigError if the sizes of the parts
-        do not fit the shape.
+        CPU tensors are decoded by the native kernel on torch's number of threads, without the GIL;
+        other ones by `values`, with the same bits. A NaN has the bits of the positive quiet NaN.
+        Raises ConfigError if the sizes of the parts do not fit the shape.
         """
 
     def values(self, parts: Sequence[torch.Tensor], shape: Shape) -> torch.Tensor:

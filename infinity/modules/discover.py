@@ -28,7 +28,7 @@ _LISTS = (nn.ModuleList, nn.ModuleDict)
 
 
 @dataclass(eq=False, slots=True)
-class Alias:
+class Registration:
     """One place where a parameter is registered."""
 
     module: nn.Module
@@ -41,7 +41,7 @@ class FoundParam:
 
     name: str
     parameter: nn.Parameter
-    aliases: list[Alias] = field(default_factory=list)
+    registrations: list[Registration] = field(default_factory=list)
     hooked_modules: list[int] = field(default_factory=list)
 
 
@@ -195,7 +195,7 @@ def _visit(
         full_name = f"{name}.{attribute}" if name else attribute
         each = found.setdefault(id(parameter), FoundParam(full_name, parameter))
         if id(module) not in seen:
-            each.aliases.append(Alias(module, attribute))
+            each.registrations.append(Registration(module, attribute))
         assert hooked is not None
         if hooked not in each.hooked_modules:
             each.hooked_modules.append(hooked)

@@ -27,7 +27,7 @@ from infinity.simulate.step import WRITE, Prediction, StepSpec, predict
 from infinity.simulate.update_device import UpdateDevice, choose, settled
 from infinity.sizes import format_nbytes
 from infinity.state.budgets import Budgets, compute_budgets
-from infinity.state.placement import Placement, resting_nbytes
+from infinity.state.placement import StatePlacement, resting_nbytes
 from infinity.state.store import rewritten_nbytes
 from infinity.state.tiles import fit
 from infinity.state.units import Unit
@@ -329,7 +329,7 @@ def _refuse_full_tiers(
         )  # fmt: skip
 
 
-def _rewritten_nbytes(units: Sequence[Unit], placement: Placement) -> int:
+def _rewritten_nbytes(units: Sequence[Unit], placement: StatePlacement) -> int:
     """Returns the bytes on NVMe that steps rewrite and commits keep, for one generation."""
     return sum(
         rewritten_nbytes(units[index], state_kind) or 0
@@ -338,7 +338,7 @@ def _rewritten_nbytes(units: Sequence[Unit], placement: Placement) -> int:
     )
 
 
-def _by_kind(units: Sequence[Unit], placement: Placement) -> dict[str, dict[str, int]]:
+def _by_kind(units: Sequence[Unit], placement: StatePlacement) -> dict[str, dict[str, int]]:
     placed: defaultdict[str, defaultdict[str, int]] = defaultdict(lambda: defaultdict(int))
     for (index, state_kind), tier in placement.tiers.items():
         placed[state_kind.kind][tier] += resting_nbytes(units[index], state_kind)

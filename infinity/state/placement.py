@@ -42,7 +42,7 @@ _BUDGET_KEYS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class StatePlacement:
     """Tier names by (unit index, state kind), and the bytes placed on each tier."""
 
     tiers: Mapping[tuple[int, StateKind], str]
@@ -63,7 +63,7 @@ def place(
     *,
     host_nbytes: int,
     device_nbytes: int | None,
-) -> Placement:
+) -> StatePlacement:
     """Chooses a tier for every state kind of every unit.
 
     `preferences` maps kind to tier names. `host_nbytes` and `device_nbytes` are what may be filled
@@ -95,7 +95,7 @@ def place(
             tiers[unit.index, state_kind] = tier
             free_nbytes[tier] -= needed_nbytes
             placed_nbytes[tier] += needed_nbytes
-    return Placement(tiers, placed_nbytes)
+    return StatePlacement(tiers, placed_nbytes)
 
 
 def resting_nbytes(unit: Unit, state_kind: StateKind) -> int:

@@ -70,7 +70,7 @@ def _matching(pattern: re.Pattern[str], codec: Codec) -> Callable[[str], Codec |
 
 
 def _compressed_table(form: str, kind: str, ignore: list[str]) -> dict[str, Any]:
-    group = {
+    group: dict[str, Any] = {
         "input_activations": None,
         "output_activations": None,
         "targets": ["Linear"],
@@ -254,8 +254,8 @@ def _write_file(path: Path, tensors: Mapping[str, Stored]) -> None:
         entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
     header = json.dumps(entries).encode()
     header += b" " * ((ODD_OFFSET - len(header)) % 8)
-    content = b"".join(tensor[2].numpy().tobytes() for tensor in tensors.values())
-    path.write_bytes(struct.pack("<Q", len(header)) + header + content)
+    data = b"".join(tensor[2].numpy().tobytes() for tensor in tensors.values())
+    path.write_bytes(struct.pack("<Q", len(header)) + header + data)
 
 
 def read_headers(directory: str | Path) -> dict[str, tuple[str, tuple[int, ...], Path, int, int]]:

@@ -59,7 +59,7 @@ from infinity.training.resume import (
     plan_resume,
 )
 from infinity.training.sample import encode_prompt, generate
-from infinity.training.settle import Choice, choices, settle
+from infinity.training.settle import AutoValue, choices, settle
 from infinity.training.tracing import TracePlan, Tracing
 
 _STOP_NOTICE = "\nstopping after this step, then writing {}; once more to stop at once\n"
@@ -198,7 +198,7 @@ class _Run:
         self._saving: Saving | None = None  # The checkpoint that is being copied.
         self._is_output_lost = False  # A warning was printed.
 
-    def note(self, settled: list[Choice]) -> None:
+    def note(self, settled: list[AutoValue]) -> None:
         """Prints the choices that the model made for "auto" values of the file."""
         for choice in settled:
             self._reporter.note(str(choice))

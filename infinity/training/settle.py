@@ -25,7 +25,7 @@ _HEADER_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64":
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class AutoValue:
     """The value of an "auto", and the reason."""
 
     key: str
@@ -36,7 +36,7 @@ class Choice:
         return f"{self.key} is {self.value}: {self.reason}"
 
 
-def choices(config: SwapConfig) -> list[Choice]:
+def choices(config: SwapConfig) -> list[AutoValue]:
     """Returns every "auto" of the file that the model decides, in the order of the sections."""
     found = []
     if config.model is not None and config.precision.compute == "auto":
@@ -67,26 +67,26 @@ def settle(config: SwapConfig) -> SwapConfig:
     return config.model_copy(update=changed) if changed else config
 
 
-def _compute_of(model: Model) -> Choice:
+def _compute_of(model: Model) -> AutoValue:
     key = "precision.compute"
     table = model.config if model.config is not None else _table_of(model.path)
     dtype, where = _dtype_in(table), "[model.config]" if model.path is None else "config.json"
     if dtype is None and model.path is not None:
         dtype, where = _dtype_of_weights(model.path), "the weights"
     if dtype is None:
-        return Choice(key, "float32", "the model names no dtype")
+        return AutoValue(key, "float32", "the model names no dtype")
     if dtype in _TRAINED:
-        return Choice(key, _TRAINED[dtype], f"as {where} of the model says")
-    return Choice(key, "float32", f"{where} of the model says {dtype}, which cannot be trained")
+        return AutoValue(key, _TRAINED[dtype], f"as {where} of the model says")
+    return AutoValue(key, "float32", f"{where} of the model says {dtype}, which cannot be trained")
 
 
-def _tokenizer_of(path: Path | None) -> Choice:
+def _tokenizer_of(path: Path | None) -> AutoValue:
     key = "data.tokenizer"
     if path is None:
-        return Choice(key, "bytes", "the model has no directory that a tokenizer could be in")
+        return AutoValue(key, "bytes", "the model has no directory that a tokenizer could be in")
     if any((path / name).is_file() for name in _TOKENIZER_FILES):
-        return Choice(key, str(path), "the model's own")
-    return Choice(
+        return AutoValue(key, str(path), "the model's own")
+    return AutoValue(
         key, "bytes", f"{path} has no tokenizer; name a directory that has, if bytes are not meant"
     )
 

@@ -12,7 +12,7 @@ from infinity.errors import CapacityError
 from infinity.sizes import HUGE_PAGE_NBYTES, PAGE_NBYTES
 from infinity.state.placement import (
     STATE_KINDS,
-    Placement,
+    StatePlacement,
     least_chunk_nbytes,
     place,
     plan_staging_slots,
@@ -70,7 +70,7 @@ def followed(
 
 def placed(
     units: list[Unit], preferences: dict[str, tuple[str, ...]], host: int, device: int | None
-) -> Placement:
+) -> StatePlacement:
     return place(units, preferences, host_nbytes=host, device_nbytes=device)
 
 
