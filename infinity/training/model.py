@@ -19,6 +19,7 @@ from infinity.checkpoint import WeightSource, weight_source
 from infinity.config import Model, SwapConfig
 from infinity.config.extras import require_transformers
 from infinity.errors import ConfigError
+from infinity.training.adapter import attach_adapter
 from infinity.training.model_numbers import check_numbers
 
 _log = logging.getLogger("infinity")
@@ -65,7 +66,8 @@ def plan_model(model: Model, *, reads_weights: bool = True) -> ModelPlan:
 
 
 def build_model(plan: ModelPlan, config: SwapConfig) -> Any:
-    """Builds the causal LM on meta, with real buffers, for `infinity.offload`.
+    """Builds the causal LM on meta, with real buffers, for `infinity.offload`; with `[adapter]`,
+    the adapter around it, which has memory and values.
 
     Checks every name and shape of the checkpoint against the model. Raises ConfigError if the
     architecture has no causal LM, cannot checkpoint activations, or does not match the weights.
@@ -90,6 +92,9 @@ def build_model(plan: ModelPlan, config: SwapConfig) -> Any:
         _take_generation_config(model, plan)
     if config.train.activation_checkpointing:
         checkpoint_activations(model)
+    if config.adapter is not None:
+        seed = config.model.seed
+        return attach_adapter(model, config.adapter, base=config.model.path, seed=seed)
     return model
 
 
