@@ -22,6 +22,7 @@ from infinity.engine.registry import engine_of, owner_of
 from infinity.engine.replace import calling_place, make_room, remember
 from infinity.errors import ConfigError
 from infinity.modules.discover import UnitRule
+from infinity.modules.expert_adapters.peft import factor_adapters
 
 __all__ = [
     "SGD",
@@ -31,6 +32,7 @@ __all__ = [
     "Lion",
     "close",
     "engine_of",
+    "factored_experts",
     "forward_backward",
     "gather",
     "init_empty_weights",
@@ -134,6 +136,19 @@ class _FunctionLoadPlan:
                 )
             refuse_codes("weights", name, dtype, [("the value", value.dtype)])
             write(name, value)
+
+
+def factored_experts(model: nn.Module) -> nn.Module:
+    """Makes PEFT's adapters on packed experts compute `W x + s B (A x)`; returns the model.
+
+    `infinity.offload` does the same to a model with `LoraConfig(target_parameters=...)`. Call this
+    function on a model that stays in memory to get the bits of the offloaded one. PEFT itself
+    computes `(W + s B A) x`: it builds the sum for all experts of a layer, and a gradient as large.
+    The two differ by rounding (`modules/expert_adapters/factors.py`). Names, shapes and files of
+    the adapter are PEFT's. A model without such adapters does not change.
+    """
+    factor_adapters(model)
+    return model
 
 
 def forward_backward(

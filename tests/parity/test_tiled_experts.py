@@ -274,7 +274,7 @@ def test_adapters_of_experts_train_as_those_of_the_whole(
     is_layer_major: bool, swap_directory: Path
 ) -> None:
     """Bit by bit; also with several micro-batches inside one block, in threads."""
-    plain = adapted()
+    plain = infinity.factored_experts(adapted())
     batches = [MIXTRAL.batch(number) for number in range(3)]
     reference = torch.optim.AdamW(plain.parameters(), lr=1e-3, fused=True)
     config = swap_config(swap_directory)

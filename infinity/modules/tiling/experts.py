@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache, partial
 from itertools import pairwise
@@ -33,18 +33,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from infinity.modules.tiling.adapters import Fold, folds_of
+from infinity.modules.expert_adapters.peft import Adaptation, adaptations_of
 from infinity.modules.tiling.layers import Tiled, tensor_of
 
 
-class _Folding(threading.local):
-    """The adapted parameters of the tile that this thread runs, by attribute."""
+class _Adapting(threading.local):
+    """The adaptations of the tile that this thread runs, by attribute."""
 
     def __init__(self) -> None:
-        self.of_tile: dict[str, Callable[..., torch.Tensor]] = {}
+        self.of_tile: Mapping[str, Adaptation] = {}
 
 
-_folding = _Folding()
+_adapting = _Adapting()
 
 
 class TiledExperts(Tiled):
@@ -59,12 +59,14 @@ class TiledExperts(Tiled):
         starts = torch.tensor(self.starts, dtype=experts.dtype, device=experts.device)
         ends = torch.searchsorted(experts, starts).tolist()
         out = torch.zeros_like(hidden_states)
-        folds = folds_of(self)
-        for tile, start, (first, end) in zip(self.tiles, self.starts, pairwise(ends), strict=False):
+        sizes = [stop - start for start, stop in pairwise(self.starts)]
+        adapted = {name: each.split(sizes) for name, each in adaptations_of(self).items()}
+        for index, (tile, (first, end)) in enumerate(zip(self.tiles, pairwise(ends), strict=True)):
             if first == end and not (torch.is_grad_enabled() and _is_trained(tile)):
                 continue
             own = tokens[first:end]
-            with tile.folding(folds, start):  # type: ignore[operator]
+            start = self.starts[index]
+            with tile.adapting({name: parts[index] for name, parts in adapted.items()}):  # type: ignore[operator]
                 part = tile(
                     hidden_states[own],
                     (experts[first:end] - start).unsqueeze(-1),
@@ -80,25 +82,24 @@ class ExpertsTile(nn.Module):
     num_experts: int
 
     @contextmanager
-    def folding(self, folds: Mapping[str, Fold], start: int) -> Iterator[None]:
-        """Runs the forward with adapters (`tiling/adapters.py`). `start`: the tile's first
-        expert."""
-        rows = slice(start, start + self.num_experts)
-        _folding.of_tile = {name: partial(fold, rows=rows) for name, fold in folds.items()}
+    def adapting(self, adaptations: Mapping[str, Adaptation]) -> Iterator[None]:
+        """Runs the forward with adapters on the tile's experts."""
+        _adapting.of_tile = adaptations
         try:
             yield
         finally:
-            _folding.of_tile = {}
+            _adapting.of_tile = {}
 
     @contextmanager
     def _adapted(self) -> Iterator[None]:
         """Shows adapted parameters in the place of the tile's parameters."""
-        folds = _folding.of_tile
-        self.__dict__.update({name: fold(self._parameters[name]) for name, fold in folds.items()})
+        adaptations = _adapting.of_tile
+        for name, each in adaptations.items():
+            self.__dict__[name] = each.of(partial(self._parameters.__getitem__, name))
         try:
             yield
         finally:
-            for name in folds:
+            for name in adaptations:
                 del self.__dict__[name]
 
     def forward(
