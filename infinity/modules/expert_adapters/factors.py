@@ -20,6 +20,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -46,11 +47,11 @@ class LowRank:
     right: torch.Tensor
     scaling: float
 
-    def split(self, sizes: Sequence[int]) -> list[LowRank]:
-        """Divides the experts. One node of autograd joins the gradients of all parts, with zeros
-        for experts that were not used."""
-        parts = zip(self.left.split(sizes), self.right.split(sizes), strict=True)
-        return [LowRank(left, right, self.scaling) for left, right in parts]
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return self.left, self.right
+
+    def recipe(self) -> Callable[..., LowRank]:
+        return partial(LowRank, scaling=self.scaling)
 
     def of(self, weight_of: Callable[[], torch.Tensor]) -> AdaptedWeight:
         return AdaptedWeight(weight_of, self.left, self.right, self.scaling)
@@ -85,7 +86,7 @@ class AdaptedWeight:
     def __len__(self) -> int:
         return len(self.weight)
 
-    def __getitem__(self, index: Any) -> AdaptedWeight:
+    def __getitem__(self, index: Any) -> Any:
         weight = self.weight
         is_number = isinstance(index, int) or (
             isinstance(index, torch.Tensor) and index.dim() == 0 and index.dtype != torch.bool
@@ -98,7 +99,7 @@ class AdaptedWeight:
         elif weight.dim() == 3 and isinstance(index, (slice, torch.Tensor)):
             row, left, right = weight[index], self._left[index], self._right[index]
         else:
-            return self.merged()[index]  # type: ignore[no-any-return]
+            return self.merged()[index]
         return AdaptedWeight(lambda: row, left, right, self._scaling)
 
     def transpose(self, first: int, second: int) -> Any:

@@ -11,7 +11,7 @@ and fastest in the second (peft 0.21, `tuners/lora/layer.py`, `ParamWrapper`).
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -29,8 +29,11 @@ _INSTEAD_OF = "_activate_lora"  # PEFT's method that replaces the parameter by t
 class Adaptation(Protocol):
     """What an adapter does to a parameter with one row per expert."""
 
-    def split(self, sizes: Sequence[int]) -> Sequence[Adaptation]:
-        """Divides it into parts of so many experts each."""
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """Returns its tensors. Each has one row per expert."""
+
+    def recipe(self) -> Callable[..., Adaptation]:
+        """Returns the function that makes the adaptation of some experts, from their rows."""
 
     def of(self, weight_of: Callable[[], torch.Tensor]) -> Any:
         """Returns what a module uses in the place of the weight."""
@@ -42,8 +45,11 @@ class Sum:
 
     delta: torch.Tensor
 
-    def split(self, sizes: Sequence[int]) -> list[Sum]:
-        return [Sum(delta) for delta in self.delta.split(sizes)]
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return (self.delta,)
+
+    def recipe(self) -> Callable[..., Sum]:
+        return Sum
 
     def of(self, weight_of: Callable[[], torch.Tensor]) -> torch.Tensor:
         return weight_of() + self.delta
