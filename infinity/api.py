@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,7 @@ __all__ = [
     "AdamW",
     "Engine",
     "Lion",
+    "beside",
     "close",
     "engine_of",
     "factored_experts",
@@ -38,6 +39,8 @@ __all__ = [
     "init_empty_weights",
     "offload",
 ]  # fmt: skip
+
+T = TypeVar("T")
 
 
 def offload(
@@ -164,8 +167,10 @@ def forward_backward(
     names. The backward repeats the forward of a block, so activations take the memory of one block
     and one micro-batch (`schedule.tile_micro_batches` micro-batches in a block with tiles).
 
-    loss_fn: calls the model once and returns a scalar loss. For a mean over the micro-batches it
-        divides the loss by their number
+    loss_fn: returns a scalar loss. For a mean over the micro-batches it divides the loss by their
+        number. It may call the model several times, one call after the other: each call is one more
+        fetch of every block, for all micro-batches together. Calls that do not need each other's
+        results share the fetches of one call (`infinity.beside`)
     micro_batches: the arguments of `loss_fn`; all of them are kept until the end
 
     Returns the losses, detached, in the order of the micro-batches.
@@ -178,12 +183,37 @@ def forward_backward(
 
     Raises UnsupportedError for a model whose blocks cannot be repeated: blocks that fill a cache of
     keys and values, change arguments in place, or pass tensors on by other means than outputs.
+    Router logits that transformers records for an auxiliary loss are outputs in this sense.
 
     Micro-batches run in threads. glibc gives each thread a heap that keeps its freed memory, so set
     MALLOC_ARENA_MAX=1 in the environment of a program; `infinity train` sets it.
     """
-    engine = engine_of(model)
-    return engine.forward_backward([partial(_loss, loss_fn, batch) for batch in micro_batches])
+    loop = engine_of(model).micro_batches
+    return loop.forward_backward([partial(_loss, loss_fn, batch) for batch in micro_batches])
+
+
+def beside(model: nn.Module, call: Callable[[], T]) -> Callable[[], T]:
+    """Starts a call of the model that shares the fetches of the next call; returns its result.
+
+    For losses that need a second call of the same model, such as that of a reference whose adapters
+    are disabled:
+
+        def loss_fn(batch):
+            reference = infinity.beside(model, lambda: log_probs_without_adapters(model, batch))
+            log_probs = log_probs_of(model(**batch), batch)
+            return dpo_loss(log_probs, reference())
+
+    Inside `infinity.forward_backward` the call runs in a fiber of its own: it and the rest of the
+    loss pass each block together, so the block is fetched once for both. The returned function
+    waits for the result. Elsewhere the call runs at once. `model.train()`, `model.eval()`, and
+    PEFT's active and disabled adapters are those of the call, also while the other call runs.
+
+    call: draws its own random numbers, as each micro-batch does. Its gradients, if it has any, are
+        added in another order than in plain accumulation
+
+    Raises InfinityError inside a block of the model.
+    """
+    return engine_of(model).micro_batches.beside(call)
 
 
 def _loss(loss_fn: Callable[[Any], torch.Tensor], batch: Any) -> torch.Tensor:

@@ -166,7 +166,7 @@ def build(
             resources=parts.resources,
         )
         if model_parallel_group is not None:
-            engine.share_activations(process_group(model_parallel_group))
+            engine.micro_batches.share_activations(process_group(model_parallel_group))
     except BaseException:
         resources.close()
         tiling.undo()

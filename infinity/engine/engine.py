@@ -16,7 +16,7 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,13 +27,12 @@ from torch import nn
 
 from infinity.config import SwapConfig
 from infinity.distributed.group import path_of_job
-from infinity.distributed.shared_inputs import SharedActivationStore
 from infinity.distributed.sync import CollectiveSection, Ranks
 from infinity.engine import registry
+from infinity.engine.micro_batches import MicroBatchLoop
 from infinity.engine.state_access import StateAccess
 from infinity.errors import InfinityError, UnsupportedError
 from infinity.modules import autograd_functions as functions
-from infinity.modules.accumulate.layer_major import LayerMajorSchedule
 from infinity.modules.data_writes import units_written_by_data
 from infinity.modules.edits import WeightEdits
 from infinity.modules.grads import ParamGrads
@@ -58,7 +57,7 @@ from infinity.observe import Counters, Track
 from infinity.simulate.update_device import UpdateDevice
 from infinity.state.store import StateStore
 from infinity.state.units import StateKind, TensorSpec, Unit
-from infinity.streaming.activations import ActivationStore, InputStore
+from infinity.streaming.activations import ActivationStore
 from infinity.streaming.gradient_memory import in_memory_order
 from infinity.streaming.gradient_sink import GradientSink
 from infinity.streaming.masters import MasterWeights
@@ -120,7 +119,7 @@ class Engine:
         self._tracer = self.counters.tracer
         self._process = OwnProcess()
         self._unmanaged_params = UnmanagedParams(self.model)
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
         self._param_table = ParamTable(self.model, self.params)
         self._changes = WeightEdits(
             self.store, self.weight_cache, self.updater, self.masters, self._param_table,
@@ -128,13 +127,13 @@ class Engine:
         )  # fmt: skip
         self._uses = UnitUses(
             self.store.units, self.weight_cache, self.gradients, self.updater, self.passes,
-            self._tracer, self._param_table, self._changes, self._lock,
+            self._tracer, self._param_table, self._changes, self.lock,
         )  # fmt: skip
         self._uses.watched_units = units_written_by_data(self.hooked_modules)
         self._backwards = BackwardCalls(self._uses)
         self._grads = ParamGrads(
             self.gradients, self.updater, self.weight_cache, self._tracer, self._param_table,
-            self._backwards, self._lock,
+            self._backwards, self.lock,
         )  # fmt: skip
         self.handle_ops = HandleOps(
             self, self.store.units, self.pool, self.passes, self.counters, self._param_table,
@@ -144,7 +143,9 @@ class Engine:
             ModuleHooks(hooked, self._uses, self._backwards) for hooked in self.hooked_modules
         ]
         self._removable: list[Any] = []
-        self._layer_inputs: InputStore = self.activations
+        self.micro_batches = MicroBatchLoop(
+            self, self._uses, list(zip(self.hooked_modules, self._module_hooks, strict=True))
+        )
         # A model that is dropped without close() releases its memory and its swap files, too.
         self._finalizer = weakref.finalize(self, _close_in, os.getpid(), self.resources)
         for param in self.params:
@@ -193,10 +194,11 @@ class Engine:
     def _pass_begins(self, module: nn.Module, args: Any) -> None:
         is_own = current_backward() == OUTSIDE_BACKWARD and not self.passes.is_layer_major
         if is_own and not self.is_closed:
-            self._begin_pass("train" if torch.is_grad_enabled() else "eval")
+            self.begin_pass("train" if torch.is_grad_enabled() else "eval")
 
-    def _begin_pass(self, kind: str) -> None:
-        with uninterrupted(), self._lock:
+    def begin_pass(self, kind: str) -> None:
+        """Begins a forward of the whole model. `kind` is "train" or "eval"."""
+        with uninterrupted(), self.lock:
             self.reset()
             self.weight_cache.begin_pass(kind, is_new=self.passes.beginnings.ask_model(kind))
             self.passes.begin_forward(kind)
@@ -208,7 +210,7 @@ class Engine:
         if is_inside or self.is_closed or current_backward() != OUTSIDE_BACKWARD:
             return
         kind = "train" if torch.is_grad_enabled() else "eval"
-        with uninterrupted(), self._lock:
+        with uninterrupted(), self.lock:
             is_new = passes.beginnings.ask_hooked(kind, hooked.name)
             if is_new and not any(hooks.is_running for hooks in self._module_hooks):
                 self.reset()
@@ -219,62 +221,12 @@ class Engine:
         if not self.passes.is_layer_major:
             self.passes.end_forward()
 
-    def forward_backward(
-        self, forwards: Sequence[Callable[[], torch.Tensor]]
-    ) -> list[torch.Tensor]:
-        """See `infinity.forward_backward`. Each forward returns the loss of one micro-batch."""
-        self._refuse_accumulating()
-        blocks = [
-            (hooked, hooks)
-            for hooked, hooks in zip(self.hooked_modules, self._module_hooks, strict=True)
-            if hooked.is_block
-        ]
-        device = self.device.torch_device
-        layer_major = LayerMajorSchedule(
-            self.model, self._uses, blocks, self._layer_inputs, device,
-            tile_micro_batches=self.config.schedule.tile_micro_batches,
-        )  # fmt: skip
-        with uninterrupted(), self._lock:
-            self.reset()
-            self.gradients.begin_accumulating()
-        self._begin_pass("train")
-        try:
-            with self.passes.layer_major():
-                return layer_major.run(forwards, self._turn_back)
-        finally:
-            self.passes.end_forward()  # If an error has ended the schedule.
-            self.reset()
-            self._uses.backward_ended()
-            with uninterrupted(), self._lock:
-                self.gradients.end_accumulating()
-
-    def _refuse_accumulating(self) -> None:
-        if self.is_closed:
-            raise InfinityError("the engine of this model is closed; its parameters are gone")
-        if self.passes.is_layer_major or current_backward() != OUTSIDE_BACKWARD:
-            raise InfinityError(
-                "infinity.forward_backward inside another one, or inside a backward"
-            )
-        if not torch.is_grad_enabled():
-            raise InfinityError(
-                "infinity.forward_backward under torch.no_grad(): it runs the backward, too"
-            )
-
-    def _turn_back(self) -> None:
-        """Runs between the forwards and the backwards of `forward_backward`."""
-        self.passes.end_forward()
-        self.passes.begin_backward()
-
-    def share_activations(self, group: Any) -> None:
-        """Divides saved layer inputs over the ranks of a model-parallel group from now on."""
-        self._layer_inputs = SharedActivationStore(self.activations, group)
-
     def reset(self) -> None:
         """Releases what an interrupted forward or backward has left in use.
 
         The next forward calls it. Gradients of completed backward passes are kept.
         """
-        with self._lock:
+        with self.lock:
             if self._backwards.abandon():
                 self.gradients.write_out_all()
                 self._grads.drop(self.params)
@@ -285,7 +237,7 @@ class Engine:
     def resident_units(self) -> list[str]:
         """Returns the names of the units in use. The list is empty between a backward and the next
         forward."""
-        with self._lock:
+        with self.lock:
             self._backwards.abandon()
             return self.weight_cache.in_use()
 
@@ -343,7 +295,7 @@ class Engine:
             return torch.cat([self.read_parameter(tile, master=master) for tile, _, _ in tiles])
         param = self._param_table.named(name)
         spec = param.spec
-        with self._lock:
+        with self.lock:
             with self._uses.using([param.unit.index]):
                 copy = param.compute.detach().to("cpu", copy=True)
             if not master or not copy.is_floating_point():
@@ -368,7 +320,7 @@ class Engine:
                 self.write_parameter(tile, tensor[start:stop])
             return
         param = self._param_table.named(name)
-        with uninterrupted(), self._lock, torch.no_grad(), self.ranks.setting([param.unit.index]):
+        with uninterrupted(), self.lock, torch.no_grad(), self.ranks.setting([param.unit.index]):
             self.reset()
             if self.weight_cache.is_in_use(param.unit.index):
                 raise InfinityError(
@@ -416,7 +368,7 @@ class Engine:
 
     def flush(self) -> None:
         """Waits until all state is on the tier where it rests."""
-        with uninterrupted(), self._lock:
+        with uninterrupted(), self.lock:
             self.gradients.settle()
             self.updater.settle()
             self.weight_cache.finish_writes()
@@ -428,7 +380,7 @@ class Engine:
         `what` names the caller in the error that is raised while parameters are in use. With
         several ranks, all of them make the call, and each gets access to its own state.
         """
-        with self._lock, torch.no_grad():
+        with self.lock, torch.no_grad():
             if self.is_closed:
                 raise InfinityError(f"{what}: the engine of this model is closed")
             self.reset()
@@ -494,7 +446,7 @@ class Engine:
         self._unmanaged_params.refuse_untrained()
         if self.num_ranks == 1:
             return
-        with self._lock, self._tracer.during(Track.PHASES, "all ranks enter the step"):
+        with self.lock, self._tracer.during(Track.PHASES, "all ranks enter the step"):
             self.reset()
             self._uses.refuse_in_use("optimizer.step()")
             self.ranks.begin_step()
@@ -511,7 +463,7 @@ class Engine:
 
     def step(self, record: StepRecord) -> None:
         """Records an optimizer step. Each unit is updated before its next use."""
-        with uninterrupted(), self._lock, self._tracer.during(Track.PHASES, "optimizer step"):
+        with uninterrupted(), self.lock, self._tracer.during(Track.PHASES, "optimizer step"):
             self.reset()
             self._uses.refuse_in_use("optimizer.step()")
             changed = [param for param in self.params if param.spec in record.settings]
@@ -531,7 +483,7 @@ class Engine:
         """Returns the 2-norm of every existing gradient, as fp32 scalars on the host, in the given
         order."""
         self.refuse_closed("gradient norms")
-        with uninterrupted(), self._lock, self._tracer.during(Track.PHASES, "gradient norms"):
+        with uninterrupted(), self.lock, self._tracer.during(Track.PHASES, "gradient norms"):
             self.reset()
             self.updater.settle()  # Updates that no forward has applied since the last step.
             return {
@@ -544,7 +496,7 @@ class Engine:
         return self.gradients.has(param.spec)
 
     def zero_gradients(self, params: Iterable[OffloadedParam], *, set_to_none: bool) -> None:
-        with uninterrupted(), self._lock:
+        with uninterrupted(), self.lock:
             for param in params:
                 if set_to_none:
                     self._grads.forget(param)
@@ -572,7 +524,7 @@ class Engine:
             self._close()
 
     def _close(self) -> None:
-        with uninterrupted(), self._lock:
+        with uninterrupted(), self.lock:
             if self.is_closed:
                 return
             self._uses.close()
