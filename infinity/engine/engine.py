@@ -69,6 +69,9 @@ from infinity.tiers.pool import HostPool
 _log = logging.getLogger("infinity")
 
 
+T = TypeVar("T")
+
+
 class Background(Protocol):
     """A thread beside training that uses the tiers."""
 
@@ -200,6 +203,10 @@ class Engine:
     ) -> list[torch.Tensor]:
         """See `infinity.forward_backward`. Each forward returns the loss of one micro-batch."""
         return self._model_passes.forward_backward(forwards)
+
+    def beside(self, call: Callable[[], T]) -> Callable[[], T]:
+        """See `infinity.beside`."""
+        return self._model_passes.beside(call)
 
     def share_activations(self, group: Any) -> None:
         """Divides saved layer inputs over the ranks of a model-parallel group from now on."""

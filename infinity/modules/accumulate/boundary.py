@@ -15,6 +15,7 @@ from torch.autograd.graph import GradientEdge, Node
 
 from infinity.errors import UnsupportedError
 from infinity.modules.accumulate.fiber import Modes
+from infinity.modules.accumulate.module_modes import ModuleModes
 from infinity.modules.handle import Handle
 from infinity.modules.hooks import HookedModule, nodes_since
 from infinity.modules.outputs import tensors_in
@@ -62,7 +63,9 @@ class BlockCall:
     leaves: list[Any]
     tree: Any
     modes: Modes
+    module_modes: ModuleModes
     random: list[torch.Tensor]
+    captured: tuple[str, ...]  # See `CapturedTensors.keys`.
     # Indexes of the flattened outputs that need a gradient.
     which: list[int] = field(default_factory=list)
     gradients: list[torch.Tensor | None] = field(default_factory=list)
