@@ -46,7 +46,13 @@ _ANSWERED = (
 T = TypeVar("T")
 
 
-def prepare_trainer(trainer: T, config: Any = None, *, layer_major: bool | None = None) -> T:
+def prepare_trainer(
+    trainer: T,
+    config: Any = None,
+    *,
+    layer_major: bool | None = None,
+    window: int | None = None,
+) -> T:
     """Makes a Trainer of any subclass train its model offloaded; returns the same object.
 
     The model is offloaded already, or is offloaded now with `config`. The optimizer is
@@ -59,6 +65,8 @@ def prepare_trainer(trainer: T, config: Any = None, *, layer_major: bool | None 
         (`infinity.forward_backward`), so bytes do not grow with `gradient_accumulation_steps`. None
         does so unless the trainer or the model does not allow it, and logs the reason; True raises
         UnsupportedError instead; False keeps the plain loop, whose dropout draws other numbers
+    window: the most micro-batches that pass a block together; None takes all of a step. Their layer
+        inputs wait on the tiers that `[placement] activations` names
 
     Checkpoints contain, beside Trainer's files, `infinity/` with everything that an exact
     continuation needs. `save_model` and checkpoints export weights shard by shard. Raises
@@ -72,6 +80,8 @@ def prepare_trainer(trainer: T, config: Any = None, *, layer_major: bool | None 
         )
     given: Any = trainer
     _check_arguments(given.args)
+    if window is not None and (isinstance(window, bool) or window < 1):
+        raise ConfigError(f"expected window to be a number of micro-batches or None, got {window}")
     if given.optimizer is not None and not isinstance(given.optimizer, OffloadedOptimizer):
         raise ConfigError(
             f"expected infinity.AdamW, Adam, SGD or Lion as the Trainer's optimizer, got "
@@ -81,7 +91,7 @@ def prepare_trainer(trainer: T, config: Any = None, *, layer_major: bool | None 
     _offload(given.model, config)
     _refuse_strays(given.model)
     _stream_exports(given.model)
-    given.is_layer_major = choose_order(given, layer_major)
+    given.is_layer_major, given.most_together = choose_order(given, layer_major), window
     cls = type(given)
     if not issubclass(cls, OffloadedTrainer):
         own = {"__module__": cls.__module__}

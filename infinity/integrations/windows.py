@@ -126,6 +126,7 @@ class LayerMajorSteps:
     accelerator: Any
     precompute_ref_logps: bool
     is_layer_major = False
+    most_together: int | None = None  # Micro-batches.
     _window: _Window | None = None
     _is_reference_beside = False
 
@@ -165,8 +166,11 @@ class LayerMajorSteps:
             return taken[0]
 
         forwards = [partial(forward, index) for index in range(len(batches))]
+        count = self.most_together or len(forwards)
         with self._in_window():
-            engine_of(self.model).micro_batches.forward_backward(forwards)
+            for start in range(0, len(forwards), count):
+                part = forwards[start : start + count]
+                engine_of(self.model).micro_batches.forward_backward(part)
         return losses
 
     @contextmanager
