@@ -19,6 +19,7 @@ from infinity.modules.accumulate.module_modes import ModuleModes
 from infinity.modules.handle import Handle
 from infinity.modules.hooks import HookedModule, nodes_since
 from infinity.modules.outputs import tensors_in
+from infinity.modules.tiling.layers import Tiled
 
 
 @dataclass(eq=False, slots=True)
@@ -96,6 +97,10 @@ class Boundary(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         ctx.call.take(gradients)
         return None, None, None
+
+
+def has_tiles(block: nn.Module) -> bool:
+    return any(isinstance(module, Tiled) for module in block.modules())
 
 
 def calls_behind(node: Node, known: dict[Node, frozenset[BlockCall]]) -> frozenset[BlockCall]:

@@ -71,6 +71,7 @@ from infinity.modules.accumulate.boundary import (
     RunningBlock,
     TileStop,
     calls_behind,
+    has_tiles,
     is_activation,
     refuse_hidden,
     refuse_side_channels,
@@ -82,7 +83,6 @@ from infinity.modules.accumulate.module_modes import ModeSwitch
 from infinity.modules.accumulate.settings import without_caches_and_checkpointing
 from infinity.modules.hooks import HookedModule, ModuleHooks
 from infinity.modules.outputs import detach_from_parameters
-from infinity.modules.tiling.layers import Tiled
 from infinity.modules.uses import UnitUses
 from infinity.streaming.activations import InputStore
 from infinity.streaming.passes import OUTSIDE_BACKWARD, current_backward
@@ -116,7 +116,7 @@ class LayerMajorSchedule:
         self._uses = uses
         self._hooks = [hook for _, hook in hooks]
         self._blocks = [
-            RunningBlock(hooked, hooked.module.forward, _has_tiles(hooked.module))
+            RunningBlock(hooked, hooked.module.forward, has_tiles(hooked.module))
             for hooked, _ in hooks
         ]
         self._tile_micro_batches = tile_micro_batches
@@ -496,7 +496,3 @@ class LayerMajorSchedule:
         for source, copy in copies.items():
             if copy.grad is not None:
                 fiber.pending[source.key] = source, copy.grad
-
-
-def _has_tiles(block: nn.Module) -> bool:
-    return any(isinstance(module, Tiled) for module in block.modules())
