@@ -16,7 +16,6 @@ import torch
 import infinity
 from infinity.bounded import MAX_TEXT_NBYTES, MalformedError, read_json, table_of
 from infinity.checkpoint import WeightSource, weight_source
-from infinity.checkpoint.huggingface.import_checks import refuse_quantised
 from infinity.config import Model, SwapConfig
 from infinity.config.extras import require_transformers
 from infinity.errors import ConfigError
@@ -160,7 +159,6 @@ def _config_of_directory(path: Path) -> Any:
         hf_config = AutoConfig.from_pretrained(path, local_files_only=True)
     except Exception as error:  # A broken file makes transformers raise any exception.
         raise ConfigError(f"model.path: {file} cannot be used: {error}") from error
-    refuse_quantised(path)
     return hf_config
 
 
