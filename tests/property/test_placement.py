@@ -76,7 +76,7 @@ def placed(
 
 @given(units=units(), preferences=preferences, host=budgets, device=st.none() | budgets)
 @settings(max_examples=300)
-def test_each_state_kind_lies_on_the_first_tier_of_its_list_with_room(
+def test_every_state_kind_lies_on_the_first_tier_of_its_list_with_space(
     units: list[Unit], preferences: dict[str, Any], host: int, device: int | None
 ) -> None:
     infinite = float("inf")
