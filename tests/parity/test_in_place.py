@@ -143,11 +143,10 @@ def assert_same(seen: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
         ({"schedule": {"prefetch": False}, "io": {"engine": "threads"}}, False),
         ({"placement": {"parameters": "host", "master": "host", "moments": "host"}}, False),
         ({"placement": {"frozen": "copy"}}, False),
-        ({"schedule": {"tile": "40KiB"}}, False),
         ({}, True),
         ({"tiers": {"device": {"capacity": "least"}}}, True),
     ],
-    ids=["nvme", "least", "threads", "host", "copied", "tiles", "device", "device-least"],
+    ids=["nvme", "least", "threads", "host", "copied", "device", "device-least"],
 )
 def test_an_adapter_trains_as_over_decoded_weights_in_memory(
     base: Base, tmp_path: Path, sections: dict[str, Any], simulated: bool
@@ -162,6 +161,21 @@ def test_an_adapter_trains_as_over_decoded_weights_in_memory(
         seen = train(model, infinity.AdamW(model, lr=1e-2))
     assert_same(seen, base.expected)
     assert base.digest() == before
+
+
+def test_tiles_in_place_train_as_tiles_of_copied_weights(base: Base, tmp_path: Path) -> None:
+    """Tiles round as tiles do (docs/design/0007-tiling.md); where they rest changes no bit."""
+    seen = []
+    for frozen in ("copy", "checkpoint"):
+        config = config_of(
+            tmp_path / frozen, placement={"frozen": frozen}, schedule={"tile": "64KiB"}
+        )
+        with over(base, config) as (model, engine):
+            assert engine.tiled_params
+            stored = [unit for unit in engine.store.units if unit.stored is not None]
+            assert bool(stored) == (frozen == "checkpoint")
+            seen.append(train(model, infinity.AdamW(model, lr=1e-2)))
+    assert_same(*seen)
 
 
 def at_least(base: Base, config: dict[str, Any], simulated: bool) -> dict[str, Any]:
