@@ -167,9 +167,7 @@ def test_tiles_in_place_train_as_tiles_of_copied_weights(base: Base, tmp_path: P
     """Tiles round as tiles do (docs/design/0007-tiling.md); where they rest changes no bit."""
     seen = []
     for frozen in ("copy", "checkpoint"):
-        config = config_of(
-            tmp_path / frozen, placement={"frozen": frozen}, schedule={"tile": "64KiB"}
-        )
+        config = config_of(tmp_path, placement={"frozen": frozen}, schedule={"tile": "64KiB"})
         with over(base, config) as (model, engine):
             assert engine.tiled_params
             stored = [unit for unit in engine.store.units if unit.stored is not None]
