@@ -36,6 +36,11 @@ _COMMANDS = {
         "Describe a checkpoint and check its integrity.",
     ),
     "plan": ("infinity.cli.plan", "plan", "Predict a step: placement, bytes, seconds, bottleneck."),
+    "spread": (
+        "infinity.cli.spread",
+        "spread",
+        "Lay the shards of a checkpoint over several drives.",
+    ),
     "trace": ("infinity.cli.trace", "app", "Find what bounds the steps of a traced run."),
     "train": (
         "infinity.cli.train",

@@ -20,7 +20,7 @@ from infinity.distributed.transport import PeerTransport
 from infinity.observe import Counters
 from infinity.sizes import KIB, MIB, PAGE_NBYTES, align_down, align_up
 from infinity.state.partition import Partition, Shard, ShardSegment
-from infinity.state.store import LocalStore, StateLocation, Transfer
+from infinity.state.store import FirstValues, LocalStore, StateLocation, Transfer
 from infinity.state.units import StateKind, Unit
 from infinity.storage.protocol import Priority
 from infinity.storage.shards import ShardFiles
@@ -129,6 +129,14 @@ class DistributedStore:
     def placed(self) -> Mapping[tuple[int, StateKind], StateLocation]:
         """The location of each state kind of each of this rank's units."""
         return self.local.placed()
+
+    def put_first(self, unit: Unit, fill: FirstValues) -> bool:
+        """Takes none: a rank writes the values of its shards as they come."""
+        return False
+
+    def unwritten(self) -> list[Unit]:
+        """Returns no unit."""
+        return []
 
     def host_view(self, unit: Unit, kind: StateKind) -> torch.Tensor | None:
         """The bytes that rest on this rank, uint8 (nbytes,), where the host can address them."""

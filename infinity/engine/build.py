@@ -123,7 +123,7 @@ def build(
     ranks = find_group(group)
     if ranks is not None:
         config = config_of_rank(config, ranks)
-    in_place = weights if config.placement.frozen == "checkpoint" and ranks is None else None
+    in_place = weights if config.placement.reads_in_place and ranks is None else None
     stored = StoredParams(model, in_place)
     dtypes = Dtypes(model, config)
     tiling = Tiling(model, lambda parameter: dtypes.of(parameter).itemsize)
@@ -629,16 +629,15 @@ def _hooked_modules(anatomy: ModelLayout) -> list[HookedModule]:
 def _fill(engine: Engine, weights: LoadPlan | None, seed: int) -> None:
     """Fills the tiers: first values that are in memory, then values that are read or
     initialised."""
-    without, to_come = set(), set()
-    kept, derived_of = values_of_adapters(engine.model), derived_parameters(engine.model)
     names = {id(param.original): param.name for param in engine.params}
+    wanted = {names[each]: place for each, place in derived_parameters(engine.model).items()}
+    kept, without, to_come = values_of_adapters(engine.model), set[str](), set(wanted)
     for param in engine.params:
         original = param.original
         if original is not None and is_to_come(original) and id(original) not in kept:
             to_come.add(param.name)
             if original.is_meta:
                 without.add(param.name)
-    wanted = {names[each]: place for each, place in derived_of.items()}
     copies = [(names[id(copy)], names[id(own)]) for copy, own in copied_parameters(engine.model)]
     in_place = {spec.name for unit in engine.store.units if unit.stored for spec in unit.tensors}
     to_come -= in_place
@@ -661,7 +660,7 @@ def _fill(engine: Engine, weights: LoadPlan | None, seed: int) -> None:
     for copy, own in copies:
         if copy in to_come:
             engine.write_parameter(copy, engine.read_parameter(own))
-    derive(engine, {name: place for name, place in wanted.items() if name in without})
+    derive(engine, {name: place for name, place in wanted.items() if name in to_come})
     engine.flush()
 
 

@@ -69,6 +69,9 @@ from infinity.tiers.pool import HostPool
 _log = logging.getLogger("infinity")
 
 
+T = TypeVar("T")
+
+
 class Background(Protocol):
     """A thread beside training that uses the tiers."""
 
@@ -201,6 +204,10 @@ class Engine:
         """See `infinity.forward_backward`. Each forward returns the loss of one micro-batch."""
         return self._model_passes.forward_backward(forwards)
 
+    def beside(self, call: Callable[[], T]) -> Callable[[], T]:
+        """See `infinity.beside`."""
+        return self._model_passes.beside(call)
+
     def share_activations(self, group: Any) -> None:
         """Divides saved layer inputs over the ranks of a model-parallel group from now on."""
         self._model_passes.share_activations(group)
@@ -264,13 +271,12 @@ class Engine:
         self._access.write(name, tensor)
 
     def fill(self, unit: Unit) -> None:
-        """Writes the values of one unit's original parameters, if they have any, to its tiers."""
+        """As `WeightEdits.fill`."""
         self._changes.fill(unit)
 
     @contextmanager
     def gather(self, params: Sequence[OffloadedParam], *, modify: bool) -> Iterator[None]:
-        """Keeps the units of `params` in use and shows gradients as `.grad`. See
-        `infinity.gather`."""
+        """Keeps units of `params` in use and shows gradients as `.grad`: see `infinity.gather`."""
         units = list(dict.fromkeys(param.unit.index for param in params))
         shown = params if self.num_ranks == 1 else ()
         with self.ranks.setting(units) if modify else nullcontext(), self._uses.using(units):
@@ -290,6 +296,7 @@ class Engine:
         with uninterrupted(), self._lock:
             self.gradients.settle()
             self.updater.settle()
+            self._changes.write_first_values()
             self.weight_cache.finish_writes()
 
     @contextmanager

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -25,6 +25,8 @@ from infinity.streaming.activations import ActivationStore, InputStore
 from infinity.streaming.gradient_sink import GradientSink
 from infinity.streaming.parameters import WeightCache
 from infinity.streaming.passes import OUTSIDE_BACKWARD, Passes, current_backward
+
+T = TypeVar("T")
 
 
 class ModelPasses:
@@ -61,6 +63,7 @@ class ModelPasses:
         self._lock = lock
         self._device = device
         self._tile_micro_batches = tile_micro_batches
+        self._schedule: LayerMajorSchedule | None = None  # That is running.
 
     # -- Hooks -------------------------------------------------------------------------------------
 
@@ -110,7 +113,7 @@ class ModelPasses:
         """See `infinity.forward_backward`. Each forward returns the loss of one micro-batch."""
         self._refuse_accumulating()
         blocks = [(hooked, hooks) for hooked, hooks in self._hooks if hooked.is_block]
-        layer_major = LayerMajorSchedule(
+        schedule = LayerMajorSchedule(
             self._model, self._uses, blocks, self._layer_inputs, self._device,
             tile_micro_batches=self._tile_micro_batches,
         )  # fmt: skip
@@ -118,15 +121,29 @@ class ModelPasses:
             self.reset()
             self._gradients.begin_accumulating()
         self._begin_pass("train")
+        self._schedule = schedule
         try:
             with self._passes.layer_major():
-                return layer_major.run(forwards, self._turn_back)
+                return schedule.run(forwards, self._turn_back)
         finally:
+            self._schedule = None
             self._passes.end_forward()  # If an error has ended the schedule.
             self.reset()
             self._uses.backward_ended()
             with uninterrupted(), self._lock:
                 self._gradients.end_accumulating()
+
+    def beside(self, call: Callable[[], T]) -> Callable[[], T]:
+        """See `infinity.beside`."""
+        if self._schedule is None:
+            value = call()
+            return lambda: value
+        if not self._schedule.is_in_loss:
+            raise InfinityError(
+                "infinity.beside inside a block of the model; call it in the loss function, before "
+                "the call of the model that shares the fetches"
+            )
+        return self._schedule.beside(call)
 
     def _refuse_accumulating(self) -> None:
         if self._uses.is_closed:

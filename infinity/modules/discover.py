@@ -148,9 +148,14 @@ def _block_test(model: nn.Module, rule: UnitRule) -> Callable[[str, nn.Module], 
 
 def _blocks(module: nn.Module) -> Iterator[nn.Module]:
     """Yields the callable children of the outermost module lists. Walks through lists of lists;
-    tiles are no blocks."""
+    tiles are no blocks.
+
+    The lists of a PEFT layer are none: an adapter outside of the blocks, such as that of a head, is
+    one of two paths from the same input, whose gradients meet before they go on.
+    """
     if isinstance(module, Tiled):
         return
+    is_adapter = "_disable_adapters" in module.__dict__
     if isinstance(module, _LISTS):
         for child in module.children():
             if isinstance(child, _LISTS):
@@ -159,7 +164,8 @@ def _blocks(module: nn.Module) -> Iterator[nn.Module]:
                 yield child
         return
     for child in module.children():
-        yield from _blocks(child)
+        if not (is_adapter and isinstance(child, _LISTS)):
+            yield from _blocks(child)
 
 
 def _visit(

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from infinity.config import SwapConfig
 from infinity.config.schema import NvmeTier
 from infinity.simulate.order import Use
-from infinity.simulate.step import StepSpec, UnitLoad
+from infinity.simulate.spec import StepSpec, UnitLoad
 from infinity.state.budgets import Budgets
 from infinity.state.placement import STATE_KINDS, StatePlacement
 from infinity.state.units import StateKind, Unit

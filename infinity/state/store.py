@@ -8,7 +8,7 @@ can address where it rests, without a copy.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -62,6 +62,9 @@ class CheckpointLocation:
 
 StateLocation = HostLocation | NvmeLocation | DeviceLocation | CheckpointLocation
 
+# Fills the bytes of a unit's weights.
+FirstValues = Callable[[torch.Tensor], None]
+
 
 def rewritten_nbytes(unit: Unit, kind: StateKind) -> int | None:
     """The head of a piece that every step rewrites and a commit keeps; None where it keeps copies:
@@ -112,6 +115,12 @@ class StateStore(Protocol):
     def host_view(self, unit: Unit, kind: StateKind) -> torch.Tensor | None:
         """The resting bytes themselves, uint8 (nbytes,), where the host can address them."""
 
+    def put_first(self, unit: Unit, fill: FirstValues) -> bool:
+        """Leaves first values with the store; see `LocalStore.put_first`. False: it takes none."""
+
+    def unwritten(self) -> list[Unit]:
+        """The units whose first values are not on NVMe yet."""
+
     def read(
         self,
         unit: Unit,
@@ -160,6 +169,7 @@ class LocalStore:
         self._device = device
         self._counters = counters
         self._locations: dict[tuple[int, StateKind], StateLocation] = {}
+        self._first_values: dict[int, FirstValues] = {}  # By unit; until its weights are written.
         self._settle(placement)
 
     def _settle(self, placement: StatePlacement) -> None:
@@ -208,6 +218,19 @@ class LocalStore:
             return location.memory
         return None
 
+    def put_first(self, unit: Unit, fill: FirstValues) -> bool:
+        """Gives a unit's weights on NVMe their first values, which are written together with the
+        values that follow. Until then a read calls `fill` on the block; `fill` overwrites all of
+        it. Returns False, and keeps nothing, where the weights rest elsewhere."""
+        if not isinstance(self.location(unit, StateKind.PARAMETERS), NvmeLocation):
+            return False
+        self._first_values[unit.index] = fill
+        return True
+
+    def unwritten(self) -> list[Unit]:
+        """The units whose first values are not on NVMe yet."""
+        return [self.units[index] for index in self._first_values]
+
     def read(
         self,
         unit: Unit,
@@ -221,6 +244,10 @@ class LocalStore:
         """Starts reading a range of the state into the start of `block`. Whole pages only."""
         location = self._locations[unit.index, kind]
         length = unit.nbytes(kind) - offset_nbytes if nbytes is None else nbytes
+        if kind is StateKind.PARAMETERS and unit.index in self._first_values:
+            assert length == unit.weight_nbytes
+            self._first_values[unit.index](self._host.tensor(block, nbytes=length))
+            return FINISHED
         if isinstance(location, NvmeLocation):
             assert self._volume is not None
             self._counters.add("nvme_read_nbytes", length)
@@ -282,6 +309,8 @@ class LocalStore:
                 address=block.address,
                 priority=Priority.WRITE_BACK,
             )
+            if kind is StateKind.PARAMETERS and self._first_values.pop(unit.index, None) is not None:
+                assert length == unit.weight_nbytes
             what = f"{kind.value} of {unit.name}"
             show(self._counters, self._volume, ticket, Track.WRITES, what, asked_ns)
             return ticket

@@ -41,6 +41,9 @@ def choices(config: SwapConfig) -> list[AutoValue]:
     found = []
     if config.model is not None and config.precision.compute == "auto":
         found.append(_compute_of(config.model))
+    if config.adapter and config.train and config.schedule.micro_batch is None:
+        reason = "a step of an adapter fetches each block once for all its batches"
+        found.append(Choice("schedule.micro_batch", str(config.train.batch_size), reason))
     if config.data is not None and config.data.tokenizer == "auto":
         found.append(_tokenizer_of(config.model.path if config.model is not None else None))
     return found
@@ -51,8 +54,11 @@ def settle(config: SwapConfig) -> SwapConfig:
     values = {choice.key: choice.value for choice in choices(config)}
     changed: dict[str, Any] = {}
     if "precision.compute" in values:
-        update = {"compute": values["precision.compute"]}
+        update: dict[str, Any] = {"compute": values["precision.compute"]}
         changed["precision"] = config.precision.model_copy(update=update)
+    if "schedule.micro_batch" in values:
+        update = {"micro_batch": int(values["schedule.micro_batch"])}
+        changed["schedule"] = config.schedule.model_copy(update=update)
     if "data.tokenizer" in values and config.data is not None:
         which: Path | Literal["bytes"] = "bytes"
         if values["data.tokenizer"] != "bytes":

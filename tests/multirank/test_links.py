@@ -18,7 +18,7 @@ from infinity.distributed.peer import Peer
 from infinity.distributed.transport import PeerTransport
 from infinity.errors import RankError, StorageError
 from infinity.observe import Counters
-from tests.forked import TIME_LIMIT_S
+from tests.support.forked import TIME_LIMIT_S
 
 CONTENT = bytes(range(256)) * 1000
 

@@ -15,7 +15,7 @@ from infinity.storage.arena import Arena
 from infinity.tiers.device import all_of
 from infinity.tiers.host import HostBlocks
 from infinity.tiers.streams import StreamDevice, StreamRegion
-from tests.loopback import Loopback
+from tests.support.loopback import Loopback
 
 WHOLE_NBYTES = 40_000
 LARGEST_NBYTES = 12_288  # So a unit takes several rounds.

@@ -20,7 +20,7 @@ import torch
 import infinity
 from infinity.engine.update_rates import time_products, time_updates
 from infinity.errors import UnsupportedError
-from infinity.simulate.step import Rates
+from infinity.simulate.rates import Rates
 from infinity.streaming.activations import ActivationStore
 from infinity.streaming.device_update import update_on_device
 from infinity.streaming.gradient_memory import tail_of, widen

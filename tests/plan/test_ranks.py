@@ -17,7 +17,7 @@ from infinity.plan import forecast, load_hardware, scaled_gpt
 from infinity.plan.model import model_of_shape
 from infinity.simulate.job import Batch, load_of
 from infinity.simulate.rank_job import rank_loads
-from infinity.simulate.step import UnitLoad
+from infinity.simulate.spec import UnitLoad
 from infinity.state.partition import STAGES, partition
 from infinity.state.placement import StatePlacement
 from infinity.state.units import StateKind, Unit

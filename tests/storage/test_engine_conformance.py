@@ -23,8 +23,8 @@ from infinity.storage.native import NativeEngine
 from infinity.storage.open import open_engine
 from infinity.storage.probe import explain_missing_uring, grants_ring_flags
 from infinity.storage.protocol import Priority, Segment, StorageEngine, Ticket
-from tests.forked import TIME_LIMIT_S
-from tests.memory import resident_nbytes
+from tests.support.forked import TIME_LIMIT_S
+from tests.support.memory import resident_nbytes
 
 from .latencies import mean_in_flight, quantile_s
 

@@ -25,7 +25,7 @@ from infinity.testing.models import Mlp
 from infinity.testing.simulated_device import SimulatedDevice
 from infinity.training import program
 from infinity.training.tracing import TracePlan, Tracing
-from tests.forked import run_script
+from tests.support.forked import run_script
 
 THREAD = ("compute", "engine", "updates", "stalls")
 
