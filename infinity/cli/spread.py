@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from infinity.cli.progress import bytes_bar
 from infinity.errors import ConfigError
 from infinity.sizes import format_nbytes
 
 if TYPE_CHECKING:
-    from infinity.checkpoint.convert.spread import Progress, SpreadPlan
+    from infinity.checkpoint.convert.spread import SpreadPlan
 
 
 def spread(
@@ -68,7 +67,8 @@ def spread(
     if not as_json:
         _tell(plan, is_dry=dry_run)
     if not dry_run:
-        with _shown(plan, is_quiet=as_json) as progress:
+        name, nbytes = plan.directory.name, plan.moved_nbytes
+        with bytes_bar(name, nbytes, is_quiet=as_json) as progress:
             (run_gather if gather else run_spread)(plan, progress)
     if as_json:
         typer.echo(json.dumps(plan.to_dict() | {"is_done": not dry_run}, indent=2))
@@ -80,22 +80,3 @@ def _tell(plan: SpreadPlan, *, is_dry: bool) -> None:
         typer.echo(f"{move.name}  {format_nbytes(move.nbytes)}  {how}  {move.place.parent}")
     verb = "would be written" if is_dry else "to write"
     typer.echo(f"{len(plan.moves)} shards, {format_nbytes(plan.moved_nbytes)} {verb}")
-
-
-@contextmanager
-def _shown(plan: SpreadPlan, *, is_quiet: bool) -> Iterator[Progress]:
-    """Gives a function that shows the bytes that were written, on stderr."""
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, TextColumn, TransferSpeedColumn
-    from rich.progress import Progress as Bar
-
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True))
-    with Bar(
-        *columns, TransferSpeedColumn(), console=Console(stderr=True), disable=is_quiet
-    ) as bar:
-        task = bar.add_task(plan.directory.name, total=plan.moved_nbytes)
-
-        def advance(name: str, nbytes: int) -> None:
-            bar.update(task, advance=nbytes, description=name)
-
-        yield advance

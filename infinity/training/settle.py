@@ -43,7 +43,7 @@ def choices(config: SwapConfig) -> list[AutoValue]:
         found.append(_compute_of(config.model))
     if config.adapter and config.train and config.schedule.micro_batch is None:
         reason = "a step of an adapter fetches each block once for all its batches"
-        found.append(Choice("schedule.micro_batch", str(config.train.batch_size), reason))
+        found.append(AutoValue("schedule.micro_batch", str(config.train.batch_size), reason))
     if config.data is not None and config.data.tokenizer == "auto":
         found.append(_tokenizer_of(config.model.path if config.model is not None else None))
     return found

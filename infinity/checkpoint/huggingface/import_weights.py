@@ -175,6 +175,18 @@ class WeightSource:
     def _stored_bytes(self, name: str) -> torch.Tensor:
         return self._opened(name).read(name).reshape(-1).view(torch.uint8)
 
+    def encoded(self, name: str) -> Encoded:
+        """Returns the codec of a tensor and the names of its stored tensors."""
+        return self._encoded[name]
+
+    def stored_info(self, stored_name: str) -> TensorInfo:
+        """Returns the facts of a stored tensor, by its name in the files."""
+        return self._infos[stored_name]
+
+    def read_stored(self, stored_name: str) -> torch.Tensor:
+        """Returns a stored tensor, by its name in the files, in the dtype of the file."""
+        return self._opened(stored_name).read(stored_name)
+
     def stored(self, name: str) -> tuple[Decoder, tuple[ShardRange, ...]]:
         """Returns the codec of a tensor, and the ranges of files that it decodes."""
         encoded = self._encoded[name]
