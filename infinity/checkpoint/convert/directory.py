@@ -109,7 +109,7 @@ def as_codes(name: str, shape: Shape, codec: Codec, make: Callable[[], torch.Ten
             info.name: part.view(info.dtype).view(info.shape)
             for info, part in zip(infos, encoding.parts, strict=True)
         }
-        return values | _aside_values(name, encoding, aside)
+        return {**values, **_aside_values(name, encoding, aside)}
 
     return Outcome((*infos, *aside), encode)
 
@@ -193,9 +193,7 @@ def check_target(out: Path, nbytes: int) -> None:
         )
 
 
-def write_directory(
-    plan: DirectoryPlan, out: Path, progress: Progress = lambda name, nbytes: None
-) -> None:
+def write_directory(plan: DirectoryPlan, out: Path, progress: Progress = lambda *_: None) -> None:
     """Writes the result, with the other files of the source's directory. Raises as `check_target`,
     and StorageError."""
     check_target(out, plan.nbytes)
