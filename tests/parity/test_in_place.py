@@ -1,7 +1,7 @@
 """Frozen weights that rest in a checkpoint's own files train as decoded weights in memory do.
 
 The comparison is plain PyTorch: the same transformers model with the decoded weights in memory,
-the same adapter, `torch.optim.AdamW`. Losses, gradients, adapters and moments have the same bits.
+the same adapter (on experts as factors, `infinity.factored_experts`), `torch.optim.AdamW`. Losses, gradients, adapters and moments have the same bits.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Base:
         write_quantized(tiny_causal_lm(architecture), self.quantized, layout)
         write_decoded(self.quantized, self.decoded)
         model = AutoModelForCausalLM.from_pretrained(self.decoded, dtype=torch.bfloat16)
-        model = adapted(model)
+        model = infinity.factored_experts(adapted(model))
         trained = [p for p in model.parameters() if p.requires_grad]
         self.expected = train(model, torch.optim.AdamW(trained, lr=1e-2, fused=True))
 
@@ -143,10 +143,11 @@ def assert_same(seen: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
         ({"schedule": {"prefetch": False}, "io": {"engine": "threads"}}, False),
         ({"placement": {"parameters": "host", "master": "host", "moments": "host"}}, False),
         ({"placement": {"frozen": "copy"}}, False),
+        ({"schedule": {"tile": "40KiB"}}, False),
         ({}, True),
         ({"tiers": {"device": {"capacity": "least"}}}, True),
     ],
-    ids=["nvme", "least", "threads", "host", "copied", "device", "device-least"],
+    ids=["nvme", "least", "threads", "host", "copied", "tiles", "device", "device-least"],
 )
 def test_an_adapter_trains_as_over_decoded_weights_in_memory(
     base: Base, tmp_path: Path, sections: dict[str, Any], simulated: bool

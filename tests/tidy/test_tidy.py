@@ -170,7 +170,7 @@ def test_the_tour_names_functions() -> None:
 
 
 @pytest.mark.parametrize(("file", "function"), TOUR)
-def test_what_the_tour_names_exists(file: str, function: str) -> None:
+def test_every_name_in_the_tour_exists(file: str, function: str) -> None:
     tree = ast.parse(located(file).read_text())
     assert not function or is_defined(tree, function)
 
