@@ -103,7 +103,7 @@ def run(given: argparse.Namespace, directory: Path) -> dict[str, Any]:
                for name in ("shard_read_nbytes", "decode_s", "read_wait_s", "fetches")},
         })  # fmt: skip
         say(f"step: {seconds[-1]:.1f} s, {moved[-1]['shard_read_nbytes'] / 1e9:.1f} GB of the base "
-            f"read, loss {losses[-1]:.3f}, peak RSS {high_water_nbytes() / GIB:.2f} GiB")  # fmt: skip
+            f"read, loss {losses[-1]:.3f}, peak {high_water_nbytes() / GIB:.2f} GiB")  # fmt: skip
     begun = time.perf_counter()
     model.save_pretrained(directory / "adapter")
     save_s = time.perf_counter() - begun

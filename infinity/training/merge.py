@@ -20,7 +20,7 @@ from torch import nn
 import infinity
 from infinity.checkpoint.convert.directory import (
     DirectoryPlan,
-    Outcome,
+    WrittenTensor,
     as_numbers,
     as_stored,
     unchanged,
@@ -83,7 +83,7 @@ def _on_meta(base: Path) -> Any:
         raise ConfigError(f"{base} cannot be used as a base: {error}") from error
 
 
-def _outcome(source: WeightSource, name: str, changes: list[_Change], to: Stored) -> Outcome:
+def _outcome(source: WeightSource, name: str, changes: list[_Change], to: Stored) -> WrittenTensor:
     if not changes:
         return unchanged(source, name) if to == "keep" else plain(source, name)
     encoded = source.encoded(name)
