@@ -50,10 +50,12 @@ CANDIDATES = tuple(
 
 
 def is_installed() -> bool:
+    """Whether the program fio is on the path."""
     return shutil.which("fio") is not None
 
 
 def version() -> str | None:
+    """Returns the version that fio reports; None without fio."""
     if not is_installed():
         return None
     return subprocess.run(

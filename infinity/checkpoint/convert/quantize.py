@@ -55,7 +55,7 @@ def _fp8_table(kept: list[str]) -> dict[str, Any]:
 
 
 def _int4_table(kept: list[str]) -> dict[str, Any]:
-    weights = {
+    weights: dict[str, Any] = {
         "actorder": None,
         "block_structure": None,
         "dynamic": False,
@@ -102,8 +102,8 @@ def _nf4_table(kept: list[str]) -> dict[str, Any]:
 
 
 FORMATS: Mapping[str, Published] = {
-    "fp8": Published(lambda dtype: Fp8Blocks(), _fp8_table),
-    "int4": Published(lambda dtype: Int4Groups(), _int4_table),
+    "fp8": Published(lambda _: Fp8Blocks(), _fp8_table),
+    "int4": Published(lambda _: Int4Groups(), _int4_table),
     "nf4": Published(lambda dtype: Nf4(stored=_WIDE[dtype]), _nf4_table),
 }
 

@@ -100,6 +100,7 @@ class Boundary(torch.autograd.Function):
 
 
 def has_tiles(block: nn.Module) -> bool:
+    """Whether a module of the block is divided into tiles."""
     return any(isinstance(module, Tiled) for module in block.modules())
 
 
