@@ -161,7 +161,7 @@ class LayerMajorSteps:
             if len(taken) != 1:
                 raise UnsupportedError(
                     f"expected training_step of {type(self).__name__} to call accelerator.backward "
-                    f"once, got {len(taken)} calls; use prepare_trainer(..., layer_major=False)"
+                    f"once, got {len(taken)} calls"
                 )
             return taken[0]
 
@@ -169,9 +169,16 @@ class LayerMajorSteps:
         count = self.most_together or len(forwards)
         with self._in_window():
             for start in range(0, len(forwards), count):
-                part = forwards[start : start + count]
-                engine_of(self.model).micro_batches.forward_backward(part)
+                self._run(forwards[start : start + count])
         return losses
+
+    def _run(self, forwards: list[Callable[[], torch.Tensor]]) -> None:
+        try:
+            engine_of(self.model).micro_batches.forward_backward(forwards)
+        except UnsupportedError as error:
+            raise UnsupportedError(
+                f"{error}. In a Trainer, use prepare_trainer(trainer, layer_major=False)"
+            ) from None
 
     @contextmanager
     def _in_window(self) -> Iterator[None]:

@@ -8,11 +8,13 @@ micro-batch begins. Fibers take turns in the middle of it, so the modes change w
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import nn
 
+_IS_TRAINING = itemgetter("training")
 # The attributes of PEFT's layers, tuners and models that choose adapters.
 _ADAPTER_MODES = ("_disable_adapters", "_active_adapter", "_adapters_disabled", "active_adapter")
 
@@ -55,7 +57,7 @@ class ModeSwitch:
         )
 
     def _read_training(self) -> tuple[Any, ...]:
-        return tuple([attributes["training"] for attributes in self._modules])
+        return tuple(map(_IS_TRAINING, self._modules))
 
     def _read_adapters(self) -> tuple[Any, ...]:
         return tuple([_frozen(attributes[name]) for attributes, name in self._adapters])
