@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PrefixTuningConfig, get_peft_model
+from peft import AdaptionPromptConfig, LoraConfig, PrefixTuningConfig, get_peft_model
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 from transformers import (
@@ -299,6 +299,22 @@ def prefix() -> Any:
     return get_peft_model(gpt2(), config)
 
 
+class WithReference(Trainer):
+    """As those of DPO and KTO, whose loss disables adapters."""
+
+    ref_model = None
+
+
+def adaption_prompt() -> Any:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, vocab_size=50,
+    )  # fmt: skip
+    adapter = AdaptionPromptConfig(adapter_len=3, adapter_layers=2, task_type="CAUSAL_LM")
+    return get_peft_model(LlamaForCausalLM(config), adapter)
+
+
 class NoBlocks(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -315,6 +331,7 @@ class NoBlocks(nn.Module):
     [
         (OwnStep, gpt2, "training_step of OwnStep may need gradients"),
         (Trainer, prefix, "PREFIX_TUNING gives a cache"),
+        (WithReference, adaption_prompt, "ADAPTION_PROMPT is disabled by other modules"),
         (Trainer, NoBlocks, "no list of blocks"),
     ],
 )
