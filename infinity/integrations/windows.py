@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextvars
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -59,6 +59,8 @@ def why_plain(trainer: Any) -> str | None:
         kind = getattr(config.peft_type, "value", config.peft_type)
         if kind in _CACHING_ADAPTERS:
             return f"an adapter of type {kind} gives a cache to the blocks, which they fill again"
+        if kind == "ADAPTION_PROMPT" and hasattr(trainer, "ref_model"):
+            return f"an adapter of type {kind} is disabled by other modules, for every micro-batch"
     if not any(hooked.is_block for hooked in engine_of(trainer.model).hooked_modules):
         return "the model has no list of blocks"
     return None
@@ -161,7 +163,7 @@ class LayerMajorSteps:
             if len(taken) != 1:
                 raise UnsupportedError(
                     f"expected training_step of {type(self).__name__} to call accelerator.backward "
-                    f"once, got {len(taken)} calls; use prepare_trainer(..., layer_major=False)"
+                    f"once, got {len(taken)} calls"
                 )
             return taken[0]
 
@@ -169,9 +171,16 @@ class LayerMajorSteps:
         count = self.most_together or len(forwards)
         with self._in_window():
             for start in range(0, len(forwards), count):
-                part = forwards[start : start + count]
-                engine_of(self.model).forward_backward(part)
+                self._run(forwards[start : start + count])
         return losses
+
+    def _run(self, forwards: Sequence[Callable[[], torch.Tensor]]) -> None:
+        try:
+            engine_of(self.model).forward_backward(forwards)
+        except UnsupportedError as error:
+            raise UnsupportedError(
+                f"{error}. In a Trainer, use prepare_trainer(trainer, layer_major=False)"
+            ) from None
 
     @contextmanager
     def _in_window(self) -> Iterator[None]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PrefixTuningConfig, get_peft_model
+from peft import AdaptionPromptConfig, LoraConfig, PrefixTuningConfig, get_peft_model
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 from transformers import (
@@ -29,7 +29,7 @@ from transformers import (
 )
 
 import infinity
-from infinity.errors import UnsupportedError
+from infinity.errors import ConfigError, UnsupportedError
 from infinity.integrations.hf import prepare_trainer
 
 LORA = LoraConfig(r=4, target_modules=["c_attn"], task_type="CAUSAL_LM", lora_dropout=0.1)
@@ -299,6 +299,22 @@ def prefix() -> Any:
     return get_peft_model(gpt2(), config)
 
 
+class WithReference(Trainer):
+    """As those of DPO and KTO, whose loss disables adapters."""
+
+    ref_model = None
+
+
+def adaption_prompt() -> Any:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, vocab_size=50,
+    )  # fmt: skip
+    adapter = AdaptionPromptConfig(adapter_len=3, adapter_layers=2, task_type="CAUSAL_LM")
+    return get_peft_model(LlamaForCausalLM(config), adapter)
+
+
 class NoBlocks(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -315,6 +331,7 @@ class NoBlocks(nn.Module):
     [
         (OwnStep, gpt2, "training_step of OwnStep may need gradients"),
         (Trainer, prefix, "PREFIX_TUNING gives a cache"),
+        (WithReference, adaption_prompt, "ADAPTION_PROMPT is disabled by other modules"),
         (Trainer, NoBlocks, "no list of blocks"),
     ],
 )
@@ -333,6 +350,50 @@ def test_what_cannot_run_layer_major_runs_plain_and_says_why(
         prepare_trainer(trainer).train()
         assert [said in message for message in said_by_us(caplog)] == [True]
         assert events(trainer) == events(plain)
+
+
+class InPlace(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(50, 8)
+        self.blocks = nn.ModuleList([nn.Sequential(nn.ReLU(inplace=True), nn.Linear(8, 8))])
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        hidden = self.embed(input_ids)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return {"loss": hidden.square().mean()}
+
+
+class StepTwice(Trainer):
+    def compute_loss(self, *args: Any, **options: Any) -> Any:
+        loss = super().compute_loss(*args, **options)
+        self.accelerator.backward(loss)
+        return loss
+
+
+@pytest.mark.parametrize(
+    ("cls", "make", "said"),
+    [
+        (Trainer, InPlace, r"changes an argument in place.*layer_major=False"),
+        (StepTwice, gpt2, r"backward once, got 2 calls.*layer_major=False"),
+    ],
+)
+def test_what_shows_in_the_first_window_names_the_way_back(
+    cls: Any, make: Any, said: str, tmp_path: Path
+) -> None:
+    model = infinity.offload(make(), swap(tmp_path))
+    with infinity.engine_of(model):
+        trainer = make_trainer(cls, model, tmp_path / "out", max_steps=1, eval_strategy="no")
+        with pytest.raises(UnsupportedError, match=said):
+            prepare_trainer(trainer).train()
+
+
+def test_a_window_of_no_micro_batches_is_refused(tmp_path: Path) -> None:
+    trainer = make_trainer(Trainer, gpt2(), tmp_path / "out")
+    with pytest.raises(ConfigError, match="number of micro-batches"):
+        prepare_trainer(trainer, swap(tmp_path), window=0)
+    assert not (tmp_path / "swap").exists()
 
 
 def test_a_trainer_with_a_loss_of_its_own_runs_layer_major(

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 from transformers import (
@@ -187,6 +187,38 @@ def test_a_switched_adapter_is_that_of_its_call_in_the_backward(swap_directory: 
             assert found[1][key] is None
         else:  # The embedding has two uses in a micro-batch, whose order of sums differs.
             torch.testing.assert_close(found[1][key], gradient, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("is_beside", [False, True], ids=["after", "beside"])
+def test_prompts_are_disabled_for_their_call_alone(is_beside: bool, swap_directory: Path) -> None:
+    """PEFT replaces the forward of the whole model for this."""
+
+    def make() -> Any:
+        torch.manual_seed(7)
+        config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+        return get_peft_model(LlamaForCausalLM(LlamaConfig(**SIZES)), config).train()
+
+    def of(model: Any, ids: Tensor) -> Tensor:
+        logits = model(input_ids=ids).logits[:, -ids.shape[1] : -1]
+        return logits.log_softmax(-1).gather(-1, ids[:, 1:, None]).sum((1, 2))
+
+    def of_base(model: Any, ids: Tensor) -> Tensor:
+        with torch.no_grad(), model.disable_adapter():
+            return of(model, ids)
+
+    def in_order(model: Any, ids: Tensor) -> Tensor:
+        return dpo(of(model, ids), of_base(model, ids))
+
+    def beside(model: Any, ids: Tensor) -> Tensor:
+        reference = infinity.beside(model, lambda: of_base(model, ids))
+        return dpo(of(model, ids), reference())
+
+    losses, expected = plain(make, in_order)
+    assert sum(gradient is not None for gradient in expected.values()) == 1
+    loss_of = beside if is_beside else in_order
+    found = layer_major(make, loss_of, swap_config(swap_directory))
+    assert found[0] == losses
+    assert not differences(expected, found[1])
 
 
 @pytest.mark.parametrize("count", [1, 4])
