@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from infinity.codecs.part import Codec, Shape, StoredPart, stored_nbytes
+from infinity.codecs.part import Codec, Shape, StoredPart, parts_of, stored_nbytes
 from infinity.codecs.plain import Plain
 from infinity.errors import ConfigError
 
@@ -73,7 +73,7 @@ class FoundTensors:
 
         Raises ConfigError if a stored tensor is missing, or has another dtype or shape.
         """
-        for part, stored in zip(parts or codec.parts(shape), names, strict=True):
+        for part, stored in zip(parts or parts_of(codec, shape), names, strict=True):
             self._check(codec, part, stored)
         if name in self.logical or not self._used.isdisjoint(names):
             raise self.error(f"{name!r} is stored twice")
