@@ -73,6 +73,16 @@ def test_a_tiny_gpt_oss_loads_in_transformers_with_the_same_weights(tmp_path: Pa
     assert_has(model, decoded_weights(tmp_path / "mxfp4"))
 
 
+def test_a_tiny_fp8_model_of_full_blocks_loads_in_transformers_with_the_same_weights(
+    tmp_path: Path,
+) -> None:
+    sizes = {"hidden_size": 256, "head_dim": 128, "intermediate_size": 256}
+    write_quantized(tiny_causal_lm("llama", **sizes), tmp_path / "fp8", "fp8")
+    quantization = transformers.FineGrainedFP8Config(dequantize=True)
+    model = load(tmp_path / "fp8", quantization_config=quantization)
+    assert_has(model, decoded_weights(tmp_path / "fp8"))
+
+
 def load(path: Path, **arguments: Any) -> Any:
     return transformers.AutoModelForCausalLM.from_pretrained(
         path, dtype=torch.bfloat16, **arguments
