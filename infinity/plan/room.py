@@ -19,7 +19,7 @@ from infinity.plan.node import NodeView, blocks_of
 from infinity.plan.tiles import largest_nbytes, with_tiles
 from infinity.sizes import format_nbytes
 from infinity.state.budgets import Budgets, compute_budgets
-from infinity.state.placement import Placement, resting_nbytes
+from infinity.state.placement import StatePlacement, resting_nbytes
 from infinity.state.store import rewritten_nbytes
 from infinity.state.tiles import fit
 from infinity.state.units import Unit
@@ -169,16 +169,15 @@ def with_checkpoint_tier(config: SwapConfig) -> SwapConfig:
     the files of its checkpoint, with or without a tier for swap files."""
     tiers, placement = config.tiers, config.placement
     if not tiers.nvme:
-        tiers = tiers.model_copy(
-            update={"nvme": (NvmeTier.model_validate({"path": Path("checkpoint")}),)}
-        )
+        drive = NvmeTier.model_validate({"path": Path("checkpoint")})
+        tiers = tiers.model_copy(update={"nvme": (drive,)})
     if "nvme" not in placement.parameters:
         order = (*placement.parameters, "nvme")
         placement = placement.model_copy(update={"parameters": order})
     return config.model_copy(update={"tiers": tiers, "placement": placement})
 
 
-def _frozen_nbytes(units: Sequence[Unit], placement: Placement, tier: str) -> int:
+def _frozen_nbytes(units: Sequence[Unit], placement: StatePlacement, tier: str) -> int:
     return sum(
         resting_nbytes(units[index], kind)
         for (index, kind), rests_on in placement.tiers.items()
@@ -186,7 +185,7 @@ def _frozen_nbytes(units: Sequence[Unit], placement: Placement, tier: str) -> in
     )
 
 
-def spare_generation_nbytes(units: Sequence[Unit], placement: Placement) -> int:
+def spare_generation_nbytes(units: Sequence[Unit], placement: StatePlacement) -> int:
     """Returns the bytes on NVMe that steps rewrite and commits keep, for one generation."""
     return sum(
         rewritten_nbytes(units[index], state_kind) or 0
@@ -196,7 +195,7 @@ def spare_generation_nbytes(units: Sequence[Unit], placement: Placement) -> int:
 
 
 def by_kind(
-    units: Sequence[Unit], placement: Placement, model: PlannedModel
+    units: Sequence[Unit], placement: StatePlacement, model: PlannedModel
 ) -> dict[str, dict[str, int]]:
     """Returns the bytes at rest by kind of state and tier. A frozen base is a kind of its own,
     "base", and its tier beside the host is "checkpoint"."""

@@ -2,7 +2,8 @@
 
 `[placement]` gives, per state kind, an ordered list of tiers. Units are placed in model order, each
 on the first tier of the list that still has space; so a kind that does not fit the host is divided:
-the first units rest on the host, the others on NVMe. Kinds that may not go to NVMe are placed
+the first units rest on the host, the others on NVMe. Frozen weights that can be read in place rest
+in their checkpoint ("checkpoint"), whatever the list says. Kinds that may not go to NVMe are placed
 first, so that a kind that may go there never takes their space; of the other kinds, those that
 travel more often come first, because a resident byte of theirs saves more traffic. Frozen weights
 come after all state of trained units: that is written as well as read, and drives write slower than
@@ -41,7 +42,7 @@ _BUDGET_KEYS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class StatePlacement:
     """Tier names by (unit index, state kind), and the bytes placed on each tier."""
 
     tiers: Mapping[tuple[int, StateKind], str]
@@ -62,7 +63,7 @@ def place(
     *,
     host_nbytes: int,
     device_nbytes: int | None,
-) -> Placement:
+) -> StatePlacement:
     """Chooses a tier for every state kind of every unit.
 
     `preferences` maps kind to tier names. `host_nbytes` and `device_nbytes` are what may be filled
@@ -73,6 +74,7 @@ def place(
         "host": max(host_nbytes, 0),
         "device": float("inf") if device_nbytes is None else max(device_nbytes, 0),
         "nvme": float("inf"),
+        "checkpoint": float("inf"),
     }
     tiers: dict[tuple[int, StateKind], str] = {}
     placed_nbytes = dict.fromkeys(free_nbytes, 0)
@@ -81,13 +83,15 @@ def place(
         if needed_nbytes == 0:
             continue
         order = preferences[state_kind.kind]
+        if state_kind is StateKind.PARAMETERS and unit.stored is not None:
+            order = ("checkpoint",)
         tier = next((tier for tier in order if free_nbytes[tier] >= needed_nbytes), None)
         if tier is None:
             raise _no_room(units, state_kind, unit, order, free_nbytes)
         tiers[unit.index, state_kind] = tier
         free_nbytes[tier] -= needed_nbytes
         placed_nbytes[tier] += needed_nbytes
-    return Placement(tiers, placed_nbytes)
+    return StatePlacement(tiers, placed_nbytes)
 
 
 def _in_order(
@@ -176,6 +180,8 @@ def smallest_working_nbytes(
     piece that travels.
     """
     streamed = {kind for kind, order in preferences.items() if set(order) != {"host"}}
+    if any(unit.stored is not None for unit in units):
+        streamed.add("parameters")
     are_weights_away = "parameters" in streamed or gathered_nbytes > 0
     weights_nbytes = _most(units, StateKind.PARAMETERS) if "parameters" in streamed else 0
     weights_nbytes = max(weights_nbytes, gathered_nbytes)

@@ -58,8 +58,8 @@ class NativeEngine:
     def __exit__(self, *unused: object) -> None:
         self.close()
 
-    def open(self, path: str, *, direct: bool) -> int:
-        file = self._core.open(os.fspath(path), direct)
+    def open(self, path: str, *, direct: bool, read_only: bool = False) -> int:
+        file = self._core.open(os.fspath(path), direct, read_only)
         if not self._has_reported_buffers:
             self._has_reported_buffers = True
             self._report_buffers()
@@ -80,7 +80,7 @@ class NativeEngine:
         *,
         timeout_s: float | None = None,
     ) -> Ticket:
-        """As in the protocol. Raises TimeoutError when the queue is full for `timeout_s`."""
+        """See `StorageEngine.submit`. Raises TimeoutError if the queue is full for `timeout_s`."""
         if operation not in ("read", "write"):
             raise ValueError(f"{operation=}, expected 'read' or 'write'")
         fields = [(each.file, each.offset_nbytes, each.address, each.nbytes) for each in segments]

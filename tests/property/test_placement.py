@@ -13,7 +13,7 @@ from infinity.errors import CapacityError
 from infinity.sizes import HUGE_PAGE_NBYTES, PAGE_NBYTES
 from infinity.state.placement import (
     STATE_KINDS,
-    Placement,
+    StatePlacement,
     least_chunk_nbytes,
     place,
     plan_staging_slots,
@@ -81,7 +81,7 @@ def followed(
 
 def placed(
     units: list[Unit], preferences: dict[str, tuple[str, ...]], host: int, device: int | None
-) -> Placement:
+) -> StatePlacement:
     return place(units, preferences, host_nbytes=host, device_nbytes=device)
 
 
@@ -102,7 +102,7 @@ def test_state_of_trained_units_takes_the_host_before_frozen_weights_do() -> Non
 
 @given(units=units(), preferences=preferences, host=budgets, device=st.none() | budgets)
 @settings(max_examples=300)
-def test_each_state_kind_lies_on_the_first_tier_of_its_list_with_room(
+def test_every_state_kind_lies_on_the_first_tier_of_its_list_with_space(
     units: list[Unit], preferences: dict[str, Any], host: int, device: int | None
 ) -> None:
     infinite = float("inf")
