@@ -108,38 +108,6 @@ class Engine:
 
     def lanes(self) -> list[LaneInfo]: ...
 
-class decode:  # noqa: N801 (a submodule)
-    """Shapes are (matrices, rows, columns); outputs are (address, dtype as in safetensors, strides
-    of matrices, rows and columns in elements); codes and scales are addresses."""
-
-    @staticmethod
-    def fp8(
-        codes: int,
-        scales: int,
-        scale_format: str,
-        shape: tuple[int, int, int],
-        out: tuple[int, str, tuple[int, int, int]],
-        *,
-        block: tuple[int, int],
-        num_threads: int,
-        simd: str,
-    ) -> None: ...
-    @staticmethod
-    def four_bits(
-        codes: int,
-        scales: int,
-        scale_format: str,
-        shape: tuple[int, int, int],
-        out: tuple[int, str, tuple[int, int, int]],
-        *,
-        group: int,
-        values: Sequence[float],
-        is_high_first: bool,
-        product_format: str,
-        num_threads: int,
-        simd: str,
-    ) -> None: ...
-
 class update:  # noqa: N801 (a submodule)
     @staticmethod
     def instruction_sets() -> list[str]: ...

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import functools
 import re
+import tomllib
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -254,3 +255,10 @@ def test_the_version_has_one_source() -> None:
         r'^dynamic = \["version"\]$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE
     )
     assert re.fullmatch(r"\d+\.\d+\.\d+\w*", infinity.__version__)
+
+
+def test_what_a_package_leaves_out_is_named_from_the_root() -> None:
+    """A pattern without a leading slash leaves out every folder of that name, in wheels too."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["scikit-build"]
+    assert settings["sdist"]["exclude"]
+    assert all(pattern.startswith("/") for pattern in settings["sdist"]["exclude"])
