@@ -2,6 +2,10 @@
 
 #include <algorithm>
 
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
+
 #include "kernels.h"
 #include "update/dispatch.h"
 #include "update/float_environment.h"
@@ -37,20 +41,77 @@ unsigned char* address_of(const Job& job, std::size_t row, std::size_t column) {
          offset * static_cast<std::ptrdiff_t>(item_nbytes(job.out_format));
 }
 
-// Stores a tile whose rows are `kTileColumns` elements apart.
-template <class Element>
-void store_tile(const Job& job, const Element* tile, std::size_t row, std::size_t num_rows,
-                std::size_t column, std::size_t num_columns) {
-  for (std::size_t c = 0; c < num_columns; ++c) {
-    auto* out = reinterpret_cast<Element*>(address_of(job, row, column + c));
-    if (job.row_stride == 1) {
-      for (std::size_t r = 0; r < num_rows; ++r) out[r] = tile[r * kTileColumns + c];
-    } else {
-      for (std::size_t r = 0; r < num_rows; ++r) {
-        out[static_cast<std::ptrdiff_t>(r) * job.row_stride] = tile[r * kTileColumns + c];
-      }
+// Stores columns of a tile whose rows are `kTileColumns` elements apart; `out` gives the address of a
+// column's first element.
+template <class Element, class Address>
+void store_columns(const Element* tile, std::size_t num_rows, std::size_t column,
+                   std::size_t num_columns, std::ptrdiff_t stride, const Address& out) {
+  for (std::size_t c = column; c < num_columns; ++c) {
+    Element* to = out(c);
+    for (std::size_t r = 0; r < num_rows; ++r) {
+      to[static_cast<std::ptrdiff_t>(r) * stride] = tile[r * kTileColumns + c];
     }
   }
+}
+
+#if defined(__SSE2__)
+
+// Eight rows of eight elements become eight columns.
+inline void transpose8(const std::uint16_t* tile, std::uint16_t* const* out) {
+  __m128i a[8], b[8];
+  for (std::size_t r = 0; r < 8; ++r) {
+    a[r] = _mm_load_si128(reinterpret_cast<const __m128i*>(tile + r * kTileColumns));
+  }
+  for (std::size_t i = 0; i < 4; ++i) {
+    b[2 * i] = _mm_unpacklo_epi16(a[i], a[i + 4]);
+    b[2 * i + 1] = _mm_unpackhi_epi16(a[i], a[i + 4]);
+  }
+  for (std::size_t i = 0; i < 4; ++i) {
+    a[2 * i] = _mm_unpacklo_epi16(b[i], b[i + 4]);
+    a[2 * i + 1] = _mm_unpackhi_epi16(b[i], b[i + 4]);
+  }
+  for (std::size_t i = 0; i < 4; ++i) {
+    b[2 * i] = _mm_unpacklo_epi16(a[i], a[i + 4]);
+    b[2 * i + 1] = _mm_unpackhi_epi16(a[i], a[i + 4]);
+  }
+  for (std::size_t c = 0; c < 8; ++c) _mm_storeu_si128(reinterpret_cast<__m128i*>(out[c]), b[c]);
+}
+
+// Stores the columns that are a multiple of eight, as store_columns. Returns how many.
+template <class Address>
+std::size_t store_by_eight(const std::uint16_t* tile, std::size_t num_rows,
+                           std::size_t num_columns, const Address& out) {
+  const std::size_t full_rows = num_rows / 8 * 8;
+  std::size_t column = 0;
+  for (; column + 8 <= num_columns; column += 8) {
+    std::uint16_t* to[8];
+    for (std::size_t c = 0; c < 8; ++c) to[c] = out(column + c);
+    for (std::size_t row = 0; row < full_rows; row += 8) {
+      transpose8(tile + row * kTileColumns + column, to);
+      for (auto& address : to) address += 8;
+    }
+    for (std::size_t row = full_rows; row < num_rows; ++row) {
+      for (std::size_t c = 0; c < 8; ++c) *to[c]++ = tile[row * kTileColumns + column + c];
+    }
+  }
+  return column;
+}
+
+#endif
+
+template <class Element>
+void store_tile(const Job& job, const Element* tile, std::size_t row, std::size_t num_rows,
+                std::size_t first_column, std::size_t num_columns) {
+  const auto address = [&](std::size_t column) {
+    return reinterpret_cast<Element*>(address_of(job, row, first_column + column));
+  };
+  std::size_t column = 0;
+#if defined(__SSE2__)
+  if constexpr (sizeof(Element) == 2) {
+    if (job.row_stride == 1) column = store_by_eight(tile, num_rows, num_columns, address);
+  }
+#endif
+  store_columns(tile, num_rows, column, num_columns, job.row_stride, address);
 }
 
 template <class Element>
@@ -117,8 +178,9 @@ void run(const Job& job, std::size_t num_threads, std::string_view simd) {
   if (numel == 0) return;
   const KernelTable table = find_kernels(simd);
   const auto format = static_cast<std::size_t>(job.out_format);
+  const auto product = static_cast<std::size_t>(job.product_format);
   const RowKernel kernel =
-      job.code_format == CodeFormat::kFp8 ? table.fp8[format] : table.four_bits[format];
+      job.code_format == CodeFormat::kFp8 ? table.fp8[format] : table.four_bits[product][format];
   const bool is_by_rows = job.column_stride == 1 || job.num_columns == 1;
   const std::size_t band_columns = std::min(job.num_columns, kItemNumel);
   const Bands bands(job, is_by_rows ? std::max<std::size_t>(1, kItemNumel / band_columns) : kTileRows,

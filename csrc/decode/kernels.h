@@ -12,8 +12,8 @@ using RowKernel = void (*)(const Job& job, std::size_t row, std::size_t column, 
                            void* out);
 
 struct KernelTable {
-  RowKernel fp8[3];         // By FloatFormat of the output.
-  RowKernel four_bits[3];
+  RowKernel fp8[3];           // By FloatFormat of the output;
+  RowKernel four_bits[3][3];  // by that of the product, then by that of the output.
 };
 
 // A table of null pointers where the compiler could not build for the instruction set.

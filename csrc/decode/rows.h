@@ -1,5 +1,7 @@
-// The decoding of one row, for every instruction set: `Lookup` says how 16 codes become elements.
+// The decoding of one row, for every instruction set: `Lookup` says how four-bit codes become elements.
 #pragma once
+
+#include <type_traits>
 
 #include "kernels.h"
 #include "numbers.h"
@@ -34,75 +36,61 @@ void fp8_row(const Job& job, std::size_t row, std::size_t column, std::size_t nu
 }
 
 // The 16 elements that codes of one scale stand for.
-template <class Out>
-struct Table {
-  alignas(64) typename Out::Bits elements[64 / sizeof(typename Out::Bits)];  // 16 are used.
+template <class Product, class Out>
+inline constexpr bool kIsRoundedOnce = std::is_same_v<Product, Fp32> || std::is_same_v<Product, Out>;
 
-  Table(const Job& job, float scale) noexcept {
-    switch (job.product_format) {
-      case FloatFormat::kFp32:
-        for (int i = 0; i < 16; ++i) elements[i] = Out::bits(job.values[i] * scale);
-        break;
-      case FloatFormat::kBf16:
-        for (int i = 0; i < 16; ++i) {
-          elements[i] = Out::bits(Bf16::number(Bf16::bits(job.values[i] * scale)));
-        }
-        break;
-      case FloatFormat::kFp16:
-        for (int i = 0; i < 16; ++i) {
-          elements[i] = Out::bits(Fp16::number(Fp16::bits(job.values[i] * scale)));
-        }
-        break;
+template <class Product, class Out>
+struct Table {
+  alignas(64) typename Out::Bits elements[16];
+
+  Table(const float* values, float scale) noexcept {
+    for (int i = 0; i < 16; ++i) {
+      const float product = values[i] * scale;
+      if constexpr (kIsRoundedOnce<Product, Out>) {
+        elements[i] = Out::bits(product);
+      } else {
+        elements[i] = Out::bits(Product::number(Product::bits(product)));
+      }
     }
   }
 };
 
-inline std::size_t code_at(const std::uint8_t* codes, std::size_t index,
-                           bool is_high_first) noexcept {
-  const bool is_high = (index % 2 == 0) == is_high_first;
-  return is_high ? codes[index / 2] >> 4 : codes[index / 2] & 15U;
+template <class Product, class Out>
+typename Out::Bits element_at(const Job& job, float scale, std::size_t index) noexcept {
+  const bool is_high = (index % 2 == 0) == job.is_high_first;
+  const std::uint8_t pair = job.codes[index / 2];
+  return Table<Product, Out>(job.values, scale).elements[is_high ? pair >> 4 : pair & 15];
 }
 
-template <class Lookup, class Out>
+template <class Lookup, class Product, class Out>
 void four_bit_row(const Job& job, std::size_t row, std::size_t column, std::size_t numel,
                   void* out) {
   auto* elements = static_cast<typename Out::Bits*>(out);
   std::size_t index = row * job.num_columns + column;
   const std::size_t stop = index + numel;
-  while (index < stop) {
-    const std::size_t group = index / job.group;
-    const std::size_t next = smaller(stop, (group + 1) * job.group);
-    const auto table = Lookup::template table<Out>(job, scale_at(job, group));
+  std::size_t group = index / job.group;
+  for (std::size_t end = (group + 1) * job.group; index < stop; ++group, end += job.group) {
+    const std::size_t next = smaller(stop, end);
+    const float scale = scale_at(job, group);
     if (index % 2 != 0) {
-      *elements++ = Lookup::template element<Out>(table, code_at(job.codes, index++,
-                                                                 job.is_high_first));
+      *elements++ = element_at<Product, Out>(job, scale, index++);
     }
-    const std::size_t taken =
-        Lookup::template pairs<Out>(table, job.codes + index / 2, next - index, job.is_high_first,
-                                    elements);
+    const std::size_t taken = Lookup::template pairs<Product, Out>(
+        job.values, scale, job.codes + index / 2, next - index, job.is_high_first, elements);
     index += taken;
     elements += taken;
-    for (; index < next; ++index) {
-      *elements++ = Lookup::template element<Out>(table, code_at(job.codes, index,
-                                                                 job.is_high_first));
-    }
+    if (index < next) *elements++ = element_at<Product, Out>(job, scale, index++);
   }
 }
 
-// One element at a time.
+// Looks up one element at a time.
 struct ScalarLookup {
-  template <class Out>
-  static Table<Out> table(const Job& job, float scale) noexcept {
-    return Table<Out>(job, scale);
-  }
-  template <class Out>
-  static typename Out::Bits element(const Table<Out>& table, std::size_t code) noexcept {
-    return table.elements[code];
-  }
-  // Looks up codes from the start of a byte on, at most `numel`. Returns how many.
-  template <class Out>
-  static std::size_t pairs(const Table<Out>& table, const std::uint8_t* codes, std::size_t numel,
-                           bool is_high_first, typename Out::Bits* out) noexcept {
+  // Decodes codes from the start of a byte on, as many pairs as `numel` has. Returns how many codes.
+  template <class Product, class Out>
+  static std::size_t pairs(const float* values, float scale, const std::uint8_t* codes,
+                           std::size_t numel, bool is_high_first,
+                           typename Out::Bits* out) noexcept {
+    const Table<Product, Out> table(values, scale);
     const int first = is_high_first ? 4 : 0;
     for (std::size_t i = 0; i < numel / 2; ++i) {
       out[2 * i] = table.elements[(codes[i] >> first) & 15];
@@ -115,7 +103,12 @@ struct ScalarLookup {
 template <class Lookup>
 constexpr KernelTable table_of() noexcept {
   return {{&fp8_row<Bf16>, &fp8_row<Fp16>, &fp8_row<Fp32>},
-          {&four_bit_row<Lookup, Bf16>, &four_bit_row<Lookup, Fp16>, &four_bit_row<Lookup, Fp32>}};
+          {{&four_bit_row<Lookup, Bf16, Bf16>, &four_bit_row<Lookup, Bf16, Fp16>,
+            &four_bit_row<Lookup, Bf16, Fp32>},
+           {&four_bit_row<Lookup, Fp16, Bf16>, &four_bit_row<Lookup, Fp16, Fp16>,
+            &four_bit_row<Lookup, Fp16, Fp32>},
+           {&four_bit_row<Lookup, Fp32, Bf16>, &four_bit_row<Lookup, Fp32, Fp16>,
+            &four_bit_row<Lookup, Fp32, Fp32>}}};
 }
 
 }  // namespace

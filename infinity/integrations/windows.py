@@ -170,7 +170,7 @@ class LayerMajorSteps:
         with self._in_window():
             for start in range(0, len(forwards), count):
                 part = forwards[start : start + count]
-                engine_of(self.model).micro_batches.forward_backward(part)
+                engine_of(self.model).forward_backward(part)
         return losses
 
     @contextmanager

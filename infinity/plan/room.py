@@ -151,7 +151,8 @@ def with_checkpoint_tier(config: SwapConfig) -> SwapConfig:
     the files of its checkpoint, with or without a tier for swap files."""
     tiers, placement = config.tiers, config.placement
     if not tiers.nvme:
-        tiers = tiers.model_copy(update={"nvme": (NvmeTier.model_validate({"path": Path("checkpoint")}),)})
+        drive = NvmeTier.model_validate({"path": Path("checkpoint")})
+        tiers = tiers.model_copy(update={"nvme": (drive,)})
     if "nvme" not in placement.parameters:
         order = (*placement.parameters, "nvme")
         placement = placement.model_copy(update={"parameters": order})

@@ -309,8 +309,9 @@ class LocalStore:
                 address=block.address,
                 priority=Priority.WRITE_BACK,
             )
-            if kind is StateKind.PARAMETERS and self._first_values.pop(unit.index, None) is not None:
+            if kind is StateKind.PARAMETERS and unit.index in self._first_values:
                 assert length == unit.weight_nbytes
+                del self._first_values[unit.index]
             what = f"{kind.value} of {unit.name}"
             show(self._counters, self._volume, ticket, Track.WRITES, what, asked_ns)
             return ticket

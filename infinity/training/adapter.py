@@ -289,7 +289,7 @@ def _is_auto_target(name: str, model: nn.Module) -> bool:
     is_routed = any("experts" in one and other.isdigit() for one, other in pairwise(parts))
     # The matrices of a state-space mixer are read by its kernel, past their modules.
     is_mixer = any("mamba" in part or "ssm" in part for part in parts)
-    rows = int(model.get_submodule(name).weight.shape[0])  # type: ignore[union-attr,index,arg-type]
+    rows = int(model.get_submodule(name).weight.shape[0])  # type: ignore[index]
     return not (is_routed or is_mixer or parts[-1] in _ROUTERS or rows == 1)
 
 
