@@ -23,6 +23,7 @@ from transformers import (
 import infinity
 from infinity.config import SwapConfig
 from infinity.errors import ConfigError
+from infinity.testing.quantized import tiny_causal_lm, write_decoded, write_quantized
 from infinity.training import program
 from infinity.training.adapter import auto_targets, expert_targets, save_adapter
 from infinity.training.chat import conversations
@@ -89,11 +90,11 @@ def metrics(table: dict[str, Any]) -> list[tuple[float, float]]:
     return [(line["loss"], line["grad_norm"]) for line in lines]
 
 
-def plain(table: dict[str, Any]) -> tuple[Any, list[tuple[float, float]]]:
+def plain(table: dict[str, Any], base: Path | None = None) -> tuple[Any, list[tuple[float, float]]]:
     """(model, [(loss, norm)]) of the same run by PyTorch and PEFT with everything in memory."""
     config = SwapConfig.load(table)
     assert config.data and config.train and config.adapter and config.model
-    model: Any = AutoModelForCausalLM.from_pretrained(config.model.path, dtype="auto")
+    model: Any = AutoModelForCausalLM.from_pretrained(base or config.model.path, dtype="auto")
     adapter = config.adapter
     torch.manual_seed(config.model.seed)
     lora = peft.LoraConfig(
@@ -145,7 +146,7 @@ def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -
     [
         ("llama", {}),
         ("llama", {"method": "dora", "rslora": True}),
-        ("qwen3_moe", {"experts": True}),
+        ("qwen3_moe", {}),
         ("deepseek_v3", {}),
     ],
 )
@@ -167,6 +168,38 @@ def test_a_run_has_the_bits_of_peft_in_memory(tmp_path, table, kind, adapter) ->
     ids = torch.arange(32)[None]
     with torch.no_grad():
         assert torch.equal(loaded(ids).logits, expected.eval()(ids).logits)
+
+
+def test_an_adapter_of_experts_has_the_numbers_of_peft(tmp_path, table) -> None:
+    """To rounding, as its product is computed as factors. Names and shapes are PEFT's."""
+    base = save_base(tmp_path / "base", "qwen3_moe", torch.float32)
+    table["adapter"] |= {"experts": True}
+    table["train"]["steps"] = 4
+    run(table)
+    expected, outcomes = plain(table)
+    assert metrics(table) == [pytest.approx(each, rel=1e-4) for each in outcomes]
+    saved = load_file(tmp_path / "output" / "adapter_model.safetensors")
+    wanted = values_of(expected)
+    assert saved.keys() == wanted.keys() and any("experts" in name for name in saved)
+    for name, value in saved.items():
+        assert torch.allclose(value, wanted[name], rtol=1e-2, atol=1e-3), name
+    loaded: Any = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
+    peft.PeftModel.from_pretrained(loaded, tmp_path / "output")
+
+
+@pytest.mark.parametrize("codec", ["fp8", "int4", "nf4"])
+def test_a_run_over_a_quantised_base_has_the_bits_of_the_decoded_one(
+    tmp_path, table, codec
+) -> None:
+    write_quantized(tiny_causal_lm("deepseek-v3"), tmp_path / "base", codec)
+    write_decoded(tmp_path / "base", tmp_path / "decoded")
+    (tmp_path / "text.txt").write_bytes(bytes(32 + i * 7 % 60 for i in range(4000)))
+    table["train"]["steps"] = 4
+    run(table)
+    expected, outcomes = plain(table, tmp_path / "decoded")
+    assert metrics(table) == outcomes
+    saved = load_file(tmp_path / "output" / "adapter_model.safetensors")
+    assert_equal(saved, values_of(expected))
 
 
 def test_a_step_fetches_a_block_once_for_all_its_batches(tmp_path, table) -> None:
