@@ -58,5 +58,4 @@ def test_the_result_is_made_with_the_memory_of_one_tensor_of_many(tmp_path: Path
     assert done.returncode == 0, done.stderr
     growth = json.loads(done.stdout.splitlines()[-1])
     assert sum(path.stat().st_size for path in tmp_path.glob("base/*.safetensors")) > 115 * _MIB
-    assert growth["merge"] < 48 * _MIB, growth
-    assert max(growth.values()) < 100 * _MIB, growth
+    assert max(growth.values()) < 90 * _MIB, growth

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import json
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from transformers import (
 )
 
 import infinity
+from infinity.checkpoint.convert.spread import plan_gather, plan_spread, run_gather, run_spread
 from infinity.config import SwapConfig
 from infinity.errors import ConfigError
 from infinity.testing.quantized import tiny_causal_lm, write_decoded, write_quantized
@@ -235,6 +237,21 @@ def test_resumed_after_any_step_it_is_the_same_run(tmp_path, table) -> None:
     assert metrics(table) == metrics(whole)
     name = "adapter_model.safetensors"
     assert_equal(load_file(tmp_path / "output" / name), load_file(tmp_path / "whole" / name))
+
+
+def test_a_base_that_was_spread_meanwhile_is_the_same_base(tmp_path, table) -> None:
+    base = save_base(tmp_path / "base")
+    table["train"]["steps"] = 4
+    whole = table | {"output": {"directory": str(tmp_path / "whole")}}
+    run(whole)
+    table["checkpoint"] = {"every": 2}
+    run(table | {"train": table["train"] | {"steps": 2}})
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as drive:
+        run_spread(plan_spread(base, [Path(drive)], "move"))
+        assert (base / "model.safetensors").is_symlink()
+        run(table, resume=True)
+        run_gather(plan_gather(base))
+    assert metrics(table) == metrics(whole)
 
 
 def test_another_adapter_is_no_continuation(tmp_path, table) -> None:
