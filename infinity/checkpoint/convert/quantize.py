@@ -18,7 +18,13 @@ from typing import Any, Literal
 
 import torch
 
-from infinity.checkpoint.convert.directory import DirectoryPlan, as_codes, as_numbers, unchanged
+from infinity.checkpoint.convert.directory import (
+    DirectoryPlan,
+    PlannedTensor,
+    as_codes,
+    as_numbers,
+    unchanged,
+)
 from infinity.checkpoint.huggingface.import_checks import listed, read_config
 from infinity.checkpoint.huggingface.import_weights import WeightSource, weight_source
 from infinity.codecs import Fp8Blocks, Int4Groups, Nf4, Plain
@@ -136,7 +142,7 @@ def plan_quantize(directory: Path, to: Format) -> DirectoryPlan:
     return plan
 
 
-def plain(source: WeightSource, name: str) -> Any:
+def plain(source: WeightSource, name: str) -> PlannedTensor:
     """Returns a tensor as numbers: as it is stored, or decoded."""
     encoded = source.encoded(name)
     if isinstance(encoded.codec, Plain):
