@@ -392,3 +392,64 @@ def test_a_failure_anywhere_leaves_a_model_that_trains(count: int, swap_director
         for hook in hooks:
             hook.remove()
         assert_same(plain, losses, model, layer_major_steps(model, count, 1))
+
+
+# --- losses that need more than the logits ----------------------------------------------------
+
+
+def with_router_loss(model: Any, number: int) -> torch.Tensor:
+    """Reads the logits of all routers behind the last block."""
+    loss: torch.Tensor = model(**batch(number), output_router_logits=True).loss
+    return loss
+
+
+def preference(model: Any, number: int, beside: Any) -> torch.Tensor:
+    """Compares the model with itself without adapters, as DPO does."""
+    ids = batch(number)["input_ids"]
+
+    def reference() -> torch.Tensor:
+        with torch.no_grad(), model.disable_adapter():
+            logits: torch.Tensor = model(input_ids=ids).logits
+            return logits
+
+    result = beside(reference)
+    logits = model(input_ids=ids).logits
+    return (logits - result()).square().mean()
+
+
+@pytest.mark.parametrize("loss", ["router", "preference"])
+@pytest.mark.parametrize("count", [3, 6])
+def test_losses_of_routers_and_of_references(loss: str, count: int, swap_directory: Path) -> None:
+    """A gradient that reaches a router past the experts, and calls that pass them beside others."""
+
+    def in_memory(model: Any, number: int) -> torch.Tensor:
+        if loss == "router":
+            return with_router_loss(model, number)
+        return preference(model, number, lambda call: call)
+
+    def offloaded_loss(number: int) -> torch.Tensor:
+        if loss == "router":
+            return with_router_loss(model, number)
+        return preference(model, number, partial(infinity.beside, model))
+
+    def trained_router(model: Any) -> Any:
+        for name, parameter in model.named_parameters():
+            if name.endswith("mlp.gate.weight"):
+                parameter.requires_grad_(True)
+        return model
+
+    plain = infinity.factored_experts(trained_router(build("qwen3_moe")))
+    losses = [in_memory(plain, number) for number in range(count)]
+    for each in losses:
+        each.backward()
+    with offloaded(
+        trained_router(build("qwen3_moe")), cut_config(swap_directory, "qwen3_moe", 2)
+    ) as model:
+        found = infinity.forward_backward(model, offloaded_loss, range(count))
+        assert all(map(same_bits, [each.detach() for each in losses], found))
+        engine = infinity.engine_of(model)
+        for name, parameter in plain.named_parameters():
+            gradient = engine.read_gradient(name)
+            assert (gradient is None) == (parameter.grad is None), name
+            if gradient is not None and parameter.grad is not None:
+                assert same_bits(gradient, parameter.grad), name
