@@ -7,9 +7,10 @@ in the loop over experts ("eager"), adapters as factors. Bytes are the engine's 
 from __future__ import annotations
 
 import threading
+import weakref
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -363,6 +364,51 @@ def test_a_window_of_one_expert_is_enough(swap_directory: Path) -> None:
     with offloaded(build("qwen3_moe"), config, device=device) as model:
         assert_same(plain, losses, model, layer_major_steps(model, 6, 1))
         assert 0 < device.attached_high_water_nbytes <= window_nbytes
+
+
+class Kept(torch.autograd.Function):
+    """Saves a tensor for its backward, as attention does."""
+
+    alive: ClassVar[weakref.WeakSet[torch.Tensor]] = weakref.WeakSet()
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        saved = x.clone()
+        Kept.alive.add(saved)
+        ctx.save_for_backward(saved)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return gradient + 0 * ctx.saved_tensors[0]
+
+
+class Keeping(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Kept.apply(x)  # type: ignore[no-any-return,no-untyped-call]
+
+
+@pytest.mark.parametrize(("count", "most"), [(2, 2), (3, 3), (7, 0)])
+def test_micro_batches_that_wait_at_experts_keep_no_activations(
+    count: int, most: int, swap_directory: Path
+) -> None:
+    """None in the forward; in the backward as many as may, or none where there are more."""
+    model = build("qwen3_moe")
+    for layer in model.base_model.model.model.layers:
+        layer.post_attention_layernorm = nn.Sequential(layer.post_attention_layernorm, Keeping())
+    config = cut_config(
+        swap_directory, "qwen3_moe", 2, schedule={"tile_micro_batches": 3}, host_nbytes="16MiB"
+    )
+    seen: dict[bool, list[int]] = {False: [], True: []}
+    with offloaded(model, config):
+        for module in model.modules():
+            if isinstance(module, ExpertsTile):
+                module.register_forward_pre_hook(
+                    lambda *_: seen[torch.is_grad_enabled()].append(len(Kept.alive))
+                )
+        infinity.forward_backward(model, partial(loss_of, model), range(count))
+    assert max(seen[False]) == 0 and max(seen[True]) == most
+    assert not Kept.alive
 
 
 @pytest.mark.parametrize("count", [2, 5])
