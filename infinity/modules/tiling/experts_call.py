@@ -241,7 +241,12 @@ class _Arguments:
 def _deliver(parameters: Sequence[Any], gradients: Sequence[torch.Tensor | None]) -> None:
     """Gives leaves their gradients, as autograd does; None stands for zeros."""
     for parameter, gradient in zip(parameters, gradients, strict=True):
-        found = torch.zeros_like(parameter) if gradient is None else gradient
+        found = gradient
+        if found is None:  # The hooks of any other gradient have run when autograd returned it.
+            found = torch.zeros_like(parameter)
+            for hook in list((parameter._backward_hooks or {}).values()):
+                changed = hook(found)
+                found = found if changed is None else changed
         parameter.grad = found if parameter.grad is None else parameter.grad + found
         for hook in list((parameter._post_accumulate_grad_hooks or {}).values()):
             hook(parameter)
