@@ -45,7 +45,8 @@ class MicroBatchLoop:
         self._refuse()
         engine = self._engine
         schedule = LayerMajorSchedule(
-            engine.model, self._uses, self._blocks, self._inputs, engine.device.torch_device,
+            engine.model, self._uses, self._blocks, self._inputs, engine.activations,
+            engine.device.torch_device,
             tile_micro_batches=engine.config.schedule.tile_micro_batches,
         )  # fmt: skip
         with uninterrupted(), engine.lock:

@@ -366,6 +366,30 @@ def test_a_window_of_one_expert_is_enough(swap_directory: Path) -> None:
         assert 0 < device.attached_high_water_nbytes <= window_nbytes
 
 
+def test_ranks_that_share_inputs_keep_outputs_of_experts_for_themselves(
+    swap_directory: Path,
+) -> None:
+    """Layer inputs are equal on the ranks of a model-parallel group; parts of sums are not."""
+    with offloaded(
+        build("qwen3_moe"), cut_config(swap_directory, "qwen3_moe", 2), device=SimulatedDevice(1)
+    ) as model:
+        engine = infinity.engine_of(model)
+        shared: list[Any] = []
+
+        class Shared:
+            def __getattr__(self, name: str) -> Any:
+                if name == "save":
+                    return lambda tensor: (
+                        shared.append(engine.activations.save(tensor)) or shared[-1]
+                    )
+                return getattr(engine.activations, name)
+
+        engine.micro_batches._inputs = Shared()
+        losses = infinity.forward_backward(model, partial(loss_of, model), range(2))
+        assert len(shared) == 2 * 1  # The first block has an input without a gradient.
+        assert same_bits(losses[1], loss_of(model, 1).detach())
+
+
 class Kept(torch.autograd.Function):
     """Saves a tensor for its backward, as attention does."""
 

@@ -75,7 +75,8 @@ class _Here(threading.local):
 class ExpertsSchedule:
     """Runs the calls of tiled experts of all micro-batches together. See `Runner`.
 
-    `stop` suspends the running micro-batch until `serve` has run its call.
+    `stop` suspends the running micro-batch until `serve` has run its call. `inputs` is this rank's
+    own: ranks that compute a layer together have other outputs and gradients of experts.
     """
 
     def __init__(

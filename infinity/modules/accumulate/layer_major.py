@@ -110,6 +110,7 @@ class LayerMajorSchedule:
         uses: UnitUses,
         hooks: Sequence[tuple[HookedModule, ModuleHooks]],
         activations: InputStore,
+        activations_of_rank: InputStore,
         device: torch.device,
         tile_micro_batches: int,
     ) -> None:
@@ -122,7 +123,7 @@ class LayerMajorSchedule:
         self._device = device
         self._random = Random(device)
         self._modes = ModeSwitch(model)
-        self._experts = ExpertsSchedule(uses, activations, self._stop_at_experts)
+        self._experts = ExpertsSchedule(uses, activations_of_rank, self._stop_at_experts)
         self._at_experts: dict[Suspended, ExpertsCall] = {}
         self._repeat = BlockRepeat(
             activations, self._random, self._modes, self._experts, lambda: self._running is not None
