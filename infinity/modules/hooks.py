@@ -214,11 +214,15 @@ class Unscriptable:
         self._module.__dict__.pop("__prepare_scriptable__", None)
 
 
+def _nothing_held() -> AbstractContextManager[list[int]]:
+    return nullcontext([])
+
+
 class HeldByCaller(nn.Module):
     """A module whose caller keeps its units for a forward and a backward, one after the other."""
 
     # Of `ModuleHooks`, while the module is offloaded.
-    held: Callable[[], AbstractContextManager[None]] = staticmethod(nullcontext)
+    held: Callable[[], AbstractContextManager[list[int]]] = staticmethod(_nothing_held)
 
 
 class ModuleHooks:
@@ -244,7 +248,7 @@ class ModuleHooks:
         ]
 
     @contextmanager
-    def held(self) -> Iterator[None]:
+    def held(self) -> Iterator[list[int]]:
         """Keeps the units in use for the time of a `with` block, and suspends the hooks."""
         self._uses.begin_use(self._hooked)
         with uninterrupted():
@@ -252,7 +256,7 @@ class ModuleHooks:
             self._uses.enter(self._hooked.units)
         was_suspended, self.is_suspended = self.is_suspended, True
         try:
-            yield
+            yield self._hooked.units
         finally:
             self.is_suspended = was_suspended
             self._uses.leave(self._hooked.units)

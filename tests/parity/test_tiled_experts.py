@@ -185,6 +185,37 @@ def test_training_is_that_of_the_whole_model(
     assert_same(expected, by_whole(actual))
 
 
+def test_gradient_hooks_of_a_tile_see_and_change_its_gradient(swap_directory: Path) -> None:
+    plain = build()
+    name = "model.layers.1.mlp.experts.down_proj"
+    MIXTRAL.loss(plain, MIXTRAL.batch(1)).backward()
+    expected = plain.get_parameter(name).grad
+    assert expected is not None
+    with offloaded(build(), config(swap_directory, host_nbytes="16MiB")) as model:
+        tiles = [
+            parameter for each, parameter in model.named_parameters() if name_of_whole(each) == name
+        ]
+        seen: list[torch.Tensor] = []
+        for tile in tiles:
+            tile.register_hook(lambda gradient: seen.append(gradient.clone()) or 2 * gradient)
+        MIXTRAL.loss(model, MIXTRAL.batch(1)).backward()
+        assert same_bits(torch.cat(seen[::-1]), expected)
+        found = infinity.engine_of(model).read_gradient(name)
+        assert found is not None and same_bits(found, 2 * expected)
+
+
+def test_a_backward_for_chosen_inputs_gives_tiles_no_gradient() -> None:
+    model = cut(build())
+    hidden = torch.randn(3, 64, requires_grad=True)
+    experts: Any = model.model.layers[0].mlp.experts  # type: ignore[union-attr]
+    arguments = torch.tensor([[0, 1], [1, 2], [3, 1]]), torch.rand(3, 2)
+    (found,) = torch.autograd.grad(experts(hidden, *arguments).sum(), [hidden])
+    assert all(parameter.grad is None for parameter in experts.parameters())
+    experts(hidden, *arguments).sum().backward()
+    assert hidden.grad is not None and same_bits(found, hidden.grad)
+    assert all(parameter.grad is not None for parameter in experts.parameters())
+
+
 def test_experts_four_times_the_window_train(swap_directory: Path) -> None:
     window_nbytes = EXPERT_NBYTES + (80 << 10)  # And what of a block is held beside a tile.
     device = SimulatedDevice(5)

@@ -19,6 +19,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+import infinity
 from infinity.testing import models
 
 Batch = dict[str, Any]
@@ -849,7 +850,9 @@ other("patchtst", "time-series", "PatchTSTForPrediction",
 
 
 def adapter(name: str, base: str, make_config: Callable[[], Any], *, unused: bool = False) -> Entry:
-    """Register `base` of the zoo with a PEFT adapter attached; the base weights are frozen."""
+    """Register `base` of the zoo with a PEFT adapter attached; the base weights are frozen.
+    Adapters on packed experts are factors, as in the offloaded model (docs/design/0011-experts.md).
+    """
     entry = ZOO[base]
 
     def build(seed: int) -> nn.Module:
@@ -859,7 +862,7 @@ def adapter(name: str, base: str, make_config: Callable[[], Any], *, unused: boo
         torch.manual_seed(seed + 1)
         adapted = peft.get_peft_model(model, make_config())
         perturb(adapted, seed + 1)  # the zero half of a low-rank pair would hide its partner
-        return adapted.train()
+        return infinity.factored_experts(adapted).train()
 
     return _register(
         replace(entry, name=name, family="peft", build=build, construct=None, unused=unused)

@@ -195,7 +195,7 @@ def check_target(out: Path, nbytes: int) -> None:
 
 
 def write_directory(
-    plan: DirectoryPlan, out: Path, progress: Progress = lambda name, nbytes: None
+    plan: DirectoryPlan, out: Path, progress: Progress = lambda _name, _nbytes: None
 ) -> None:
     """Writes the result, with the other files of the source's directory. Raises as `check_target`,
     and StorageError."""

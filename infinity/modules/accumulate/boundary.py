@@ -14,11 +14,13 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, Node
 
 from infinity.errors import UnsupportedError
+from infinity.modules.accumulate.experts import ParkedExperts
 from infinity.modules.accumulate.fiber import Modes
 from infinity.modules.accumulate.module_modes import ModuleModes
 from infinity.modules.handle import Handle
 from infinity.modules.hooks import HookedModule, nodes_since
 from infinity.modules.outputs import tensors_in
+from infinity.modules.tiling.experts import TiledExperts
 from infinity.modules.tiling.layers import Tiled
 
 
@@ -28,8 +30,15 @@ class RunningBlock:
 
     hooked: HookedModule
     forward: Callable[..., Any]
-    has_tiles: bool
+    has_tiles: bool  # Other than experts.
+    experts: list[TiledExperts]
     order: int = -1  # Counts blocks in the order in which a fiber first reached them.
+
+    @classmethod
+    def of(cls, hooked: HookedModule) -> RunningBlock:
+        tiled = [module for module in hooked.module.modules() if isinstance(module, Tiled)]
+        experts = [module for module in tiled if isinstance(module, TiledExperts)]
+        return cls(hooked, hooked.module.forward, len(tiled) > len(experts), experts)
 
 
 class TileStop(NamedTuple):
@@ -49,6 +58,7 @@ class BlockInput:
     value: Any  # The result of `ActivationStore.save`.
     edge: GradientEdge
     reaches: frozenset[BlockCall]
+    restored: torch.Tensor | None = None  # While the block's backward runs.
 
     @property
     def key(self) -> tuple[Node, int]:
@@ -70,6 +80,7 @@ class BlockCall:
     # Indexes of the flattened outputs that need a gradient.
     which: list[int] = field(default_factory=list)
     gradients: list[torch.Tensor | None] = field(default_factory=list)
+    experts: list[ParkedExperts] = field(default_factory=list)
 
     def take(self, gradients: Sequence[torch.Tensor | None]) -> None:
         for index, gradient in enumerate(gradients):

@@ -40,7 +40,7 @@ Note [Stops at tiles]
   backward, the repeated forward of a block and its backward run as fibers, which stop at tiles in
   both directions. A fiber inside a block keeps the block's activations, so at most
   `tile_micro_batches` fibers are inside a block at the same time. Their order, and so every bit,
-  stays the same.
+  stays the same. At tiled experts all fibers stop together (`experts.py`).
 
 Note [Threads]
   On an accelerator, one autograd thread runs the nodes of all backwards, and none of them may be
@@ -71,27 +71,28 @@ from infinity.modules.accumulate.boundary import (
     RunningBlock,
     TileStop,
     calls_behind,
-    has_tiles,
     is_activation,
     refuse_hidden,
     refuse_side_channels,
 )
-from infinity.modules.accumulate.captured import CapturedTensors, captured_again
+from infinity.modules.accumulate.captured import CapturedTensors
+from infinity.modules.accumulate.experts import ExpertsSchedule
 from infinity.modules.accumulate.fiber import Modes, Random
 from infinity.modules.accumulate.micro_batch import CallBeside, MicroBatch, Suspended
 from infinity.modules.accumulate.module_modes import ModeSwitch
+from infinity.modules.accumulate.repeat import BlockRepeat
 from infinity.modules.accumulate.settings import without_caches_and_checkpointing
 from infinity.modules.hooks import HookedModule, ModuleHooks
 from infinity.modules.outputs import detach_from_parameters
+from infinity.modules.tiling.experts_call import ExpertsCall
 from infinity.modules.uses import UnitUses
 from infinity.streaming.activations import InputStore
 from infinity.streaming.passes import OUTSIDE_BACKWARD, current_backward
 
-# The inputs of this many calls are restored ahead of the running call.
-_RESTORED_AHEAD = 2
-
 # The stop of a fiber behind a block.
 _THROUGH = object()
+
+_NONE = nullcontext()
 
 _CACHES = ("past_key_values", "past_key_value", "layer_past", "cache_params")
 
@@ -109,21 +110,24 @@ class LayerMajorSchedule:
         uses: UnitUses,
         hooks: Sequence[tuple[HookedModule, ModuleHooks]],
         activations: InputStore,
+        activations_of_rank: InputStore,
         device: torch.device,
         tile_micro_batches: int,
     ) -> None:
         self._model = model
         self._uses = uses
         self._hooks = [hook for _, hook in hooks]
-        self._blocks = [
-            RunningBlock(hooked, hooked.module.forward, has_tiles(hooked.module))
-            for hooked, _ in hooks
-        ]
+        self._blocks = [RunningBlock.of(hooked) for hooked, _ in hooks]
         self._tile_micro_batches = tile_micro_batches
         self._activations = activations
         self._device = device
         self._random = Random(device)
         self._modes = ModeSwitch(model)
+        self._experts = ExpertsSchedule(uses, activations_of_rank, self._stop_at_experts)
+        self._at_experts: dict[Suspended, ExpertsCall] = {}
+        self._repeat = BlockRepeat(
+            activations, self._random, self._modes, self._experts, lambda: self._running is not None
+        )
         self._running: Suspended | None = None
         # All fibers of the run, in the order in which they pass a block.
         self._fibers: list[MicroBatch] = []
@@ -197,7 +201,8 @@ class LayerMajorSchedule:
         if self._tile_micro_batches > 1:
             self._uses.on_tile = self._yield_at_tile
         try:
-            yield
+            with self._experts.installed([each for b in self._blocks for each in b.experts]):
+                yield
         finally:
             self._uses.on_tile = None
             for block, hooks, is_own in zip(self._blocks, self._hooks, own, strict=True):
@@ -218,7 +223,7 @@ class LayerMajorSchedule:
             block = min(blocks, key=lambda at: at.order)
             arrived = [fiber for fiber in self._fibers if fiber.at is block]
             with self._using(block.hooked.units):
-                for group in self._groups(arrived):
+                for group in [arrived] if block.experts else self._groups(arrived):
                     self._run_by_tiles(group, losses)
             # Except for fibers that are at another block inside this one.
             self._run_by_tiles([fiber for fiber in arrived if fiber.at is _THROUGH], losses)
@@ -230,6 +235,8 @@ class LayerMajorSchedule:
             self._run_on(fiber, losses)
         for stop, stopped in self._tile_stops(fibers):
             with self._using(stop.units):
+                waiting = [fiber for fiber in stopped if fiber in self._at_experts]
+                self._experts.serve([self._at_experts.pop(fiber) for fiber in waiting])
                 for fiber in stopped:
                     self._run_on(fiber, losses)
 
@@ -273,6 +280,14 @@ class LayerMajorSchedule:
                 fiber.pause_at(TileStop(True, 0.5 - order, ()))
         else:
             fiber.pause_at(TileStop(is_backward, -order if is_backward else order, key))
+
+    def _stop_at_experts(self, call: ExpertsCall) -> None:
+        """Stops the running fiber at a module of tiled experts, until its call is served."""
+        fiber = self._running
+        assert fiber is not None
+        self._at_experts[fiber] = call
+        order = self._tiles.setdefault(tuple(map(id, call.tiles)), len(self._tiles))
+        fiber.pause_at(TileStop(False, order, ()))
 
     def _resume(self, fiber: Suspended) -> None:
         """Runs the fiber to its next stop or to its end."""
@@ -346,7 +361,8 @@ class LayerMajorSchedule:
         versions = [leaf._version for leaf in call.leaves if is_activation(leaf)]
         first = torch.autograd._get_sequence_nr()
         was_inside, fiber.is_inside = fiber.is_inside, True
-        output = block.forward(*args, **kwargs)
+        with self._experts.within(call.experts, is_repeated=False) if block.experts else _NONE:
+            output = block.forward(*args, **kwargs)
         fiber.is_inside = was_inside
         if versions != [leaf._version for leaf in call.leaves if is_activation(leaf)]:
             raise UnsupportedError(
@@ -378,6 +394,7 @@ class LayerMajorSchedule:
         for index, tensor in zip(call.which, boundaries, strict=True):
             leaves[index] = tensor
         fiber.calls.append(call)
+        self._experts.keep(call.experts)
         output, aside = tree_unflatten(leaves, tree)
         captured.replace(aside)
         return output
@@ -397,11 +414,7 @@ class LayerMajorSchedule:
             units = set(block.hooked.units)
             with self._using(block.hooked.units):
                 self._uses.begin_block_backward(block.hooked.units)
-                if block.has_tiles and self._tile_micro_batches > 1:
-                    units |= self._repeat_by_tiles(calls)
-                else:
-                    for index in range(len(calls)):
-                        self._repeat(calls, index)
+                units |= self._repeat_all(block, calls)
                 # Restores the inputs of the next calls while the gradients leave.
                 for fiber in waiting:
                     first = next(fiber.calls[-1].inputs(), None) if fiber.calls else None
@@ -423,15 +436,43 @@ class LayerMajorSchedule:
             edges = [source.edge for source, _ in pairs]
             torch.autograd.backward(edges, [gradient for _, gradient in pairs], retain_graph=True)
 
-    def _repeat_by_tiles(self, calls: list[tuple[MicroBatch, BlockCall]]) -> set[int]:
-        """Repeats a block with tiles; each tile is acquired once for all fibers in the block.
-        Returns the units of tiles whose gradients did not all arrive at one stop."""
+    def _repeat_all(
+        self, block: RunningBlock, calls: list[tuple[MicroBatch, BlockCall]]
+    ) -> set[int]:
+        """Repeats a block for all micro-batches. Returns units whose gradients are not written
+        yet."""
         left: set[int] = set()
-        for indexes in self._groups(list(range(len(calls)))):
+
+        def run(indexes: Sequence[int], work: Callable[[int], None]) -> None:
+            if block.has_tiles and self._tile_micro_batches > 1:
+                left.update(self._repeat_by_tiles(calls, indexes, work))
+            else:
+                for index in indexes:
+                    work(index)
+
+        is_kept = len(calls) <= self._tile_micro_batches
+        probe = partial(self._repeat.probe, calls, is_kept)
+        parked = [call.experts for _, call in calls]
+        self._experts.go_backward(parked, lambda indexes: run(indexes, probe))
+        run(range(len(calls)), partial(self._repeat.finish, calls))
+        self._experts.end_block()
+        return left
+
+    def _repeat_by_tiles(
+        self,
+        calls: list[tuple[MicroBatch, BlockCall]],
+        every: Sequence[int],
+        work: Callable[[int], None],
+    ) -> set[int]:
+        """Runs `work` for some calls of a block with tiles, as fibers; each tile is acquired once
+        for all fibers in the block. Returns the units of tiles whose gradients did not all arrive
+        at one stop."""
+        left: set[int] = set()
+        for indexes in self._groups(list(every)):
             fibers = []
             try:
                 for index in indexes:
-                    fiber = Suspended(index, partial(self._repeat, calls, index), self._device)
+                    fiber = Suspended(index, partial(work, index), self._device)
                     call = calls[index][1]
                     fiber.random, fiber.modes = call.random, call.module_modes
                     fiber.is_inside = True
@@ -457,43 +498,3 @@ class LayerMajorSchedule:
                 for fiber in fibers:
                     fiber.abandon()
         return left
-
-    def _repeat(self, calls: list[tuple[MicroBatch, BlockCall]], index: int) -> None:
-        """Repeats the block's forward with a graph, and runs its backward."""
-        for _, ahead in calls[index : index + 1 + _RESTORED_AHEAD]:
-            for source in ahead.inputs():
-                self._activations.fetch(source.value)
-        fiber, call = calls[index]
-        copies = {
-            source: self._activations.restore(source.value).detach().requires_grad_()
-            for source in call.inputs()
-        }
-        leaves = [copies[leaf] if isinstance(leaf, BlockInput) else leaf for leaf in call.leaves]
-        args, kwargs = tree_unflatten(leaves, call.tree)
-        kept = self._random.state()
-        self._random.set(call.random)
-        self._modes.set(call.module_modes)
-        try:
-            with call.modes.set(), captured_again(call.captured) as aside:
-                output = call.block.forward(*args, **kwargs)
-        finally:
-            self._random.set(kept)
-        outputs = tree_flatten((output, aside))[0]
-        pairs = [
-            (outputs[index], gradient)
-            for index, gradient in zip(call.which, call.gradients, strict=True)
-            if gradient is not None
-        ]
-        call.gradients.clear()
-        # As in plain autograd, gradients of later blocks for the same tensor come first in the sum.
-        for source, copy in copies.items():
-            before = fiber.pending.pop(source.key, None)
-            if before is not None:
-                pairs.append((copy, before[1]))
-        # A fiber runs its backward in its own thread, which may be suspended.
-        is_fiber = self._running is not None
-        with torch.autograd.set_multithreading_enabled(False) if is_fiber else nullcontext():
-            torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
-        for source, copy in copies.items():
-            if copy.grad is not None:
-                fiber.pending[source.key] = source, copy.grad

@@ -66,6 +66,7 @@ class TiledExperts(Tiled):
         out: torch.Tensor = ExpertsNode.apply(  # type: ignore[no-untyped-call]
             call, self.runner, anchor, hidden_states, indices, weights, *factors
         )
+        self.runner.note_output(call, out)
         return out
 
 

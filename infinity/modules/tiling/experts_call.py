@@ -27,7 +27,7 @@ Note [Leaves]
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
 from itertools import pairwise
 from typing import Any, Protocol
@@ -92,6 +92,7 @@ class ExpertsCall:
         self._recipes = recipes
         self._anchor = anchor
         self._modes = modes
+        self.is_graded = torch.is_grad_enabled()
         self._arguments: _Arguments | None = None
 
     @contextmanager
@@ -240,7 +241,12 @@ class _Arguments:
 def _deliver(parameters: Sequence[Any], gradients: Sequence[torch.Tensor | None]) -> None:
     """Gives leaves their gradients, as autograd does; None stands for zeros."""
     for parameter, gradient in zip(parameters, gradients, strict=True):
-        found = torch.zeros_like(parameter) if gradient is None else gradient
+        found = gradient
+        if found is None:  # The hooks of any other gradient have run when autograd returned it.
+            found = torch.zeros_like(parameter)
+            for hook in list((parameter._backward_hooks or {}).values()):
+                changed = hook(found)
+                found = found if changed is None else changed
         parameter.grad = found if parameter.grad is None else parameter.grad + found
         for hook in list((parameter._post_accumulate_grad_hooks or {}).values()):
             hook(parameter)
@@ -251,6 +257,9 @@ class Runner(Protocol):
 
     def forward(self, call: ExpertsCall) -> torch.Tensor:
         """Returns the output."""
+
+    def note_output(self, call: ExpertsCall, out: torch.Tensor) -> None:
+        """Takes the output when it is a part of the graph."""
 
     def backward(
         self, call: ExpertsCall, gradient: torch.Tensor, needs: Sequence[bool]
@@ -264,6 +273,9 @@ class RunnerOfOne:
     def forward(self, call: ExpertsCall) -> torch.Tensor:
         go_forward([call])
         return call.arguments.out
+
+    def note_output(self, call: ExpertsCall, out: torch.Tensor) -> None:
+        return None
 
     def backward(
         self, call: ExpertsCall, gradient: torch.Tensor, needs: Sequence[bool]
@@ -285,23 +297,25 @@ def go_forward(calls: Sequence[ExpertsCall]) -> None:
                     call.run_forward(index)
 
 
+def _hold(tile: Any) -> AbstractContextManager[Any]:
+    held: AbstractContextManager[Any] = tile.held()
+    return held
+
+
 def go_backward(
     calls: Sequence[ExpertsCall],
     *,
     is_for_leaves: bool,
-    when_left: Callable[[Any], None] | None = None,
+    hold: Callable[[Any], AbstractContextManager[Any]] = _hold,
 ) -> None:
-    """Runs the backward of calls that have begun theirs; `when_left(tile)` is called behind each
-    tile that was needed."""
+    """Runs the backward of calls that have begun theirs. `hold(tile)` keeps a tile in memory."""
     tiles = calls[0].tiles
     for index in reversed(range(len(tiles))):
         needy = [c for c in calls if c.needs_backward(index, is_for_leaves=is_for_leaves)]
         if needy:
-            with tiles[index].held():
+            with hold(tiles[index]):
                 for call in needy:
                     call.run_backward(index, is_for_leaves=is_for_leaves)
-            if when_left is not None:
-                when_left(tiles[index])
 
 
 class ExpertsNode(torch.autograd.Function):

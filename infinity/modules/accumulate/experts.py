@@ -1,0 +1,262 @@
+"""Tiled experts of a block: every tile passes all micro-batches, once in each direction.
+
+Experts that are larger than the window are fetched tile by tile. Under the layer-major schedule the
+micro-batches wait at the module of experts, not at its tiles: each of them has its routing, its
+hidden states and the sum so far, and a tile that is there runs for all of them before the next tile
+is fetched. So the bytes do not depend on the number of micro-batches.
+
+Note [Backward]
+  The repeated forward of a block does not run the experts again: their output was kept, beside the
+  block's inputs. It yields the gradient of that output for every micro-batch (a *probe*). Then the
+  tiles are visited in descending order, and each repeats its forward and runs its backward for all
+  micro-batches. Then each micro-batch runs the backward of its block, in which the node of the
+  experts hands out the gradients that are there already. The backward of a block therefore runs in
+  the order of plain accumulation, and every sum has its order.
+
+Note [Memory]
+  The first forward of such a block keeps no activations: what autograd saves is dropped, because
+  the forward is repeated. Up to `tile_micro_batches` micro-batches keep the graph of the repeated
+  forward from the probe to the backward. More micro-batches run that forward once more instead. All
+  micro-batches keep some tensors of the size of the hidden states while their block runs.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
+
+from infinity.modules.tiling.experts import TiledExperts
+from infinity.modules.tiling.experts_call import ExpertsCall, RunnerOfOne, go_backward, go_forward
+from infinity.modules.uses import UnitUses
+from infinity.streaming.activations import InputStore
+
+
+@dataclass(eq=False, slots=True)
+class ParkedExperts:
+    """One call of tiled experts in one micro-batch, from its forward to the block's backward."""
+
+    out: torch.Tensor | None  # The output, while the block's forward or backward runs.
+    saved: Any = None  # The output between them: what `InputStore.save` has returned.
+    # Of the last repeated forward: the call, its arguments, and its output.
+    call: ExpertsCall | None = None
+    values: tuple[torch.Tensor, ...] = ()
+    edge: GradientEdge | None = None
+    needs: list[bool] = field(default_factory=list)
+    gradient: torch.Tensor | None = None  # Of the output.
+    num_uses: int = 1  # How often `gradients` are read.
+    # Of hidden states, routing weights and factors: what `InputStore.save` has returned.
+    gradients: list[Any] | None = None
+
+    @property
+    def module(self) -> tuple[int, ...]:
+        assert self.call is not None
+        return tuple(map(id, self.call.tiles))
+
+
+@dataclass(eq=False, slots=True)
+class _Position:
+    """The block that runs in a thread, and how many of its calls of experts have begun."""
+
+    parked: list[ParkedExperts]
+    is_repeated: bool
+    count: int = 0
+
+
+class _Here(threading.local):
+    position: _Position | None = None
+
+
+class ExpertsSchedule:
+    """Runs the calls of tiled experts of all micro-batches together. See `Runner`.
+
+    `stop` suspends the running micro-batch until `serve` has run its call. `inputs` is this rank's
+    own: ranks that compute a layer together have other outputs and gradients of experts.
+    """
+
+    def __init__(
+        self, uses: UnitUses, inputs: InputStore, stop: Callable[[ExpertsCall], None]
+    ) -> None:
+        self._uses = uses
+        self._inputs = inputs
+        self._stop = stop
+        self._here = _Here()
+        self._alone = RunnerOfOne()  # Outside of blocks.
+        self._parked: dict[ExpertsCall, ParkedExperts] = {}  # While the block's backward runs.
+
+    @contextmanager
+    def installed(self, modules: Sequence[TiledExperts]) -> Iterator[None]:
+        """Makes these modules run their calls here."""
+        for module in modules:
+            module.__dict__["runner"] = self
+        try:
+            yield
+        finally:
+            for module in modules:
+                module.__dict__.pop("runner", None)
+
+    @contextmanager
+    def within(self, parked: list[ParkedExperts], *, is_repeated: bool) -> Iterator[None]:
+        """Runs a block's forward, with its calls of experts in their order."""
+        outer, self._here.position = self._here.position, _Position(parked, is_repeated)
+        try:
+            with ExitStack() as stack:
+                if not is_repeated:
+                    stack.enter_context(saved_tensors_hooks(lambda tensor: None, _refuse))
+                yield
+        finally:
+            self._here.position = outer
+
+    # -- Calls, in the thread of a micro-batch -----------------------------------------------------
+
+    def forward(self, call: ExpertsCall) -> torch.Tensor:
+        position = self._here.position
+        if position is None or (position.is_repeated and not call.is_graded):
+            return self._alone.forward(call)
+        if not position.is_repeated:
+            self._stop(call)
+            out = call.arguments.out
+            if not call.is_graded:
+                return out
+            position.parked.append(ParkedExperts(out))
+            return out.clone()  # The block may change its own in place.
+        parked = position.parked[position.count]
+        position.count += 1
+        given = call.arguments
+        values = (given.hidden, given.indices, given.weights, *given.factors)
+        self._parked[call] = parked
+        if parked.gradients is None:
+            parked.call, parked.values = call, tuple(value.detach() for value in values)
+            parked.needs = [value.requires_grad for value in (values[0], *values[2:])]
+        if parked.out is None:
+            parked.out = self._inputs.restore(parked.saved)
+        return parked.out.clone()
+
+    def keep(self, calls: Sequence[ParkedExperts]) -> None:
+        """Saves the outputs of a block whose forward will be repeated."""
+        for parked in calls:
+            assert parked.out is not None
+            parked.saved, parked.out = self._inputs.save(parked.out), None
+
+    def note_output(self, call: ExpertsCall, out: torch.Tensor) -> None:
+        """Takes the output when it is a part of the graph."""
+        parked = self._parked.get(call)
+        if parked is not None and parked.gradients is None:
+            parked.edge = get_gradient_edge(out) if out.requires_grad else None
+
+    def backward(
+        self, call: ExpertsCall, gradient: torch.Tensor, needs: Sequence[bool]
+    ) -> Sequence[torch.Tensor | None]:
+        parked = self._parked.get(call)
+        if parked is None:
+            return self._alone.backward(call, gradient, needs)
+        assert parked.gradients is not None, "a backward has come to experts before its probe"
+        return [None if each is None else self._inputs.restore(each) for each in parked.gradients]
+
+    # -- Tiles, in the thread of the schedule ------------------------------------------------------
+
+    def serve(self, calls: Sequence[ExpertsCall]) -> None:
+        """Runs calls of the same module whose micro-batches are stopped."""
+        if calls:
+            go_forward(calls)
+
+    def probe(
+        self,
+        calls: Sequence[ParkedExperts],
+        pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    ) -> None:
+        """Takes the gradient of the last output of experts that has none yet. pairs: outputs of the
+        repeated block and their gradients."""
+        parked = _last_waiting(calls)
+        edge, parked.edge = parked.edge, None
+        if edge is not None:
+            (parked.gradient,) = torch.autograd.grad(
+                [out for out, _ in pairs], [edge], [gradient for _, gradient in pairs],
+                retain_graph=True, allow_unused=True,
+            )  # fmt: skip
+
+    def forget_graphs(self, calls: Sequence[ParkedExperts]) -> None:
+        """The graph of the last repeated forward is not needed any more."""
+        for parked in calls:
+            parked.edge = None
+
+    def forget_outputs(self, calls: Sequence[ParkedExperts]) -> None:
+        """The forward of this block is not repeated again."""
+        for parked in calls:
+            parked.out = None
+
+    def go_backward(
+        self,
+        calls: Sequence[list[ParkedExperts]],
+        probe: Callable[[Sequence[int]], None],
+    ) -> None:
+        """Computes the gradients of all calls of experts, those of the last module first.
+
+        `calls`: the calls of every micro-batch in one block. `probe(numbers)` repeats the block's
+        forward of these micro-batches, and calls `self.probe` for each of them.
+        """
+        while numbers := [n for n, each in enumerate(calls) if _is_waiting(each)]:
+            probe(numbers)
+            by_module: dict[tuple[int, ...], list[ParkedExperts]] = {}
+            for number in numbers:
+                parked = _last_waiting(calls[number])
+                # The backwards of later probes pass it, and that of the block.
+                parked.num_uses = sum(each.gradients is None for each in calls[number])
+                by_module.setdefault(parked.module, []).append(parked)
+            for together in by_module.values():
+                self._serve_backward(together)
+
+    def _serve_backward(self, together: list[ParkedExperts]) -> None:
+        running: list[ExpertsCall] = []
+        with ExitStack() as stack:
+            for parked in together:
+                call = parked.call
+                assert call is not None
+                parked.gradients = [None] * len(parked.needs)
+                if parked.gradient is not None:
+                    stack.enter_context(call.given(*parked.values))
+                    call.begin_backward(parked.gradient, parked.needs)
+                    running.append(call)
+            if running:
+                is_for_leaves = any(call.has_leaves for call in running)
+                go_backward(running, is_for_leaves=is_for_leaves, hold=self._hold)
+            for parked in together:
+                if parked.gradient is not None:
+                    assert parked.call is not None
+                    for _ in range(parked.num_uses):
+                        parked.gradients = [
+                            None if each is None else self._inputs.save(each)
+                            for each in parked.call.arguments.gradients
+                        ]
+                parked.gradient, parked.values = None, ()
+
+    @contextmanager
+    def _hold(self, tile: Any) -> Iterator[None]:
+        """Holds a tile to which several gradients come."""
+        with tile.held() as units:
+            self._uses.begin_block_backward(units)
+            yield
+        self._uses.end_of_block(units)
+
+    def end_block(self) -> None:
+        """Forgets the calls of a block whose backward is over."""
+        for parked in self._parked.values():
+            parked.call = parked.out = parked.edge = None
+        self._parked.clear()
+
+
+def _is_waiting(calls: Sequence[ParkedExperts]) -> bool:
+    return any(parked.gradients is None for parked in calls)
+
+
+def _last_waiting(calls: Sequence[ParkedExperts]) -> ParkedExperts:
+    return next(parked for parked in reversed(calls) if parked.gradients is None)
+
+
+def _refuse(nothing: None) -> torch.Tensor:
+    raise AssertionError("a backward runs through the first forward of a block")

@@ -1,0 +1,123 @@
+"""A block's forward, repeated with a graph, and its backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from infinity.modules.accumulate.boundary import BlockCall, BlockInput
+from infinity.modules.accumulate.captured import captured_again
+from infinity.modules.accumulate.experts import ExpertsSchedule
+from infinity.modules.accumulate.fiber import Random
+from infinity.modules.accumulate.micro_batch import MicroBatch
+from infinity.modules.accumulate.module_modes import ModeSwitch
+from infinity.streaming.activations import InputStore
+
+# The inputs of this many calls are restored ahead of the running call.
+_RESTORED_AHEAD = 2
+
+
+Calls = Sequence[tuple[MicroBatch, BlockCall]]
+
+
+class Repeated(NamedTuple):
+    """A repeated forward: copies of the block's inputs, and pairs of an output and its gradient."""
+
+    copies: dict[BlockInput, torch.Tensor]
+    pairs: list[tuple[torch.Tensor, torch.Tensor]]
+
+
+class BlockRepeat:
+    """Repeats the calls of blocks. In the thread of the schedule or of a fiber, one at a time.
+
+    `is_fiber` says whether the running thread may be suspended. Its backward stays in it then.
+    """
+
+    def __init__(
+        self,
+        inputs: InputStore,
+        random: Random,
+        modes: ModeSwitch,
+        experts: ExpertsSchedule,
+        is_fiber: Callable[[], bool],
+    ) -> None:
+        self._inputs = inputs
+        self._random = random
+        self._modes = modes
+        self._experts = experts
+        self._is_fiber = is_fiber
+        self._kept: dict[int, Repeated] = {}  # From probes, by the number of the call.
+
+    def probe(self, calls: Calls, is_kept: bool, index: int) -> None:
+        """Repeats the forward of one call, for the gradient of the output of its experts.
+        `is_kept`: the graph stays in memory for the next probe and for `finish`."""
+        repeated = self._kept.get(index) or self._forward(calls, index)
+        if is_kept:
+            self._kept[index] = repeated
+        with self._same_thread():
+            self._experts.probe(calls[index][1].experts, repeated.pairs)
+        if not is_kept:
+            self._experts.forget_graphs(calls[index][1].experts)
+
+    def finish(self, calls: Calls, index: int) -> None:
+        """Repeats the forward of one call, unless a probe has kept it, and runs its backward."""
+        repeated = self._kept.pop(index, None) or self._forward(calls, index)
+        self._experts.forget_outputs(calls[index][1].experts)
+        self._backward(*calls[index], repeated)
+
+    def _same_thread(self) -> AbstractContextManager[Any]:
+        return (
+            torch.autograd.set_multithreading_enabled(False) if self._is_fiber() else nullcontext()
+        )
+
+    def _forward(self, calls: Calls, index: int) -> Repeated:
+        for _, ahead in calls[index : index + 1 + _RESTORED_AHEAD]:
+            for source in ahead.inputs():
+                if source.restored is None:
+                    self._inputs.fetch(source.value)
+        _, call = calls[index]
+        copies = {}
+        for source in call.inputs():
+            if source.restored is None:
+                source.restored = self._inputs.restore(source.value)
+            copies[source] = source.restored.detach().requires_grad_()
+        leaves = [copies[leaf] if isinstance(leaf, BlockInput) else leaf for leaf in call.leaves]
+        args, kwargs = tree_unflatten(leaves, call.tree)
+        kept = self._random.state()
+        self._random.set(call.random)
+        self._modes.set(call.module_modes)
+        try:
+            with (
+                call.modes.set(),
+                captured_again(call.captured) as aside,
+                self._experts.within(call.experts, is_repeated=True),
+            ):
+                output = call.block.forward(*args, **kwargs)
+        finally:
+            self._random.set(kept)
+        outputs = tree_flatten((output, aside))[0]
+        pairs = [
+            (outputs[index], gradient)
+            for index, gradient in zip(call.which, call.gradients, strict=True)
+            if gradient is not None
+        ]
+        return Repeated(copies, pairs)
+
+    def _backward(self, fiber: MicroBatch, call: BlockCall, repeated: Repeated) -> None:
+        pairs = list(repeated.pairs)
+        call.gradients.clear()
+        # As in plain autograd, gradients of later blocks for the same tensor come first in the sum.
+        for source, copy in repeated.copies.items():
+            before = fiber.pending.pop(source.key, None)
+            if before is not None:
+                pairs.append((copy, before[1]))
+        with self._same_thread():
+            torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
+        for source, copy in repeated.copies.items():
+            source.restored = None
+            if copy.grad is not None:
+                fiber.pending[source.key] = source, copy.grad
