@@ -17,6 +17,7 @@
 #include <pybind11/stl.h>
 
 #include "arena.h"
+#include "bindings_decode.h"
 #include "bindings_update.h"
 #include "infinity_io/crc32c.h"
 #include "infinity_io/engine.h"
@@ -566,5 +567,6 @@ PYBIND11_MODULE(_core, module) {
       .def("stats", &PyEngine::stats)
       .def("lanes", &PyEngine::lanes);
 
+  bind_decode(module);
   bind_update(module);
 }

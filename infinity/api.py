@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,7 @@ from infinity.engine.registry import engine_of, owner_of
 from infinity.engine.replace import calling_place, make_room, remember
 from infinity.errors import ConfigError
 from infinity.modules.discover import UnitRule
+from infinity.modules.expert_adapters.peft import factor_adapters
 from infinity.state.stored import StoredTensor
 from infinity.storage.shards import ShardIdentity
 
@@ -32,13 +34,17 @@ __all__ = [
     "AdamW",
     "Engine",
     "Lion",
+    "beside",
     "close",
     "engine_of",
+    "factored_experts",
     "forward_backward",
     "gather",
     "init_empty_weights",
     "offload",
 ]  # fmt: skip
+
+T = TypeVar("T")
 
 
 def offload(
@@ -77,7 +83,8 @@ def offload(
     device: a device adapter instead of the configured one (infinity.testing.SimulatedDevice)
     resume: the checkpoint, or the directory of checkpoints, that is passed to
         `infinity.checkpoint.load` next. The engine continues in the swap files that the checkpoint
-        links to, if it can, and copies them otherwise
+        links to, if it can, and copies them otherwise. Without `weights`, frozen weights that the
+        checkpoint refers to are found where they were
     group: the data-parallel ranks that share the state: a process group, or a slice of a device
         mesh (`mesh["dp"]`). None means all ranks of torch.distributed, if it is initialized
     model_parallel_group: ranks that compute every layer together from the same inputs, such as
@@ -96,7 +103,12 @@ def offload(
     if callable(weights):
         dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
         plan = _FunctionLoadPlan(weights, dtypes)
-    elif weights is not None:
+    if weights is None and resume is not None:
+        from infinity.checkpoint.run.directory import find_checkpoint
+        from infinity.checkpoint.run.references import directory_of_base
+
+        weights = directory_of_base(find_checkpoint(Path(resume)))
+    if weights is not None and not callable(weights):
         from infinity.checkpoint import weight_source
 
         plan = weight_source(weights).plan(model, ignore=ignore)
@@ -146,6 +158,19 @@ class _FunctionLoadPlan:
             write(name, value)
 
 
+def factored_experts(model: nn.Module) -> nn.Module:
+    """Makes PEFT's adapters on packed experts compute `W x + s B (A x)`; returns the model.
+
+    `infinity.offload` does the same to a model with `LoraConfig(target_parameters=...)`. Call this
+    function on a model that stays in memory to get the bits of the offloaded one. PEFT itself
+    computes `(W + s B A) x`: it builds the sum for all experts of a layer, and a gradient as large.
+    The two differ by rounding (`modules/expert_adapters/factors.py`). Names, shapes and files of
+    the adapter are PEFT's. A model without such adapters does not change.
+    """
+    factor_adapters(model)
+    return model
+
+
 def forward_backward(
     model: nn.Module,
     loss_fn: Callable[[Any], torch.Tensor],
@@ -159,8 +184,10 @@ def forward_backward(
     names. The backward repeats the forward of a block, so activations take the memory of one block
     and one micro-batch (`schedule.tile_micro_batches` micro-batches in a block with tiles).
 
-    loss_fn: calls the model once and returns a scalar loss. For a mean over the micro-batches it
-        divides the loss by their number
+    loss_fn: returns a scalar loss. For a mean over the micro-batches it divides the loss by their
+        number. It may call the model several times, one call after the other: each call is one more
+        fetch of every block, for all micro-batches together. Calls that do not need each other's
+        results share the fetches of one call (`infinity.beside`)
     micro_batches: the arguments of `loss_fn`; all of them are kept until the end
 
     Returns the losses, detached, in the order of the micro-batches.
@@ -173,12 +200,37 @@ def forward_backward(
 
     Raises UnsupportedError for a model whose blocks cannot be repeated: blocks that fill a cache of
     keys and values, change arguments in place, or pass tensors on by other means than outputs.
+    Router logits that transformers records for an auxiliary loss are outputs in this sense.
 
     Micro-batches run in threads. glibc gives each thread a heap that keeps its freed memory, so set
     MALLOC_ARENA_MAX=1 in the environment of a program; `infinity train` sets it.
     """
     engine = engine_of(model)
     return engine.forward_backward([partial(_loss, loss_fn, batch) for batch in micro_batches])
+
+
+def beside(model: nn.Module, call: Callable[[], T]) -> Callable[[], T]:
+    """Starts a call of the model that shares the fetches of the next call; returns its result.
+
+    For losses that need a second call of the same model, such as that of a reference whose adapters
+    are disabled:
+
+        def loss_fn(batch):
+            reference = infinity.beside(model, lambda: log_probs_without_adapters(model, batch))
+            log_probs = log_probs_of(model(**batch), batch)
+            return dpo_loss(log_probs, reference())
+
+    Inside `infinity.forward_backward` the call runs in a fiber of its own: it and the rest of the
+    loss pass each block together, so the block is fetched once for both. The returned function
+    waits for the result. Elsewhere the call runs at once. `model.train()`, `model.eval()`, and
+    PEFT's active and disabled adapters are those of the call, also while the other call runs.
+
+    call: draws its own random numbers, as each micro-batch does. Its gradients, if it has any, are
+        added in another order than in plain accumulation
+
+    Raises InfinityError inside a block of the model.
+    """
+    return engine_of(model).beside(call)
 
 
 def _loss(loss_fn: Callable[[Any], torch.Tensor], batch: Any) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What `[io] verify` costs: a volume that keeps checksums beside one that does not.
+"""Cost of `[io] verify`: a volume that keeps checksums beside one that does not.
 
 The cost is the share of the bandwidth that is left, and the difference of the CPU seconds per GB.
 A third contender reads every byte once without a check (numpy's maximum), because a check cannot

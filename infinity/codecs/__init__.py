@@ -6,6 +6,8 @@ shape, decodes their bytes into a tensor, and encodes a weight into such parts. 
 threads: docs/formats/quantized.md. `detect.py` finds the codec of every tensor of a checkpoint.
 """
 
+from infinity.codecs.detect import logical_tensors, quantization_of
+from infinity.codecs.found import Encoded
 from infinity.codecs.fp8 import Fp8Blocks
 from infinity.codecs.int4 import Int4Groups
 from infinity.codecs.mxfp4 import Mxfp4Blocks
@@ -15,6 +17,7 @@ from infinity.codecs.plain import Plain
 
 __all__ = [
     "Codec",
+    "Encoded",
     "Encoding",
     "Fp8Blocks",
     "Int4Groups",
@@ -22,5 +25,7 @@ __all__ = [
     "Nf4",
     "Plain",
     "StoredPart",
+    "logical_tensors",
+    "quantization_of",
     "stored_nbytes",
 ]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from infinity.codecs import native
 from infinity.codecs.part import (
     Encoding,
     Shape,
@@ -34,7 +35,7 @@ class Fp8Blocks:
 
     block: rows and columns that share a scale; 0 is the full length, so (1, 0) has a scale per row
         and (0, 0) has one per matrix. The last block of each direction may be short.
-    scale: the dtype of the scales: F32, BF16 or F8_E8M0
+    scale: the dtype of the scales: F32, BF16, F16 or F8_E8M0
 
     The value is fp32(code) * fp32(scale), rounded to fp32, then to the dtype of the output. Leading
     dimensions are matrices of their own.
@@ -66,7 +67,10 @@ class Fp8Blocks:
 
     def decode(self, parts: Sequence[torch.Tensor], shape: Shape, out: torch.Tensor) -> None:
         check_decode(self, parts, shape, out)
-        store(self.values(parts, shape), out)
+        if native.runs(parts, out):
+            native.decode_fp8(parts, shape, out, block=self._block(shape), scale=self.scale)
+        else:
+            store(self.values(parts, shape), out)
 
     def values(self, parts: Sequence[torch.Tensor], shape: Shape) -> torch.Tensor:
         codes = typed(parts[0], torch.float8_e4m3fn).view(shape).float()
@@ -100,8 +104,9 @@ class Fp8Blocks:
         exact = exact.clamp(min=2.0**-126)
         if self.scale == "F32":
             return exact, exact
-        if self.scale == "BF16":
-            rounded = exact.bfloat16()
+        if self.scale in ("BF16", "F16"):
+            rounded = exact.to(torch.bfloat16 if self.scale == "BF16" else torch.float16)
+            rounded = rounded.clamp(min=torch.finfo(rounded.dtype).tiny)
             return rounded.float(), rounded
         exponents = exponents_of(exact)
         exponents = exponents + (torch.ldexp(torch.ones_like(exact), exponents) < exact)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from infinity.codecs import native
 from infinity.codecs.part import (
     Encoding,
     Shape,
@@ -58,7 +59,10 @@ class Int4Groups:
 
     def decode(self, parts: Sequence[torch.Tensor], shape: Shape, out: torch.Tensor) -> None:
         check_decode(self, parts, shape, out)
-        store(self.values(parts, shape), out)
+        if native.runs(parts, out):
+            native.decode_int4(parts, shape, out, group=self.group, scale=self.scale)
+        else:
+            store(self.values(parts, shape), out)
 
     def values(self, parts: Sequence[torch.Tensor], shape: Shape) -> torch.Tensor:
         packed = parts[0]  # Words are little-endian, so bytes hold codes lowest first too.

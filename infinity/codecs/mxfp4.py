@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from infinity.codecs import native
 from infinity.codecs.part import (
     Encoding,
     Shape,
@@ -72,7 +73,11 @@ class Mxfp4Blocks:
 
     def decode(self, parts: Sequence[torch.Tensor], shape: Shape, out: torch.Tensor) -> None:
         check_decode(self, parts, shape, out)
-        store(self.values(parts, shape), out)
+        if native.runs(parts, out):
+            stored, turned = self._stored(shape), self._turned(out)
+            native.decode_mxfp4(parts, stored, turned, block=BLOCK, values=E2M1_VALUES)
+        else:
+            store(self.values(parts, shape), out)
 
     def values(self, parts: Sequence[torch.Tensor], shape: Shape) -> torch.Tensor:
         codes = torch.stack([parts[0] & 15, parts[0] >> 4], dim=-1)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from infinity.codecs import native
 from infinity.codecs.part import (
     Encoding,
     Shape,
@@ -78,7 +79,11 @@ class Nf4:
 
     def decode(self, parts: Sequence[torch.Tensor], shape: Shape, out: torch.Tensor) -> None:
         check_decode(self, parts, shape, out)
-        store(self.values(parts, shape), out)
+        if native.runs(parts, out):
+            scales = self._scales(parts)
+            native.decode_nf4(parts, scales, shape, out, block=self.block, stored=self.stored)
+        else:
+            store(self.values(parts, shape), out)
 
     def values(self, parts: Sequence[torch.Tensor], shape: Shape) -> torch.Tensor:
         numel = math.prod(shape)

@@ -17,9 +17,10 @@ Shape = tuple[int, ...]
 # so no part has it: the files here store such codes as U8 or I8.
 ITEM_NBYTES = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
+    "F8_E4M3FNUZ": 1, "F8_E5M2FNUZ": 1,
     "U16": 2, "I16": 2, "F16": 2, "BF16": 2,
     "U32": 4, "I32": 4, "F32": 4,
-    "U64": 8, "I64": 8, "F64": 8,
+    "U64": 8, "I64": 8, "F64": 8, "C64": 8,
 }  # fmt: skip
 
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -79,8 +80,9 @@ class Codec(Protocol):
         shape: of the weight
         out: bfloat16, float16 or float32 of this shape, of any strides that do not overlap
 
-        A NaN has the bits of the positive quiet NaN. Raises ConfigError if the sizes of the parts
-        do not fit the shape.
+        CPU tensors are decoded by the native kernel on torch's number of threads, without the GIL;
+        other ones by `values`, with the same bits. A NaN has the bits of the positive quiet NaN.
+        Raises ConfigError if the sizes of the parts do not fit the shape.
         """
 
     def values(self, parts: Sequence[torch.Tensor], shape: Shape) -> torch.Tensor:

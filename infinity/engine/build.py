@@ -63,7 +63,7 @@ from infinity.simulate.update_device import UpdateDevice
 from infinity.state.budgets import Budgets, compute_budgets
 from infinity.state.moments import moments_of
 from infinity.state.placement import resting_nbytes
-from infinity.state.store import StateStore
+from infinity.state.store import LocalStore, StateStore
 from infinity.state.stored import lay_out_stored
 from infinity.state.tiles import fit
 from infinity.state.units import StateKind, TensorFacts, Unit, layout_unit
@@ -83,7 +83,7 @@ from infinity.streaming.step_record import StepRunner, UpdateSettings
 from infinity.streaming.weight_provider import TierWeights, WeightProvider
 from infinity.tiers.cpu import CpuDevice
 from infinity.tiers.device import DeviceAdapter
-from infinity.tiers.host import HostTier
+from infinity.tiers.host import HostBlocks
 from infinity.tiers.pool import HostPool
 from infinity.tiers.ranges import rounded_nbytes
 
@@ -95,7 +95,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 class OwnDevice(DeviceAdapter, Protocol):
     """A device adapter of the caller, which is given the host tier when it exists."""
 
-    def open(self, host: HostTier, counters: Counters) -> None: ...
+    def open(self, host: HostBlocks, counters: Counters) -> None: ...
 
 
 def build(
@@ -123,7 +123,7 @@ def build(
     ranks = find_group(group)
     if ranks is not None:
         config = config_of_rank(config, ranks)
-    in_place = weights if config.placement.frozen == "checkpoint" and ranks is None else None
+    in_place = weights if config.placement.reads_in_place and ranks is None else None
     stored = StoredParams(model, in_place)
     dtypes = Dtypes(model, config)
     tiling = Tiling(model, lambda parameter: dtypes.of(parameter).itemsize)
@@ -412,7 +412,7 @@ def _assemble(
         in_use = [each for each in identities if each.path in read]
         shards = ShardFiles(storage, in_use, verify=config.io.verify)
         resources.callback(shards.close)
-    host = HostTier(arena, counters)
+    host = HostBlocks(arena, counters)
     device = _open_device(config, host, counters, own_device)
     resources.callback(device.close)
     sharing = 1 if sharding is None else sharding.group.node_count
@@ -424,20 +424,13 @@ def _assemble(
     collectives = buckets = unshard = None
     source: WeightProvider = TierWeights()
     store: StateStore
-    if sharding is None:
-        store = StateStore(
-            units, placement=placement, host=host, volume=volume, device=device, counters=counters,
-            shards=shards,
-        )  # fmt: skip
-    else:
+    store = local = LocalStore(
+        own_units, placement=placement, host=host, volume=volume, device=device, counters=counters,
+        shards=shards if sharding is None else None,
+    )  # fmt: skip
+    if sharding is not None:
         store = sharded = sharding.store(
-            resources,
-            reduce_buffer_nbytes=budgets.reduce_buffer_nbytes,
-            placement=placement,
-            host=host,
-            volume=volume,
-            device=device,
-            counters=counters,
+            local, host, counters, resources, reduce_buffer_nbytes=budgets.reduce_buffer_nbytes
         )
         collectives, buckets, unshard = sharding.exchange(sharded, device, counters, resources)
         source = sharding.weight_provider(unshard)
@@ -582,7 +575,7 @@ def _nvme_nbytes(tier: NvmeTier) -> int | None:
 
 
 def _open_device(
-    config: SwapConfig, host: HostTier, counters: Counters, own: OwnDevice | None
+    config: SwapConfig, host: HostBlocks, counters: Counters, own: OwnDevice | None
 ) -> DeviceAdapter:
     if own is not None:
         own.open(host, counters)
@@ -617,7 +610,7 @@ def _params(
             for hook in (found.parameter._backward_hooks or {}).values():
                 compute.register_hook(hook)
             by_parameter[id(found.parameter)] = OffloadedParam(
-                found.name, unit, spec, handle, compute, found.aliases, found.parameter
+                found.name, unit, spec, handle, compute, found.registrations, found.parameter
             )
     return [by_parameter[id(parameter)] for parameter in anatomy.root.parameters()]
 
@@ -636,16 +629,15 @@ def _hooked_modules(anatomy: ModelLayout) -> list[HookedModule]:
 def _fill(engine: Engine, weights: LoadPlan | None, seed: int) -> None:
     """Fills the tiers: first values that are in memory, then values that are read or
     initialised."""
-    without, to_come = set(), set()
-    kept, derived_of = values_of_adapters(engine.model), derived_parameters(engine.model)
     names = {id(param.original): param.name for param in engine.params}
+    wanted = {names[each]: place for each, place in derived_parameters(engine.model).items()}
+    kept, without, to_come = values_of_adapters(engine.model), set[str](), set(wanted)
     for param in engine.params:
         original = param.original
         if original is not None and is_to_come(original) and id(original) not in kept:
             to_come.add(param.name)
             if original.is_meta:
                 without.add(param.name)
-    wanted = {names[each]: place for each, place in derived_of.items()}
     copies = [(names[id(copy)], names[id(own)]) for copy, own in copied_parameters(engine.model)]
     in_place = {spec.name for unit in engine.store.units if unit.stored for spec in unit.tensors}
     to_come -= in_place
@@ -668,7 +660,7 @@ def _fill(engine: Engine, weights: LoadPlan | None, seed: int) -> None:
     for copy, own in copies:
         if copy in to_come:
             engine.write_parameter(copy, engine.read_parameter(own))
-    derive(engine, {name: place for name, place in wanted.items() if name in without})
+    derive(engine, {name: place for name, place in wanted.items() if name in to_come})
     engine.flush()
 
 

@@ -5,7 +5,8 @@
   modules/edits.py        changes of weights other than the optimizer's step
   modules/grads.py        `.grad`, taken from autograd and shown on demand
   modules/handle_ops.py   operations on handles outside their module
-  streaming/passes.py     whether a forward or a backward of the model runs
+  engine/param_access.py  parameters by name: read and write outside their modules
+  engine/model_passes.py  the hooks that begin and end a pass; `infinity.forward_backward`
 
 One lock orders the training thread and autograd's device threads.
 """
@@ -20,20 +21,20 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
 
 from infinity.config import SwapConfig
 from infinity.distributed.group import path_of_job
-from infinity.distributed.shared_inputs import SharedActivationStore
 from infinity.distributed.sync import CollectiveSection, Ranks
 from infinity.engine import registry
+from infinity.engine.model_passes import ModelPasses
+from infinity.engine.param_access import ParamAccess
 from infinity.engine.state_access import StateAccess
 from infinity.errors import InfinityError, UnsupportedError
 from infinity.modules import autograd_functions as functions
-from infinity.modules.accumulate.layer_major import LayerMajorSchedule
 from infinity.modules.data_writes import units_written_by_data
 from infinity.modules.edits import WeightEdits
 from infinity.modules.grads import ParamGrads
@@ -44,12 +45,10 @@ from infinity.modules.hooks import (
     HookedModule,
     ModuleHooks,
     Unscriptable,
-    outside_graphs,
 )
 from infinity.modules.interrupts import uninterrupted
 from infinity.modules.param import OffloadedParam, ParamTable
 from infinity.modules.process import OwnProcess
-from infinity.modules.state_values import is_value_of, plain_value
 from infinity.modules.tiling.split import tiles_of
 from infinity.modules.tiling.tiled_param import TiledParam
 from infinity.modules.unmanaged_params import UnmanagedParams
@@ -58,17 +57,19 @@ from infinity.observe import Counters, Track
 from infinity.simulate.update_device import UpdateDevice
 from infinity.state.store import StateStore
 from infinity.state.units import StateKind, TensorSpec, Unit
-from infinity.streaming.activations import ActivationStore, InputStore
-from infinity.streaming.gradient_memory import in_memory_order
+from infinity.streaming.activations import ActivationStore
 from infinity.streaming.gradient_sink import GradientSink
 from infinity.streaming.masters import MasterWeights
 from infinity.streaming.parameters import WeightCache
-from infinity.streaming.passes import OUTSIDE_BACKWARD, Passes, current_backward
+from infinity.streaming.passes import Passes
 from infinity.streaming.step_record import StepRecord, StepRunner
 from infinity.tiers.device import DeviceAdapter
 from infinity.tiers.pool import HostPool
 
 _log = logging.getLogger("infinity")
+
+
+T = TypeVar("T")
 
 
 class Background(Protocol):
@@ -144,7 +145,17 @@ class Engine:
             ModuleHooks(hooked, self._uses, self._backwards) for hooked in self.hooked_modules
         ]
         self._removable: list[Any] = []
-        self._layer_inputs: InputStore = self.activations
+        self._model_passes = ModelPasses(
+            self.model, list(zip(self.hooked_modules, self._module_hooks, strict=True)),
+            self.params, self.passes, self._uses, self._backwards, self._grads, self.gradients,
+            self.weight_cache, self.activations, self._lock, device=self.device.torch_device,
+            tile_micro_batches=self.config.schedule.tile_micro_batches,
+        )  # fmt: skip
+        self._access = ParamAccess(
+            self._param_table, self.tiled_params, self._uses, self._changes, self._grads,
+            self.masters, self.updater, self.weight_cache, self._lock,
+            setting=self.ranks.setting, reset=self._model_passes.reset,
+        )  # fmt: skip
         # A model that is dropped without close() releases its memory and its swap files, too.
         self._finalizer = weakref.finalize(self, _close_in, os.getpid(), self.resources)
         for param in self.params:
@@ -157,18 +168,16 @@ class Engine:
         """Replaces parameters with handles and registers hooks on the hooked modules."""
         functions.install()
         self._param_table.install()
-        self._uses.begin_use = self._hooked_begins
         self._grads.install(self.params)
         for hooks in self._module_hooks:
             self._removable.extend(hooks.install())
-        self._removable += [
-            self.model.register_forward_pre_hook(self._pass_begins, prepend=True),
-            self.model.register_forward_hook(self._pass_ends, always_call=True),
-        ]
+        self._removable += self._model_passes.install()
         for module in {self.model, *(hooked.module for hooked in self.hooked_modules)}:
             self._removable.append(Unscriptable(module))
-        owners = {alias.module for param in self.params for alias in param.aliases}
-        self._removable += [m.register_load_state_dict_pre_hook(self._take_loaded) for m in owners]
+        owners = {place.module for param in self.params for place in param.registrations}
+        self._removable += [
+            m.register_load_state_dict_pre_hook(self._access.take_loaded) for m in owners
+        ]
         registry.register(self)
 
     def uninstall(self) -> None:
@@ -189,98 +198,26 @@ class Engine:
 
     # -- Passes ------------------------------------------------------------------------------------
 
-    @outside_graphs
-    def _pass_begins(self, module: nn.Module, args: Any) -> None:
-        is_own = current_backward() == OUTSIDE_BACKWARD and not self.passes.is_layer_major
-        if is_own and not self.is_closed:
-            self._begin_pass("train" if torch.is_grad_enabled() else "eval")
-
-    def _begin_pass(self, kind: str) -> None:
-        with uninterrupted(), self._lock:
-            self.reset()
-            self.weight_cache.begin_pass(kind, is_new=self.passes.beginnings.ask_model(kind))
-            self.passes.begin_forward(kind)
-
-    def _hooked_begins(self, hooked: HookedModule) -> None:
-        """Begins a pass with the first hooked module of a loop that calls parts of the model."""
-        passes = self.passes
-        is_inside = passes.is_in_forward or passes.is_layer_major
-        if is_inside or self.is_closed or current_backward() != OUTSIDE_BACKWARD:
-            return
-        kind = "train" if torch.is_grad_enabled() else "eval"
-        with uninterrupted(), self._lock:
-            is_new = passes.beginnings.ask_hooked(kind, hooked.name)
-            if is_new and not any(hooks.is_running for hooks in self._module_hooks):
-                self.reset()
-            self.weight_cache.begin_pass(kind, is_new=is_new)
-
-    @outside_graphs
-    def _pass_ends(self, module: nn.Module, args: Any, output: Any) -> None:
-        if not self.passes.is_layer_major:
-            self.passes.end_forward()
-
     def forward_backward(
         self, forwards: Sequence[Callable[[], torch.Tensor]]
     ) -> list[torch.Tensor]:
         """See `infinity.forward_backward`. Each forward returns the loss of one micro-batch."""
-        self._refuse_accumulating()
-        blocks = [
-            (hooked, hooks)
-            for hooked, hooks in zip(self.hooked_modules, self._module_hooks, strict=True)
-            if hooked.is_block
-        ]
-        device = self.device.torch_device
-        layer_major = LayerMajorSchedule(
-            self.model, self._uses, blocks, self._layer_inputs, device,
-            tile_micro_batches=self.config.schedule.tile_micro_batches,
-        )  # fmt: skip
-        with uninterrupted(), self._lock:
-            self.reset()
-            self.gradients.begin_accumulating()
-        self._begin_pass("train")
-        try:
-            with self.passes.layer_major():
-                return layer_major.run(forwards, self._turn_back)
-        finally:
-            self.passes.end_forward()  # If an error has ended the schedule.
-            self.reset()
-            self._uses.backward_ended()
-            with uninterrupted(), self._lock:
-                self.gradients.end_accumulating()
+        return self._model_passes.forward_backward(forwards)
 
-    def _refuse_accumulating(self) -> None:
-        if self.is_closed:
-            raise InfinityError("the engine of this model is closed; its parameters are gone")
-        if self.passes.is_layer_major or current_backward() != OUTSIDE_BACKWARD:
-            raise InfinityError(
-                "infinity.forward_backward inside another one, or inside a backward"
-            )
-        if not torch.is_grad_enabled():
-            raise InfinityError(
-                "infinity.forward_backward under torch.no_grad(): it runs the backward, too"
-            )
-
-    def _turn_back(self) -> None:
-        """Runs between the forwards and the backwards of `forward_backward`."""
-        self.passes.end_forward()
-        self.passes.begin_backward()
+    def beside(self, call: Callable[[], T]) -> Callable[[], T]:
+        """See `infinity.beside`."""
+        return self._model_passes.beside(call)
 
     def share_activations(self, group: Any) -> None:
         """Divides saved layer inputs over the ranks of a model-parallel group from now on."""
-        self._layer_inputs = SharedActivationStore(self.activations, group)
+        self._model_passes.share_activations(group)
 
     def reset(self) -> None:
         """Releases what an interrupted forward or backward has left in use.
 
         The next forward calls it. Gradients of completed backward passes are kept.
         """
-        with self._lock:
-            if self._backwards.abandon():
-                self.gradients.write_out_all()
-                self._grads.drop(self.params)
-            for hooks in self._module_hooks:
-                hooks.reset()
-            self.passes.break_off()
+        self._model_passes.reset()
 
     def resident_units(self) -> list[str]:
         """Returns the names of the units in use. The list is empty between a backward and the next
@@ -302,23 +239,15 @@ class Engine:
     def tile_rows(self, name: str) -> list[tuple[str, int, int]]:
         """Returns (name, first row, end) of every tile of a parameter; one entry if it is not
         tiled."""
-        tiled = self.tiled_params.get(name)
-        if tiled is None:
-            shape = self.spec(name).facts.shape
-            return [(name, 0, shape[0] if shape else 1)]
-        names = [handle.name_in_model for handle in tiled.handles]
-        return list(zip(names, tiled.starts, tiled.starts[1:], strict=False))
+        return self._access.tile_rows(name)
 
     def handle(self, name: str) -> Handle:
         """Returns the handle of a parameter by its name in the user's model."""
-        tiled = self.tiled_params.get(name)
-        tensor = self._param_table.named(name).handle if tiled is None else tiled.tensor
-        assert isinstance(tensor, Handle)
-        return tensor
+        return self._access.handle(name)
 
     def spec(self, name: str) -> TensorSpec:
         """Returns shape, stride, dtype and offset of an untiled parameter or of a tile."""
-        return self._param_table.named(name).spec
+        return self._access.spec(name)
 
     def params_of(self, what: nn.Module | Iterable[torch.Tensor]) -> list[OffloadedParam]:
         """Returns the parameters of a module, or those of given handles or compute parameters."""
@@ -330,67 +259,16 @@ class Engine:
 
     def read_gradient(self, name: str) -> torch.Tensor | None:
         """Returns a copy of the gradient summed so far (fp32, on the host), or None."""
-        if name in self.tiled_params:
-            parts = [self.read_gradient(tile) for tile, _, _ in self.tile_rows(name)]
-            there = [part for part in parts if part is not None]
-            return torch.cat(there) if len(there) == len(parts) else None
-        return self._grads.read(self._param_table.named(name))
+        return self._access.read_gradient(name)
 
     def read_parameter(self, name: str, *, master: bool = False) -> torch.Tensor:
         """Returns a copy on the host: in the compute dtype, or (`master`) the fp32 master value."""
-        if name in self.tiled_params:
-            tiles = self.tile_rows(name)
-            return torch.cat([self.read_parameter(tile, master=master) for tile, _, _ in tiles])
-        param = self._param_table.named(name)
-        spec = param.spec
-        with self._lock:
-            with self._uses.using([param.unit.index]):
-                copy = param.compute.detach().to("cpu", copy=True)
-            if not master or not copy.is_floating_point():
-                return copy
-            if self.masters.has(param.unit, spec):
-                self.updater.finish_writes()
-                narrow = in_memory_order(copy, spec)
-                wide = self.masters.read(param.unit, spec, narrow)
-                return wide.as_strided(spec.facts.shape, spec.facts.stride)
-            return copy.float()
+        return self._access.read(name, master=master)
 
     def write_parameter(self, name: str, tensor: torch.Tensor) -> None:
         """Replaces the value of a parameter and its master. Any dtype; the shape of the
         parameter."""
-        tensor = plain_value(tensor)
-        tiled = self.tiled_params.get(name)
-        shape = tuple(self.spec(name).facts.shape if tiled is None else tiled.tensor.shape)
-        if tuple(tensor.shape) != shape:
-            raise InfinityError(f"{name!r} has shape {shape}, got {tuple(tensor.shape)}")
-        if tiled is not None:
-            for tile, start, stop in self.tile_rows(name):
-                self.write_parameter(tile, tensor[start:stop])
-            return
-        param = self._param_table.named(name)
-        with uninterrupted(), self._lock, torch.no_grad(), self.ranks.setting([param.unit.index]):
-            self.reset()
-            if self.weight_cache.is_in_use(param.unit.index):
-                raise InfinityError(
-                    f"write_parameter({name!r}) while {param.unit.name!r} is in use; leave "
-                    "infinity.gather() first"
-                )
-            self.updater.settle()
-            self._changes.write(param.unit, {param.spec: tensor})
-
-    def _take_loaded(
-        self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *unused: Any
-    ) -> None:
-        """Writes the values of a `load_state_dict` call to their tiers, before the module sees
-        them. The module then finds its own handles in the dict and copies nothing."""
-        for attribute, tensor in module._parameters.items():
-            value = state_dict.get(prefix + attribute)
-            if not isinstance(tensor, Handle) or not isinstance(value, torch.Tensor):
-                continue
-            if value.shape == tensor.shape:
-                if not is_value_of(value, tensor):
-                    self.write_parameter(tensor.name_in_model, value)
-                state_dict[prefix + attribute] = tensor
+        self._access.write(name, tensor)
 
     def fill(self, unit: Unit) -> None:
         """As `WeightEdits.fill`."""

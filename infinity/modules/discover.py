@@ -28,7 +28,7 @@ _LISTS = (nn.ModuleList, nn.ModuleDict)
 
 
 @dataclass(eq=False, slots=True)
-class Alias:
+class Registration:
     """One place where a parameter is registered."""
 
     module: nn.Module
@@ -41,7 +41,7 @@ class FoundParam:
 
     name: str
     parameter: nn.Parameter
-    aliases: list[Alias] = field(default_factory=list)
+    registrations: list[Registration] = field(default_factory=list)
     hooked_modules: list[int] = field(default_factory=list)
 
 
@@ -148,9 +148,14 @@ def _block_test(model: nn.Module, rule: UnitRule) -> Callable[[str, nn.Module], 
 
 def _blocks(module: nn.Module) -> Iterator[nn.Module]:
     """Yields the callable children of the outermost module lists. Walks through lists of lists;
-    tiles are no blocks."""
+    tiles are no blocks.
+
+    The lists of a PEFT layer are none: an adapter outside of the blocks, such as that of a head, is
+    one of two paths from the same input, whose gradients meet before they go on.
+    """
     if isinstance(module, Tiled):
         return
+    is_adapter = "_disable_adapters" in module.__dict__
     if isinstance(module, _LISTS):
         for child in module.children():
             if isinstance(child, _LISTS):
@@ -159,7 +164,8 @@ def _blocks(module: nn.Module) -> Iterator[nn.Module]:
                 yield child
         return
     for child in module.children():
-        yield from _blocks(child)
+        if not (is_adapter and isinstance(child, _LISTS)):
+            yield from _blocks(child)
 
 
 def _visit(
@@ -195,7 +201,7 @@ def _visit(
         full_name = f"{name}.{attribute}" if name else attribute
         each = found.setdefault(id(parameter), FoundParam(full_name, parameter))
         if id(module) not in seen:
-            each.aliases.append(Alias(module, attribute))
+            each.registrations.append(Registration(module, attribute))
         assert hooked is not None
         if hooked not in each.hooked_modules:
             each.hooked_modules.append(hooked)

@@ -214,7 +214,7 @@ class WeightEdits:
             for spec, value in narrow.items():
                 weight_of(weights, spec).copy_(value)
 
-        if self._is_sharded or not self._store.put_first(unit, fill):
+        if not self._store.put_first(unit, fill):
             return False
         for spec, value in values.items():
             flat = in_memory_order(value.detach().cpu(), spec)

@@ -33,7 +33,8 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NoReturn, Protocol, TypeGuard
 
 import torch
@@ -213,6 +214,13 @@ class Unscriptable:
         self._module.__dict__.pop("__prepare_scriptable__", None)
 
 
+class HeldByCaller(nn.Module):
+    """A module whose caller keeps its units for a forward and a backward, one after the other."""
+
+    # Of `ModuleHooks`, while the module is offloaded.
+    held: Callable[[], AbstractContextManager[None]] = staticmethod(nullcontext)
+
+
 class ModuleHooks:
     """The forward hooks of one hooked module."""
 
@@ -228,10 +236,26 @@ class ModuleHooks:
     def install(self) -> list[Any]:
         """Registers the hooks; returns their handles for removal."""
         module = self._hooked.module
+        if isinstance(module, HeldByCaller):
+            module.__dict__["held"] = self.held
         return [
             module.register_forward_pre_hook(self._before, prepend=True),
             module.register_forward_hook(self._after, always_call=True),
         ]
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Keeps the units in use for the time of a `with` block, and suspends the hooks."""
+        self._uses.begin_use(self._hooked)
+        with uninterrupted():
+            self._backwards.ensure_armed()
+            self._uses.enter(self._hooked.units)
+        was_suspended, self.is_suspended = self.is_suspended, True
+        try:
+            yield
+        finally:
+            self.is_suspended = was_suspended
+            self._uses.leave(self._hooked.units)
 
     @property
     def is_running(self) -> bool:

@@ -12,7 +12,7 @@ from infinity.config import SwapConfig
 from infinity.errors import CapacityError, ConfigError
 from infinity.sizes import MIB, align_up, format_nbytes
 from infinity.state.placement import (
-    Placement,
+    StatePlacement,
     least_chunk_nbytes,
     place,
     plan_staging_slots,
@@ -49,7 +49,7 @@ class Budgets:
     host_nbytes: int
     reduce_buffer_nbytes: int
     reduce_buffer_spills: bool
-    placement: Placement
+    placement: StatePlacement
     working_nbytes: int
     is_tight: bool
     window_nbytes: int
@@ -309,7 +309,7 @@ def _refuse_small_host(
     )
 
 
-def _place(request: _Request, host_nbytes: int, smallest: int, comfortable: int) -> Placement:
+def _place(request: _Request, host_nbytes: int, smallest: int, comfortable: int) -> StatePlacement:
     """Places all state, with comfortable working memory if that fits, else with the smallest."""
     device_nbytes = request.device_nbytes
     if device_nbytes is not None and not request.shares_host_memory:
@@ -330,14 +330,14 @@ def _place(request: _Request, host_nbytes: int, smallest: int, comfortable: int)
 
 
 def _device_window_nbytes(
-    shares_host_memory: bool, device_nbytes: int | None, placement: Placement
+    shares_host_memory: bool, device_nbytes: int | None, placement: StatePlacement
 ) -> int | None:
     if shares_host_memory or device_nbytes is None:
         return None
     return device_nbytes - placement.placed_nbytes["device"]
 
 
-def _refuse_small_device(request: _Request, placement: Placement) -> None:
+def _refuse_small_device(request: _Request, placement: StatePlacement) -> None:
     window_nbytes = _device_window_nbytes(
         request.shares_host_memory, request.device_nbytes, placement
     )
@@ -355,7 +355,7 @@ def _refuse_small_device(request: _Request, placement: Placement) -> None:
 
 
 def _staging_ring(
-    request: _Request, placement: Placement, working_nbytes: int
+    request: _Request, placement: StatePlacement, working_nbytes: int
 ) -> tuple[int, int, int]:
     """(bytes of a chunk, staging slots, bytes of the ring) of the optimizer's pipeline."""
     units = request.units

@@ -15,14 +15,14 @@ from typing import Protocol
 import torch
 
 from infinity.observe import Counters, Track
-from infinity.state.placement import Placement
+from infinity.state.placement import StatePlacement
 from infinity.state.stored import StoredWeights
 from infinity.state.units import StateKind, Unit
 from infinity.storage.protocol import Priority, Ticket
 from infinity.storage.shards import ShardFiles
 from infinity.storage.volume import Extent, Volume
 from infinity.tiers.device import FINISHED, DeviceAdapter
-from infinity.tiers.host import Block, HostTier
+from infinity.tiers.host import Block, HostBlocks
 
 
 class Transfer(Protocol):
@@ -87,15 +87,76 @@ def show(
         counters.tracer.watch(ticket, lambda file: f"{lane} {files.path_of(file)}", what, asked_ns)
 
 
-class StateStore:
-    """The locations of all state. Owns the blocks, extents and device memory of it."""
+class StateStore(Protocol):
+    """The state of units, wherever it rests.
+
+    Local: `LocalStore`. Over ranks: `distributed.store.DistributedStore`. The training thread reads
+    and writes.
+    """
+
+    @property
+    def units(self) -> tuple[Unit, ...]:
+        """The units by index."""
+
+    @property
+    def volume(self) -> Volume | None:
+        """The volume with the state on NVMe; None when no state rests there."""
+
+    @property
+    def shards(self) -> ShardFiles | None:
+        """The files of units that rest in a checkpoint; None without such units."""
+
+    def location(self, unit: Unit, kind: StateKind) -> StateLocation | None:
+        """The location of a state kind of a unit; None when the unit has none of it."""
+
+    def placed(self) -> Mapping[tuple[int, StateKind], StateLocation]:
+        """The location of each state kind of each unit, by (index, kind)."""
+
+    def host_view(self, unit: Unit, kind: StateKind) -> torch.Tensor | None:
+        """The resting bytes themselves, uint8 (nbytes,), where the host can address them."""
+
+    def put_first(self, unit: Unit, fill: FirstValues) -> bool:
+        """Leaves first values with the store; see `LocalStore.put_first`. False: it takes none."""
+
+    def unwritten(self) -> list[Unit]:
+        """The units whose first values are not on NVMe yet."""
+
+    def read(
+        self,
+        unit: Unit,
+        kind: StateKind,
+        block: Block,
+        *,
+        priority: Priority,
+        offset_nbytes: int = 0,
+        nbytes: int | None = None,
+    ) -> Transfer:
+        """Starts reading a range of the state into the start of `block`. Whole pages only."""
+
+    def write(
+        self,
+        unit: Unit,
+        kind: StateKind,
+        block: Block,
+        *,
+        offset_nbytes: int = 0,
+        nbytes: int | None = None,
+    ) -> Transfer:
+        """Starts writing the start of `block` to a range of the state. Whole pages only.
+
+        The block must stay lent and unchanged until the transfer is done.
+        """
+
+
+class LocalStore:
+    """The locations of this process's state. Owns the blocks, extents and device memory of it."""
 
     def __init__(
         self,
         units: Sequence[Unit],
-        placement: Placement,
+        placement: StatePlacement,
         *,
-        host: HostTier,
+        host: HostBlocks,
         volume: Volume | None,
         device: DeviceAdapter,
         counters: Counters,
@@ -111,7 +172,7 @@ class StateStore:
         self._first_values: dict[int, FirstValues] = {}  # By unit; until its weights are written.
         self._settle(placement)
 
-    def _settle(self, placement: Placement) -> None:
+    def _settle(self, placement: StatePlacement) -> None:
         """Allocates the space of all state. Fresh state reads as zeros on every tier."""
         on_nvme: list[tuple[Unit, StateKind]] = []
         for (index, kind), tier in placement.tiers.items():
@@ -248,8 +309,9 @@ class StateStore:
                 address=block.address,
                 priority=Priority.WRITE_BACK,
             )
-            if kind is StateKind.PARAMETERS and self._first_values.pop(unit.index, None):
+            if kind is StateKind.PARAMETERS and unit.index in self._first_values:
                 assert length == unit.weight_nbytes
+                del self._first_values[unit.index]
             what = f"{kind.value} of {unit.name}"
             show(self._counters, self._volume, ticket, Track.WRITES, what, asked_ns)
             return ticket

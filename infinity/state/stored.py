@@ -11,7 +11,7 @@ Pure: names, offsets and shapes. `StoredWeights.decode` computes on the tensors 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -40,7 +40,7 @@ class Decoder(Protocol):
     def rows(
         self, shape: tuple[int, ...], start: int, stop: int
     ) -> Sequence[tuple[int, int]] | None:
-        """Returns the (offset, length) in bytes, of each part, that makes rows [start, stop) of the
+        """Returns the byte range [first, end) of each part that makes rows [start, stop) of the
         first axis; None if these rows have no bytes of their own."""
 
 
@@ -97,8 +97,8 @@ def _cut_rows(piece: StoredPiece, start: int, stop: int) -> StoredPiece | None:
     if ranges is None:
         return None
     parts = tuple(
-        ShardRange(part.path, part.offset_nbytes + offset, nbytes)
-        for part, (offset, nbytes) in zip(piece.parts, ranges, strict=True)
+        ShardRange(part.path, part.offset_nbytes + first, end - first)
+        for part, (first, end) in zip(piece.parts, ranges, strict=True)
     )
     return replace(piece, shape=(stop - start, *piece.shape[1:]), parts=parts)
 
@@ -132,6 +132,16 @@ class StoredWeights:
                     tensors[name] = parameter(name)
                 stored = [block[start : start + nbytes] for start, nbytes in parts]
                 piece.codec.decode(stored, piece.shape, piece.target(tensors[name]))
+
+    def decoded_pieces(
+        self, block: torch.Tensor, dtype_of: Callable[[str], torch.dtype]
+    ) -> Iterator[tuple[str, StoredPiece, torch.Tensor]]:
+        """Yields every piece with its elements, in memory of its own. For comparison."""
+        for name, piece, parts in self.pieces:
+            elements = torch.empty(piece.shape, dtype=dtype_of(name))
+            stored = [block[start : start + nbytes] for start, nbytes in parts]
+            piece.codec.decode(stored, piece.shape, elements)
+            yield name, piece, elements
 
     def sources_in(self, path: str, start_nbytes: int, stop_nbytes: int) -> list[str]:
         """Returns the stored tensors with bytes in a range of a file, for messages."""

@@ -12,7 +12,7 @@ import errno
 import os
 import threading
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from infinity.errors import CorruptionError, StorageError
@@ -41,6 +41,16 @@ class ShardRun:
     @property
     def end_nbytes(self) -> int:
         return self.offset_nbytes + self.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class RunChecksum:
+    """The checksum of the pages of one run: a CRC32 of the CRC32C of each page."""
+
+    path: str
+    offset_nbytes: int
+    nbytes: int
+    crc32c: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +138,18 @@ class ShardFiles:
         ]
         ticket = self._engine.submit("read", segments, priority)
         return _ShardRead(ticket, self, tuple(runs), address, label)
+
+    def checksums(self) -> list[RunChecksum]:
+        """Returns the checksums that the first reads have taken."""
+        with self._lock:
+            return [RunChecksum(*key, value) for key, value in (self._checksums or {}).items()]
+
+    def expect(self, checksums: Iterable[RunChecksum]) -> None:
+        """Compares the first reads, too, with these checksums of an earlier run."""
+        with self._lock:
+            if self._checksums is not None:
+                for each in checksums:
+                    self._checksums[each.path, each.offset_nbytes, each.nbytes] = each.crc32c
 
     def check(self, runs: Sequence[ShardRun], address: int, label: str) -> None:
         """Compares what was read with the first read of the same run. Raises CorruptionError."""

@@ -81,7 +81,7 @@ class Weights:
     use_count: int = 0
     block: Block | None = None
     decoded: Block | None = None  # While ATTACHED or checked out, if made from stored bytes here.
-    is_decoding: bool = False
+    is_decoding: bool = False  # Its blocks are in use while room is made for another.
     reading: Transfer | None = None
     writing: Transfer | None = None
     arrival: Arrival | None = None  # While ARRIVING.
@@ -132,7 +132,11 @@ class WeightCache:
         self.orders = {"train": AccessOrder(feeders), "eval": AccessOrder(feeders)}
         self._order = self.orders["train"]
         self.weights = [self._weights_of(unit) for unit in store.units]
-        self._nbytes = [u.stored.nbytes if u.stored else u.weight_nbytes for u in store.units]
+        # Host bytes of the weights; also of full units whose weights rest in shards of other units.
+        self._nbytes = [
+            unit.weight_nbytes if unit.stored is None else unit.stored.nbytes
+            for unit in store.units
+        ]
         stored = [unit.stored.nbytes for unit in store.units if unit.stored is not None]
         if stored:
             device.prepare_decoding(max(stored))
@@ -494,6 +498,7 @@ class WeightCache:
             for weights in self.weights
             if weights.decoded is not None
             and not weights.use_count
+            and not weights.is_decoding
             and weights.state is WeightState.ATTACHED
         ]
         victim = self._choose(idle, wanted_nbytes, nearer_than=nearer_than)
@@ -595,6 +600,33 @@ class WeightCache:
                 f"changed: the frozen weights rest in {stored.runs[0].path}, which is only read. "
                 'To change them, offload with placement.frozen = "copy"'
             )
+
+    def _differs(self, weights: Weights) -> bool:
+        """Returns whether the attached weights are other than the stored ones. Code may write a
+        parameter without changing it."""
+        unit, stored = weights.unit, weights.unit.stored
+        assert stored is not None
+        block, self_made = weights.block, weights.block is None
+        weights.is_decoding = True
+        try:
+            if block is None:
+                block = self._require(weights)
+        finally:
+            weights.is_decoding = False
+        try:
+            if self_made:
+                kind, urgency = StateKind.PARAMETERS, Priority.STATE
+                self._store.read(unit, kind, block, priority=urgency).wait()
+            content = self._pool.tensor(block)
+            pieces = stored.decoded_pieces(content, lambda name: unit.spec(name).facts.dtype)
+            for name, piece, expected in pieces:
+                shown = piece.target(tensor_in(weights.region, unit, name)).contiguous().cpu()
+                if not torch.equal(shown.view(torch.uint8), expected.view(torch.uint8)):
+                    return True
+            return False
+        finally:
+            if self_made:
+                self._pool.free(block)
 
     def _check_out_decoded(self, weights: Weights) -> torch.Tensor:
         """The weights made of stored bytes, in a block that `check_in` frees."""
@@ -716,8 +748,13 @@ class WeightCache:
         weights = self.weights[unit]
         assert not weights.use_count and weights.state is WeightState.ATTACHED
         if weights.unit.stored is not None:
-            self._detach(weights)  # The next use decodes the stored weights again.
-            self.refuse_change(unit)
+            try:
+                is_changed = self._differs(weights)
+            finally:
+                self._detach(weights)  # The next use decodes the stored weights again.
+            if is_changed:
+                self.refuse_change(unit)
+            return
         if weights.rests_on_device:
             return
         self._finish_copy(weights)

@@ -25,7 +25,7 @@ from infinity.tiers.device import (
     all_of,
     tensor_over,
 )
-from infinity.tiers.host import Block, HostTier
+from infinity.tiers.host import Block, HostBlocks
 from infinity.tiers.ranges import rounded_nbytes
 
 
@@ -53,7 +53,7 @@ class WindowRegion:
 class CpuDevice:
     """The device tier of a machine without a GPU. Training thread only."""
 
-    host: HostTier
+    host: HostBlocks
     counters: Counters
     name: str = "cpu"
     shares_host_memory: bool = True

@@ -41,7 +41,7 @@ import torch
 
 from infinity.observe import Counters, Track
 from infinity.tiers.device import Copy, Region, ResidentRegion, ResizedRegion, all_of
-from infinity.tiers.host import Block, HostTier
+from infinity.tiers.host import Block, HostBlocks
 
 
 class Event(Protocol):
@@ -186,7 +186,7 @@ class StreamDevice:
 
     shares_host_memory = False
 
-    def __init__(self, name: str, host: HostTier, counters: Counters, streams: Streams) -> None:
+    def __init__(self, name: str, host: HostBlocks, counters: Counters, streams: Streams) -> None:
         self.name = name
         self.host = host
         self.counters = counters

@@ -6,6 +6,8 @@
 #include "check.h"
 #include "order.h"
 
+namespace block_test {
+
 using namespace infinity::io;
 
 namespace {
@@ -281,4 +283,4 @@ TEST(ReadUpToTheEndOfAReadOnlyFileIsDone) {
   CHECK(judge(cut.block, 0).verdict == Verdict::kFailed);
 }
 
-int main() { return check::run_all_tests(); }
+}  // namespace block_test

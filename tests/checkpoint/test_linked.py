@@ -15,7 +15,7 @@ import infinity
 from infinity.checkpoint.run.linked import CHECKSUMS_NAME, TABLE_NAME
 from infinity.errors import CapacityError, ConfigError, CorruptionError, StorageError
 from infinity.testing.faulty_engine import Fault, FaultyEngine
-from tests.storage.test_kernel_faults import ext4_on_loop
+from tests.support.file_systems import ext4_on_loop
 
 from .harness import assert_same, content, durable, run
 from .test_exact import ELSEWHERE
@@ -60,7 +60,7 @@ def test_resumed_run_is_the_uninterrupted_one(tmp_path, kind, elsewhere):
         assert_same(expected[1], resumed.state())
 
 
-def test_what_rests_elsewhere_is_written_beside_the_links(tmp_path):
+def test_state_outside_nvme_is_written_beside_the_links(tmp_path):
     checkpoints = tmp_path / "checkpoints"
     with run("bf16", tmp_path / "swap", checkpoint=durable(checkpoints), **MIXTURE) as each:
         each.steps(0, 2)

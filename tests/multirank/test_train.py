@@ -95,7 +95,7 @@ def test_two_ranks_train_on_what_twice_the_accumulation_would(tmp_path: Path) ->
     assert list((tmp_path / "swap").iterdir()) == []
 
 
-def test_a_run_of_two_ranks_is_gone_on_with_by_one(tmp_path: Path) -> None:
+def test_one_rank_continues_a_run_of_two(tmp_path: Path) -> None:
     """Stopped on one of them, and with as many batches in a step as before: the uninterrupted run."""
     _write_text(tmp_path)
     _train(0, str(tmp_path), "alone", 2)

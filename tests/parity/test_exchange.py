@@ -11,7 +11,7 @@ import torch
 from infinity.distributed.exchange import mean_of
 from infinity.testing.simulated_device import SimulatedDevice
 from infinity.tiers.streams import StreamCopy, StreamDevice
-from tests.loopback import Loopback
+from tests.support.loopback import Loopback
 
 from . import exchanges
 
@@ -55,7 +55,7 @@ MUTATIONS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
 
 
 @pytest.mark.parametrize("name", MUTATIONS)
-def test_an_ordering_that_is_missing_is_told(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_ordering_is_detected(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     owner, attribute, instead = MUTATIONS[name]
     monkeypatch.setattr(owner, attribute, instead)
     with pytest.raises(AssertionError):

@@ -1,7 +1,6 @@
 """Packed experts run as tiles of some experts.
 
-With the loop over experts ("eager") and one expert a tile, cut and whole models are compared bit
-for bit. Other implementations sum over tokens and choices in another order, as they do among
+With the loop over experts ("eager"), cut and whole models are compared bit for bit. Other implementations sum over tokens and choices in another order, as they do among
 themselves: losses agree to rounding.
 """
 
@@ -97,7 +96,9 @@ def gradients_of(model: nn.Module) -> dict[str, Any]:
 @pytest.mark.parametrize("implementation", ["eager", "grouped_mm", "batched_mm"])
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "qwen2_moe", "deepseek_v3"])
 def test_the_same_numbers_as_whole(name: str, implementation: str) -> None:
-    """Of experts with and without biases, transposed and not, beside shared ones."""
+    """Of experts with and without biases, transposed and not, beside shared ones. Qwen2-MoE reads
+    the hidden states again behind its experts: autograd adds the experts' gradients to that one by
+    one, a call adds their sum."""
     entry = ZOO[name]
 
     def build() -> Any:
@@ -108,7 +109,8 @@ def test_the_same_numbers_as_whole(name: str, implementation: str) -> None:
     whole = build()
     expected = entry.loss(whole, entry.batch(1))
     expected.backward()
-    for num_experts in (1, 3):  # Four experts in each: tiles of equal and of different sizes.
+    of_one: dict[str, Any] = {}
+    for num_experts in (1, 2, 3):  # Four experts in each: tiles of equal and of different sizes.
         model = cut(build(), num_experts)
         tiled = [module for module in model.modules() if isinstance(module, TiledExperts)]
         assert tiled and all(len(each.tiles) == -(-4 // num_experts) for each in tiled)
@@ -117,9 +119,10 @@ def test_the_same_numbers_as_whole(name: str, implementation: str) -> None:
         actual.backward()
         found, plain = gradients_of(model), gradients_of(whole)
         assert found.keys() == plain.keys()
-        if implementation == "eager" and num_experts == 1:
+        if implementation == "eager":
             assert same_bits(actual.detach(), expected.detach())
-            assert not differences(plain, found)
+            of_one = of_one or found
+            assert not differences(of_one if name == "qwen2_moe" else plain, found)
         torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
         for each, gradient in plain.items():
             torch.testing.assert_close(found[each], gradient, rtol=1e-4, atol=1e-7)
@@ -133,8 +136,10 @@ def test_experts_without_tokens_have_a_gradient_of_zero_or_are_left_out() -> Non
         tile.register_forward_hook(lambda *_, index=index: ran.append(index))
     indices = torch.tensor([[1, 3], [3, 1], [1, 3]])
     hidden = torch.randn(3, 64, requires_grad=True)
-    experts(hidden, indices, torch.rand(3, 2)).sum().backward()
-    assert ran == [0, 1, 2, 3]
+    out = experts(hidden, indices, torch.rand(3, 2))
+    assert ran == [1, 3]
+    out.sum().backward()
+    assert ran == [1, 3, 3, 1]
     for tile, has_tokens in zip(experts.tiles, (False, True, False, True), strict=True):
         for parameter in tile.parameters():
             assert parameter.grad is not None and bool(parameter.grad.any()) is has_tokens
@@ -145,7 +150,7 @@ def test_experts_without_tokens_have_a_gradient_of_zero_or_are_left_out() -> Non
     ran.clear()
     experts.requires_grad_(False)
     experts(hidden, indices, torch.rand(3, 2)).sum().backward()
-    assert ran == [1, 3]
+    assert ran == [1, 3, 3, 1]
     # As ranks of expert parallelism have it: past the last expert there is nothing to do.
     assert not experts(hidden, torch.full((3, 2), 4), torch.rand(3, 2)).any()
 
@@ -169,7 +174,7 @@ def config(directory: Path, **options: Any) -> Any:
 def test_training_is_that_of_the_whole_model(
     swap_directory: Path, placement: Any, simulated: bool, updates: str
 ) -> None:
-    """Bit for bit: one expert a tile, and no sum in another order. AdamW decays all experts."""
+    """Bit for bit: no sum has another order. AdamW decays all experts."""
     expected = plain_run(MIXTRAL, PLAN)
     options = config(swap_directory, placement=placement, updates=updates, host_nbytes="16MiB")
     device = SimulatedDevice(3) if simulated else None
@@ -274,7 +279,7 @@ def test_adapters_of_experts_train_as_those_of_the_whole(
     is_layer_major: bool, swap_directory: Path
 ) -> None:
     """Bit by bit; also with several micro-batches inside one block, in threads."""
-    plain = adapted()
+    plain = infinity.factored_experts(adapted())
     batches = [MIXTRAL.batch(number) for number in range(3)]
     reference = torch.optim.AdamW(plain.parameters(), lr=1e-3, fused=True)
     config = swap_config(swap_directory)

@@ -17,17 +17,17 @@ from infinity.plan import forecast, load_hardware, scaled_gpt
 from infinity.plan.model import model_of_shape
 from infinity.simulate.job import Batch, load_of
 from infinity.simulate.rank_job import rank_loads
-from infinity.simulate.step import UnitLoad
+from infinity.simulate.spec import UnitLoad
 from infinity.state.partition import STAGES, partition
-from infinity.state.placement import Placement
+from infinity.state.placement import StatePlacement
 from infinity.state.units import StateKind, Unit
 from tests.property.strategies import units
 
 BATCH = Batch(8, 1)
 
 
-def placed(laid_out: list[Unit], tier: str) -> Placement:
-    return Placement({(unit.index, kind): tier for unit in laid_out for kind in StateKind}, {})
+def placed(laid_out: list[Unit], tier: str) -> StatePlacement:
+    return StatePlacement({(unit.index, kind): tier for unit in laid_out for kind in StateKind}, {})
 
 
 def loads_of_ranks(
@@ -131,7 +131,7 @@ def test_words_for_ranks() -> None:
          "do not fit one device"),
     ],
 )  # fmt: skip
-def test_what_ranks_cannot_have_is_refused(arguments: list[str], words: str) -> None:
+def test_plan_refuses_settings_that_ranks_cannot_have(arguments: list[str], words: str) -> None:
     result = CliRunner().invoke(app, ["plan", *MODEL, *arguments])
     assert result.exit_code == 2
     assert words in " ".join(result.output.split())

@@ -17,7 +17,10 @@ class Stub:
     """Store, pool, device, ranks: whatever is asked for is done at once. Units 0 and 1 are wholes,
     2 and 3 this rank's shards of them."""
 
-    units = tuple(SimpleNamespace(index=i, name=str(i), weight_nbytes=4) for i in range(4))
+    units = tuple(
+        SimpleNamespace(index=i, name=str(i), weight_nbytes=4, stored=None, nbytes=lambda kind: 4)
+        for i in range(4)
+    )
     shares_host_memory = False
     is_on = True
     arrival = departure = FINISHED
@@ -26,7 +29,7 @@ class Stub:
         self.num_lent = 0
         self.patience: list[bool] = []
 
-    def home(self, unit: Any, piece: Any) -> NvmeLocation:
+    def home(self, unit: Any, kind: Any) -> NvmeLocation:
         return NvmeLocation(())
 
     def require(self, nbytes: int, label: str) -> object:

@@ -25,8 +25,10 @@ def _one_word_alone(targets: tuple[str, ...]) -> tuple[str, ...]:
 class AdapterConfig(Section):
     """An adapter that `infinity train` trains while every weight of `[model]` is frozen.
 
-    PEFT makes it, initialises it and names its parts; it is saved in PEFT's format into
-    `adapter` inside output.directory. Without this section all weights are trained.
+    PEFT makes it, initialises it and names its parts. It is saved in PEFT's format into
+    output.directory, in place of a full checkpoint. Without this section all weights are trained.
+    A block of the base is fetched once per direction and step for all batches of the step
+    (`schedule.micro_batch` is train.batch_size unless set).
     """
 
     method: Annotated[AdapterMethod, Choice(AdapterMethod)] = Field(

@@ -130,7 +130,9 @@ def _not_empty(sources: tuple[DataSource, ...]) -> tuple[DataSource, ...]:
 
 
 class Data(Section):
-    """The text that `infinity train` reads: files in UTF-8. JSON, tables, archives and other
+    """The text that `infinity train` reads: files in UTF-8. Files of conversations, JSON lines
+    that each have a list of `messages` with role and content, are written by the model's own chat
+    template, and only what the assistant says is learned. Other JSON, tables, archives and other
     formats are refused by name."""
 
     paths: Annotated[

@@ -30,7 +30,7 @@ _AUTO_PERCENT = 50.0
 TierName = Literal["device", "host", "nvme"]
 DeviceKind = Literal["auto", "cpu", "cuda"]
 DirectIo = Literal["auto", "always", "never"]
-FrozenLocationName = Literal["checkpoint", "copy"]
+FrozenLocationName = Literal["auto", "checkpoint", "copy"]
 
 
 def _distinct(tiers: tuple[str, ...]) -> tuple[str, ...]:
@@ -170,10 +170,10 @@ class Placement(Section):
         json_schema_extra=_NVME_DEFAULT,
     )
     frozen: Annotated[FrozenLocationName, Choice(FrozenLocationName)] = Field(
-        "checkpoint",
+        "auto",
         description='Frozen weights. "checkpoint" reads them in place from the files of '
         '`weights=`, which are never written: no swap space, no import. "copy" places them as '
-        "`parameters` says.",
+        '`parameters` says. "auto" is "copy" where `parameters` begins with "device".',
     )
     gradients: TierList = Field(("host",), description="Accumulated gradients.")
     activations: TierList = Field(
@@ -182,3 +182,10 @@ class Placement(Section):
         "Without a GPU, host and device are the same memory, and these inputs are outside the "
         "host budget.",
     )
+
+    @property
+    def reads_in_place(self) -> bool:
+        """Whether frozen weights rest in the files of their checkpoint, where that is possible."""
+        if self.frozen == "auto":
+            return self.parameters[0] != "device"
+        return self.frozen == "checkpoint"

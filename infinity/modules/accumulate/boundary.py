@@ -15,9 +15,11 @@ from torch.autograd.graph import GradientEdge, Node
 
 from infinity.errors import UnsupportedError
 from infinity.modules.accumulate.fiber import Modes
+from infinity.modules.accumulate.module_modes import ModuleModes
 from infinity.modules.handle import Handle
 from infinity.modules.hooks import HookedModule, nodes_since
 from infinity.modules.outputs import tensors_in
+from infinity.modules.tiling.layers import Tiled
 
 
 @dataclass(eq=False, slots=True)
@@ -62,7 +64,9 @@ class BlockCall:
     leaves: list[Any]
     tree: Any
     modes: Modes
+    module_modes: ModuleModes
     random: list[torch.Tensor]
+    captured: tuple[str, ...]  # See `CapturedTensors.keys`.
     # Indexes of the flattened outputs that need a gradient.
     which: list[int] = field(default_factory=list)
     gradients: list[torch.Tensor | None] = field(default_factory=list)
@@ -93,6 +97,10 @@ class Boundary(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         ctx.call.take(gradients)
         return None, None, None
+
+
+def has_tiles(block: nn.Module) -> bool:
+    return any(isinstance(module, Tiled) for module in block.modules())
 
 
 def calls_behind(node: Node, known: dict[Node, frozenset[BlockCall]]) -> frozenset[BlockCall]:

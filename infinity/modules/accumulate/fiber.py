@@ -135,14 +135,31 @@ class Random:
         if self._device is not None:
             self._device.set_rng_state(states[1])
 
-    def fresh(self) -> list[torch.Tensor]:
-        """Returns a new state that follows from the present one, and advances the present one."""
-        seed = int(torch.randint(2**62, ()))
+    def fresh(self, count: int) -> list[list[torch.Tensor]]:
+        """Returns `count` states that follow from the present one: itself, then new ones. Draws
+        nothing from the present one."""
         kept = self.state()
-        torch.manual_seed(seed)
-        state = self.state()
+        seeds = [int(torch.randint(2**62, ())) for _ in range(count - 1)]
+        states = [kept][:count]
+        for seed in seeds:
+            torch.manual_seed(seed)
+            states.append(self.state())
         self.set(kept)
-        return state
+        return states
+
+    def end(self, fibers: list[tuple[list[torch.Tensor], list[torch.Tensor]]]) -> None:
+        """Goes on after the first of `fibers`, which are pairs of a last and a first state.
+
+        A model that draws nothing leaves the generators as they were, so that the order of the data
+        is that of the plain loop. If a later fiber alone has drawn, one number is drawn, too, so
+        that the next fibers get other states.
+        """
+        if not fibers:
+            return
+        self.set(fibers[0][0])
+        has_drawn = [not all(map(torch.equal, last, first)) for last, first in fibers]
+        if any(has_drawn) and not has_drawn[0]:
+            torch.randint(2**62, ())
 
 
 def in_same_modes(

@@ -27,7 +27,12 @@ Note [Same sums]
 Note [Random numbers]
   Each fiber draws from its own generator state; the first fiber continues the caller's. Results
   therefore do not depend on placement or prefetching. With more than one fiber, dropout differs
-  from that of plain accumulation.
+  from that of plain accumulation, in which a micro-batch begins where the one before has ended. A
+  model that draws nothing leaves the caller's generator as it was.
+
+Note [Modes of modules]
+  Each fiber has its own modes of modules, and a repeated forward has those of its call
+  (`module_modes.py`). Calls beside each other in a loss are fibers, too (`micro_batch.py`).
 
 Note [Stops at tiles]
   A block with tiles (`modules/tiling/split.py`) is larger than the fetch window. Fibers therefore
@@ -66,14 +71,18 @@ from infinity.modules.accumulate.boundary import (
     RunningBlock,
     TileStop,
     calls_behind,
+    has_tiles,
     is_activation,
     refuse_hidden,
     refuse_side_channels,
 )
-from infinity.modules.accumulate.fiber import Fiber, Modes, Random
+from infinity.modules.accumulate.captured import CapturedTensors, captured_again
+from infinity.modules.accumulate.fiber import Modes, Random
+from infinity.modules.accumulate.micro_batch import CallBeside, MicroBatch, Suspended
+from infinity.modules.accumulate.module_modes import ModeSwitch
+from infinity.modules.accumulate.settings import without_caches_and_checkpointing
 from infinity.modules.hooks import HookedModule, ModuleHooks
 from infinity.modules.outputs import detach_from_parameters
-from infinity.modules.tiling.layers import Tiled
 from infinity.modules.uses import UnitUses
 from infinity.streaming.activations import InputStore
 from infinity.streaming.passes import OUTSIDE_BACKWARD, current_backward
@@ -87,39 +96,8 @@ _THROUGH = object()
 _CACHES = ("past_key_values", "past_key_value", "layer_past", "cache_params")
 
 
-class _Suspended(Fiber):
-    """A fiber with its own random numbers."""
-
-    at: RunningBlock | TileStop | object | None
-    random: list[torch.Tensor]
-    is_inside = False  # Whether it is inside a block.
-    behind_tiles: Node | None = None  # The last node behind tiles that it stopped at.
-
-
-class _MicroBatch(_Suspended):
-    """The fiber of one micro-batch, with the records that its backward needs."""
-
-    def __init__(
-        self, number: int, forward: Callable[[], torch.Tensor], device: torch.device
-    ) -> None:
-        super().__init__(number, forward, device)
-        self.calls: list[BlockCall] = []  # Calls whose backward has not run yet.
-        # Gradients that leave blocks, by destination.
-        self.pending: dict[tuple[Node, int], tuple[BlockInput, torch.Tensor]] = {}
-        self.behind: dict[Node, frozenset[BlockCall]] = {}
-
-    def abandon(self) -> None:
-        super().abandon()
-        self.calls.clear()
-        self.pending.clear()
-        self.behind.clear()
-
-
-# --------------------------------------------------------------------------------------
-
-
 _T = TypeVar("_T")
-_S = TypeVar("_S", bound=_Suspended)
+_S = TypeVar("_S", bound=Suspended)
 
 
 class LayerMajorSchedule:
@@ -138,14 +116,18 @@ class LayerMajorSchedule:
         self._uses = uses
         self._hooks = [hook for _, hook in hooks]
         self._blocks = [
-            RunningBlock(hooked, hooked.module.forward, _has_tiles(hooked.module))
+            RunningBlock(hooked, hooked.module.forward, has_tiles(hooked.module))
             for hooked, _ in hooks
         ]
         self._tile_micro_batches = tile_micro_batches
         self._activations = activations
         self._device = device
         self._random = Random(device)
-        self._running: _Suspended | None = None
+        self._modes = ModeSwitch(model)
+        self._running: Suspended | None = None
+        # All fibers of the run, in the order in which they pass a block.
+        self._fibers: list[MicroBatch] = []
+        self._started: list[CallBeside] = []  # They have not run yet.
         self._num_seen = 0
         # Numbers tiles in the order of their first use.
         self._tiles: dict[tuple[int, ...], int] = {}
@@ -159,33 +141,54 @@ class LayerMajorSchedule:
 
         `when_back` is called between forward and backward.
         """
-        fibers: list[_MicroBatch] = []
+        micro_batches: list[MicroBatch] = []
+        modes = self._modes.now()
         try:
-            with self._blocks_suspended():
+            with without_caches_and_checkpointing(self._model), self._blocks_suspended():
                 for number, forward in enumerate(forwards):
-                    fibers.append(_MicroBatch(number, forward, self._device))
-                for fiber in fibers[1:]:
-                    fiber.random = self._random.fresh()
-                if fibers:
-                    fibers[0].random = self._random.state()
-                losses = self._go_forward(fibers)
+                    fiber = MicroBatch(number, forward, self._device)
+                    micro_batches.append(fiber)
+                    fiber.modes = modes
+                states = self._random.fresh(len(micro_batches))
+                for fiber, state in zip(micro_batches, states, strict=True):
+                    fiber.random = state
+                self._fibers = list(micro_batches)
+                losses = self._go_forward(micro_batches)
+                self._random.end(
+                    [(f.random, s) for f, s in zip(micro_batches, states, strict=True)]
+                )
+                modes = micro_batches[-1].modes if micro_batches else modes
                 when_back()
-                self._go_backward(fibers)
+                self._go_backward(micro_batches)
                 return losses
         finally:
-            for fiber in fibers:
+            for fiber in [*micro_batches, *self._fibers]:
                 fiber.abandon()
+            self._fibers.clear()
+            self._modes.set(modes)
             self._activations.clear()
+
+    @property
+    def is_in_loss(self) -> bool:
+        """Whether a micro-batch's loss is running, outside of blocks."""
+        return isinstance(self._running, MicroBatch) and not self._running.is_inside
+
+    def beside(self, call: Callable[[], Any]) -> Callable[[], Any]:
+        """See `infinity.beside`. Called in the thread of a micro-batch."""
+        parent = self._running
+        assert isinstance(parent, MicroBatch) and not parent.is_inside
+        fiber = CallBeside(parent, call, self._device, torch.is_grad_enabled())
+        fiber.modes = self._modes.now()
+        fiber.random = self._random.fresh(2)[1]
+        # Before its parent, so that its results are there when the parent needs them.
+        self._fibers.insert(self._fibers.index(parent), fiber)
+        self._started.append(fiber)
+        return fiber.result
 
     @contextmanager
     def _blocks_suspended(self) -> Iterator[None]:
         """Makes the blocks stop their fibers, and suspends the blocks' own hooks."""
         own: list[bool] = []
-        # Repeated forwards would add to caches of keys and values. transformers disables these
-        # caches, too, when it checkpoints activations.
-        caching = [c for c in _configs_of(self._model) if c.use_cache]
-        for config in caching:
-            config.use_cache = False
         for block, hooks in zip(self._blocks, self._hooks, strict=True):
             hooks.is_suspended = True
             module = block.hooked.module
@@ -197,8 +200,6 @@ class LayerMajorSchedule:
             yield
         finally:
             self._uses.on_tile = None
-            for config in caching:
-                config.use_cache = True
             for block, hooks, is_own in zip(self._blocks, self._hooks, own, strict=True):
                 hooks.is_suspended = False
                 if is_own:
@@ -208,22 +209,22 @@ class LayerMajorSchedule:
 
     # -- Forward -----------------------------------------------------------------------------------
 
-    def _go_forward(self, fibers: list[_MicroBatch]) -> list[torch.Tensor]:
+    def _go_forward(self, micro_batches: list[MicroBatch]) -> list[torch.Tensor]:
         losses: dict[int, torch.Tensor] = {}
-        for fiber in fibers:
+        for fiber in micro_batches:
             self._run_on(fiber, losses)
-        while blocks := [s.at for s in fibers if isinstance(s.at, RunningBlock)]:
+        while blocks := [s.at for s in self._fibers if isinstance(s.at, RunningBlock)]:
             # The block that a fiber reached first. Fibers that skip blocks wait for the others.
             block = min(blocks, key=lambda at: at.order)
-            arrived = [fiber for fiber in fibers if fiber.at is block]
+            arrived = [fiber for fiber in self._fibers if fiber.at is block]
             with self._using(block.hooked.units):
                 for group in self._groups(arrived):
                     self._run_by_tiles(group, losses)
             # Except for fibers that are at another block inside this one.
             self._run_by_tiles([fiber for fiber in arrived if fiber.at is _THROUGH], losses)
-        return [losses[fiber.number] for fiber in fibers]
+        return [losses[fiber.number] for fiber in micro_batches]
 
-    def _run_by_tiles(self, fibers: Sequence[_MicroBatch], losses: dict[int, torch.Tensor]) -> None:
+    def _run_by_tiles(self, fibers: Sequence[MicroBatch], losses: dict[int, torch.Tensor]) -> None:
         """Runs every fiber to its next stop that is no tile."""
         for fiber in fibers:
             self._run_on(fiber, losses)
@@ -273,15 +274,17 @@ class LayerMajorSchedule:
         else:
             fiber.pause_at(TileStop(is_backward, -order if is_backward else order, key))
 
-    def _resume(self, fiber: _Suspended) -> None:
+    def _resume(self, fiber: Suspended) -> None:
         """Runs the fiber to its next stop or to its end."""
         self._running = fiber
+        self._modes.set(fiber.modes)
         try:
             fiber.run_on()
         finally:
+            fiber.modes = self._modes.now()
             self._running = None
 
-    def _run_on(self, fiber: _MicroBatch, losses: dict[int, torch.Tensor]) -> None:
+    def _run_on(self, fiber: MicroBatch, losses: dict[int, torch.Tensor]) -> None:
         with self._random_of(fiber):
             self._resume(fiber)
             at, loss = fiber.at, fiber.loss
@@ -293,23 +296,26 @@ class LayerMajorSchedule:
                 losses[fiber.number] = loss.detach()
                 # Other backwards may still need the graph between blocks.
                 loss.backward(retain_graph=True)
+        while self._started:
+            self._run_on(self._started.pop(0), losses)
+        if isinstance(fiber, CallBeside) and fiber.has_ended and fiber.parent.at is fiber:
+            self._run_on(fiber.parent, losses)
 
     @contextmanager
-    def _random_of(self, fiber: _Suspended) -> Iterator[None]:
-        """Draws from the fiber's random numbers; the first micro-batch uses the caller's."""
+    def _random_of(self, fiber: Suspended) -> Iterator[None]:
+        """Draws from the fiber's random numbers."""
         kept = self._random.state()
         self._random.set(fiber.random)
-        is_caller_s = isinstance(fiber, _MicroBatch) and fiber.number == 0
         try:
             yield
         finally:
             fiber.random = self._random.state()
-            self._random.set(fiber.random if is_caller_s else kept)
+            self._random.set(kept)
 
     def _forward_of(self, block: RunningBlock) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
             fiber = self._running
-            assert isinstance(fiber, _MicroBatch), f"{block.hooked.name} runs outside a fiber"
+            assert isinstance(fiber, MicroBatch), f"{block.hooked.name} runs outside a fiber"
             for name in _CACHES:
                 if kwargs.get(name) is not None:
                     raise UnsupportedError(
@@ -325,14 +331,17 @@ class LayerMajorSchedule:
 
     def _call(
         self,
-        fiber: _MicroBatch,
+        fiber: MicroBatch,
         block: RunningBlock,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
         """Runs the block's forward in the fiber, drops its graph and saves its inputs."""
-        call = BlockCall(block, *tree_flatten((args, kwargs)), Modes.now(self._device), [])
-        call.random = self._random.state()
+        captured = CapturedTensors()
+        call = BlockCall(
+            block, *tree_flatten((args, kwargs)), Modes.now(self._device), self._modes.now(),
+            self._random.state(), captured.keys(),
+        )  # fmt: skip
         versions = [leaf._version for leaf in call.leaves if is_activation(leaf)]
         first = torch.autograd._get_sequence_nr()
         was_inside, fiber.is_inside = fiber.is_inside, True
@@ -344,7 +353,8 @@ class LayerMajorSchedule:
                 "repeated; accumulate micro-batches by several backward() calls instead"
             )
         output = detach_from_parameters(output, self._uses.is_parameter_memory)
-        leaves, tree = tree_flatten(output)
+        aside = captured.tensors()
+        leaves, tree = tree_flatten((output, aside))
         refuse_hidden(block, output, leaves)
         call.which = [
             i for i, leaf in enumerate(leaves) if is_activation(leaf) and leaf.requires_grad
@@ -367,11 +377,13 @@ class LayerMajorSchedule:
         for index, tensor in zip(call.which, boundaries, strict=True):
             leaves[index] = tensor
         fiber.calls.append(call)
-        return tree_unflatten(leaves, tree)
+        output, aside = tree_unflatten(leaves, tree)
+        captured.replace(aside)
+        return output
 
     # -- Backward ----------------------------------------------------------------------------------
 
-    def _go_backward(self, fibers: list[_MicroBatch]) -> None:
+    def _go_backward(self, fibers: list[MicroBatch]) -> None:
         while waiting := [fiber for fiber in fibers if fiber.calls]:
             block = max((s.calls[-1].block for s in waiting), key=lambda at: at.order)
             arrived = [fiber for fiber in waiting if fiber.calls[-1].block is block]
@@ -398,7 +410,7 @@ class LayerMajorSchedule:
         for fiber in fibers:
             self._flush(fiber, None)
 
-    def _flush(self, fiber: _MicroBatch, call: BlockCall | None) -> None:
+    def _flush(self, fiber: MicroBatch, call: BlockCall | None) -> None:
         """Passes on the gradients that the call waits for, or all gradients."""
         due = [
             key
@@ -410,7 +422,7 @@ class LayerMajorSchedule:
             edges = [source.edge for source, _ in pairs]
             torch.autograd.backward(edges, [gradient for _, gradient in pairs], retain_graph=True)
 
-    def _repeat_by_tiles(self, calls: list[tuple[_MicroBatch, BlockCall]]) -> set[int]:
+    def _repeat_by_tiles(self, calls: list[tuple[MicroBatch, BlockCall]]) -> set[int]:
         """Repeats a block with tiles; each tile is acquired once for all fibers in the block.
         Returns the units of tiles whose gradients did not all arrive at one stop."""
         left: set[int] = set()
@@ -418,8 +430,10 @@ class LayerMajorSchedule:
             fibers = []
             try:
                 for index in indexes:
-                    fiber = _Suspended(index, partial(self._repeat, calls, index), self._device)
-                    fiber.random, fiber.is_inside = calls[index][1].random, True
+                    fiber = Suspended(index, partial(self._repeat, calls, index), self._device)
+                    call = calls[index][1]
+                    fiber.random, fiber.modes = call.random, call.module_modes
+                    fiber.is_inside = True
                     fibers.append(fiber)
                 for fiber in fibers:
                     with self._random_of(fiber):
@@ -443,7 +457,7 @@ class LayerMajorSchedule:
                     fiber.abandon()
         return left
 
-    def _repeat(self, calls: list[tuple[_MicroBatch, BlockCall]], index: int) -> None:
+    def _repeat(self, calls: list[tuple[MicroBatch, BlockCall]], index: int) -> None:
         """Repeats the block's forward with a graph, and runs its backward."""
         for _, ahead in calls[index : index + 1 + _RESTORED_AHEAD]:
             for source in ahead.inputs():
@@ -457,12 +471,13 @@ class LayerMajorSchedule:
         args, kwargs = tree_unflatten(leaves, call.tree)
         kept = self._random.state()
         self._random.set(call.random)
+        self._modes.set(call.module_modes)
         try:
-            with call.modes.set():
+            with call.modes.set(), captured_again(call.captured) as aside:
                 output = call.block.forward(*args, **kwargs)
         finally:
             self._random.set(kept)
-        outputs = tree_flatten(output)[0]
+        outputs = tree_flatten((output, aside))[0]
         pairs = [
             (outputs[index], gradient)
             for index, gradient in zip(call.which, call.gradients, strict=True)
@@ -481,14 +496,3 @@ class LayerMajorSchedule:
         for source, copy in copies.items():
             if copy.grad is not None:
                 fiber.pending[source.key] = source, copy.grad
-
-
-def _has_tiles(block: nn.Module) -> bool:
-    return any(isinstance(module, Tiled) for module in block.modules())
-
-
-def _configs_of(model: nn.Module) -> list[Any]:
-    """Returns the configurations of transformers models in `model` that have a cache setting."""
-    configs = (getattr(module, "config", None) for module in model.modules())
-    found = [c for c in configs if isinstance(getattr(c, "use_cache", None), bool)]
-    return list({id(config): config for config in found}.values())

@@ -5,133 +5,95 @@ Their module is called with hidden states [tokens, width], indexes of experts [t
 routing weights [tokens, k]. A tile is a module of the same class with fewer experts and runs the
 forward of that class, whatever the model's `experts_implementation` is. The computation of an
 expert is therefore not repeated here. A tile receives the (token, expert) pairs of its own experts,
-each as a token with one expert.
+each as a token with one expert; `experts_call.py` has the order of tiles and sums.
 
 Note [Same bits]
-  Pairs are ordered by expert, then by a token's choice, then by token, as in the loop over experts
-  ("eager"). With "eager", outputs and the gradients of parameters and routing weights have the
-  same bits for every size of tiles. The gradient of the hidden states is a sum over the experts of
-  a tile, then over tiles; it has the same bits with one expert per tile. Other implementations sum
-  over all tokens or all choices at once, and differ by rounding.
+  With the loop over experts ("eager"), all results have the bits of the whole module for every size
+  of tiles. Other implementations sum over all tokens or all choices at once, and differ from their
+  tiles by rounding.
 
 Note [Experts without tokens]
   The packed parameter has a gradient for all experts. The gradient of experts without tokens is
-  zero, and AdamW decays their weights. A trainable tile without tokens therefore runs, too, with a
-  zero gradient. A frozen tile without tokens is not fetched.
+  zero, and AdamW decays their weights. A trainable tile without tokens therefore has a backward,
+  too, with a zero gradient. A frozen tile without tokens is not fetched, with adapters or without.
 """
 
 from __future__ import annotations
 
 import inspect
-import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache, partial
-from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.dropout import _DropoutNd as _Dropout
 
-from infinity.modules.tiling.adapters import Fold, folds_of
+from infinity.modules.accumulate.fiber import Modes
+from infinity.modules.expert_adapters.peft import Adaptation, adaptations_of
+from infinity.modules.hooks import HeldByCaller
+from infinity.modules.tiling.experts_call import (
+    ExpertsCall,
+    ExpertsNode,
+    Recipe,
+    Runner,
+    RunnerOfOne,
+    anchored,
+)
 from infinity.modules.tiling.layers import Tiled, tensor_of
-
-
-class _Folding(threading.local):
-    """The adapted parameters of the tile that this thread runs, by attribute."""
-
-    def __init__(self) -> None:
-        self.of_tile: dict[str, Callable[..., torch.Tensor]] = {}
-
-
-_folding = _Folding()
 
 
 class TiledExperts(Tiled):
     """The forward of every class that `tiled_class` makes."""
 
+    runner: Runner = RunnerOfOne()
+
     def forward(
         self, hidden_states: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
-        experts, order = indices.t().reshape(-1).sort(stable=True)
-        tokens = order % len(indices)
-        weights = weights.t().reshape(-1)[order]
-        starts = torch.tensor(self.starts, dtype=experts.dtype, device=experts.device)
-        ends = torch.searchsorted(experts, starts).tolist()
-        out = torch.zeros_like(hidden_states)
-        folds = folds_of(self)
-        for tile, start, (first, end) in zip(self.tiles, self.starts, pairwise(ends), strict=False):
-            if first == end and not (torch.is_grad_enabled() and _is_trained(tile)):
-                continue
-            own = tokens[first:end]
-            with tile.folding(folds, start):  # type: ignore[operator]
-                part = tile(
-                    hidden_states[own],
-                    (experts[first:end] - start).unsqueeze(-1),
-                    weights[first:end].unsqueeze(-1),
-                )
-            out.index_add_(0, own, part.to(out.dtype))
+        recipes: list[Recipe] = []
+        factors: list[torch.Tensor] = []
+        for name, adaptation in adaptations_of(self).items():
+            tensors = adaptation.tensors()
+            recipes.append((name, len(tensors), adaptation.recipe()))
+            factors.extend(tensors)
+        tiles: Any = list(self.tiles)
+        anchor = anchored(tiles)
+        node = None if anchor is None else anchor.grad_fn
+        modes = Modes.now(hidden_states.device)
+        call = ExpertsCall(tiles, self.starts, recipes, node, modes)
+        out: torch.Tensor = ExpertsNode.apply(  # type: ignore[no-untyped-call]
+            call, self.runner, anchor, hidden_states, indices, weights, *factors
+        )
         return out
 
 
-class ExpertsTile(nn.Module):
+class ExpertsTile(HeldByCaller):
     """Some of the experts. Precedes the user's class in the method resolution order."""
 
     num_experts: int
 
-    @contextmanager
-    def folding(self, folds: Mapping[str, Fold], start: int) -> Iterator[None]:
-        """Runs the forward with adapters (`tiling/adapters.py`). `start`: the tile's first
-        expert."""
-        rows = slice(start, start + self.num_experts)
-        _folding.of_tile = {name: partial(fold, rows=rows) for name, fold in folds.items()}
-        try:
-            yield
-        finally:
-            _folding.of_tile = {}
-
-    @contextmanager
-    def _adapted(self) -> Iterator[None]:
-        """Shows adapted parameters in the place of the tile's parameters."""
-        folds = _folding.of_tile
-        self.__dict__.update({name: fold(self._parameters[name]) for name, fold in folds.items()})
-        try:
-            yield
-        finally:
-            for name in folds:
-                del self.__dict__[name]
-
-    def forward(
-        self, hidden_states: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor
-    ) -> torch.Tensor:
-        if len(hidden_states):
-            with self._adapted():
-                return super().forward(hidden_states, indices, weights)  # type: ignore[no-any-return]
+    def trained(self) -> list[nn.Parameter]:
+        """Returns the tile's own parameters that need a gradient."""
         own = [parameter for parameter in self._parameters.values() if parameter is not None]
-        return _NoTokens.apply(hidden_states, *own)  # type: ignore[no-any-return,no-untyped-call]
+        return [parameter for parameter in own if parameter.requires_grad]
 
+    @property
+    def is_trained(self) -> bool:
+        return bool(self.trained())
 
-class _NoTokens(torch.autograd.Function):
-    """An output without rows, whose backward gives zero gradients to the parameters."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden_states: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
-        ctx.facts = [(each.shape, each.dtype, each.device) for each in parameters]
-        return torch.empty_like(hidden_states)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        zeros = [
-            torch.zeros(shape, dtype=dtype, device=device) if is_needed else None
-            for (shape, dtype, device), is_needed in zip(
-                ctx.facts, ctx.needs_input_grad[1:], strict=True
-            )
-        ]
-        return gradient, *zeros
-
-
-def _is_trained(tile: nn.Module) -> bool:
-    return any(parameter.requires_grad for parameter in tile.parameters())
+    @contextmanager
+    def adapted(self, adaptations: Mapping[str, Adaptation]) -> Iterator[None]:
+        """Shows adapted weights in the place of the tile's parameters."""
+        parameters: dict[str, Any] = self._parameters
+        for name, each in adaptations.items():
+            self.__dict__[name] = each.of(partial(parameters.__getitem__, name))
+        try:
+            yield
+        finally:
+            for name in adaptations:
+                del self.__dict__[name]
 
 
 def is_packed(module: nn.Module) -> bool:
@@ -151,6 +113,8 @@ def why_not_cut(module: nn.Module) -> str | None:
         return f"its {kind} has modules with their own state"
     if any(buffer is not None for buffer in module._buffers.values()):
         return f"its {kind} has buffers"
+    if any(isinstance(child, _Dropout) and child.p for child in module.modules()):
+        return f"its {kind} draws random numbers"
     if len(inspect.signature(type(module).forward).parameters) != 4:
         return (
             f"the forward of its {kind} does not take hidden states, indices of experts and "

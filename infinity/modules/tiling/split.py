@@ -20,11 +20,11 @@ import torch
 from torch import nn
 
 from infinity.modules.awaited import Provisional
+from infinity.modules.expert_adapters.peft import factor_adapters, merge_adapters
 from infinity.modules.handle import Handle
 from infinity.modules.originals import Follower
 from infinity.modules.state_values import StateValue, is_value_of, plain_value
 from infinity.modules.tiling import experts as tiled_experts
-from infinity.modules.tiling.adapters import adapt_tiles, leave_tiles
 from infinity.modules.tiling.layers import Tiled, TiledEmbedding, TiledLinear
 from infinity.modules.tiling.tiled_param import TiledParam
 from infinity.state.tiles import ROW_ALIGNMENT, cut_rows, is_cut_by_name
@@ -136,7 +136,8 @@ class Tiling:
         self._itemsize_of = itemsize_of  # Bytes of an element on the tiers.
         self._candidates, self._reasons = _survey(model)
         self._cuts: list[_TileEdit] = []
-        self._adapted: list[nn.Module] = []  # Wrappers of adapters around tiled modules.
+        # Tiles of experts have no sum of weights and adapters, so all experts use factors.
+        self._adapters = factor_adapters(model)
         self.tiled_params: list[TiledParam] = []
 
     @property
@@ -159,7 +160,7 @@ class Tiling:
 
     def cut(self, limit_nbytes: int | None) -> None:
         """Splits every candidate larger than the limit; None splits nothing."""
-        self.undo()
+        self._join()
         if limit_nbytes is None:
             return
         for candidate in self._candidates:
@@ -167,7 +168,6 @@ class Tiling:
             starts = cut_rows(candidate.num_rows, row_nbytes, limit_nbytes, candidate.alignment)
             if candidate.nbytes(self._itemsize_of) > limit_nbytes and len(starts) > 2:
                 self._cut(candidate, starts)
-        self._adapted = adapt_tiles(self._model)
 
     def _cut(self, candidate: _Candidate, starts: tuple[int, ...]) -> None:
         shared = {
@@ -196,7 +196,10 @@ class Tiling:
 
     def undo(self) -> None:
         """Restores the model."""
-        leave_tiles(self._adapted)
+        merge_adapters(self._adapters)
+        self._join()
+
+    def _join(self) -> None:
         for cut in reversed(self._cuts):
             cut.undo()
         self._cuts.clear()

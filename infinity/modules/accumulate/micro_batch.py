@@ -1,0 +1,75 @@
+"""Fibers of micro-batches and of the calls beside them, with the records of their backward.
+
+Note [Calls beside]
+  A loss may call the model twice, for a policy and for its reference. In the fiber of the
+  micro-batch the second call begins when the first one has ended, and each block is acquired once
+  more. `infinity.beside` runs a call in a fiber of its own, which reaches a block together with the
+  fiber of the micro-batch. Both share the records of the backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.autograd.graph import Node
+
+from infinity.modules.accumulate.boundary import BlockCall, BlockInput, RunningBlock, TileStop
+from infinity.modules.accumulate.fiber import Fiber
+from infinity.modules.accumulate.module_modes import ModuleModes
+
+
+class Suspended(Fiber):
+    """A fiber with its own random numbers and modes of modules."""
+
+    at: RunningBlock | TileStop | CallBeside | object | None
+    random: list[torch.Tensor]
+    modes: ModuleModes
+    is_inside = False  # Whether it is inside a block.
+    behind_tiles: Node | None = None  # The last node behind tiles that it stopped at.
+
+
+class MicroBatch(Suspended):
+    """The fiber of one micro-batch, with the records that its backward needs."""
+
+    def __init__(
+        self, number: int, forward: Callable[[], torch.Tensor | None], device: torch.device
+    ) -> None:
+        self.calls: list[BlockCall] = []  # Calls whose backward has not run yet.
+        # Gradients that leave blocks, by destination.
+        self.pending: dict[tuple[Node, int], tuple[BlockInput, torch.Tensor]] = {}
+        self.behind: dict[Node, frozenset[BlockCall]] = {}
+        super().__init__(number, forward, device)
+
+    def abandon(self) -> None:
+        super().abandon()
+        self.calls.clear()
+        self.pending.clear()
+        self.behind.clear()
+
+
+class CallBeside(MicroBatch):
+    """A call that runs beside the rest of its micro-batch's loss and shares its records."""
+
+    def __init__(
+        self, parent: MicroBatch, call: Callable[[], Any], device: torch.device, is_graded: bool
+    ) -> None:
+        self.parent = parent
+        self.has_ended = False
+        self._result: Any = None
+
+        def forward() -> None:
+            with torch.set_grad_enabled(is_graded):
+                self._result = call()
+            self.has_ended = True
+
+        super().__init__(parent.number, forward, device)
+        self.calls, self.pending, self.behind = parent.calls, parent.pending, parent.behind
+
+    def result(self) -> Any:
+        """Returns what the call has returned. Called in the parent's thread, which may stop."""
+        if not self.has_ended:
+            self.parent.pause_at(self)
+        assert self.has_ended
+        return self._result

@@ -1,0 +1,1 @@
+"""Adapters on packed experts, computed as low-rank factors beside the frozen weight."""
