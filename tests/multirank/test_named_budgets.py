@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import infinity
 from infinity.errors import CapacityError
-from tests.integrations.test_budgets import IDS, WAYS
+from tests.integrations.test_budgets import IDS, MODELS, WAYS
 
 from .processes import run_ranks
 
@@ -56,19 +56,21 @@ def work(rank: int, directory: Path, ways: tuple[str, ...], sharing: dict[str, A
             run(f"{min(named) - 1}B")
 
 
-@pytest.mark.parametrize("budgets", ["node", "rank"])
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("precision", ["float32", "bfloat16", "8bit"])
+@pytest.mark.parametrize(
+    ("stage", "budgets", "precision", "ways"),
+    [
+        (1, "node", {"compute": "float32"}, ("random", "from a function")),
+        (2, "node", {"compute": "bfloat16"}, ("in memory", "adapters over meta")),
+        (3, "node", {"moments": "8bit"}, ("random", "from files")),
+        (3, "rank", {"compute": "float32"}, ("from files", "adapters over meta")),
+    ],
+)
 def test_the_budget_that_a_refusal_names_trains_on_every_rank(
-    stage: int, budgets: str, precision: str, tmp_path: Path
+    stage: int, budgets: str, precision: dict[str, str], ways: tuple[str, ...], tmp_path: Path
 ) -> None:
+    MODELS["llama"]().save_pretrained(tmp_path / "files")
     sharing = {
         "distributed": {"zero_stage": stage, "budgets": budgets},
-        "precision": {"moments": "8bit"} if precision == "8bit" else {"compute": precision},
+        "precision": precision,
     }
-    ways = ("in memory", "random", "from files", "from a function", "adapters over meta")
-    infinity_files = tmp_path / "files"
-    from tests.integrations.test_budgets import MODELS
-
-    MODELS["llama"]().save_pretrained(infinity_files)
     run_ranks(COUNT, work, tmp_path, ways, sharing)
