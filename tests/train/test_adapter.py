@@ -401,8 +401,10 @@ def test_a_run_over_conversations_has_the_bits_of_peft_in_memory(tmp_path, table
     table["data"] |= {
         "paths": [str(write_chat(tmp_path / "chat.jsonl", CHAT))], "sequence_length": 128,
     }  # fmt: skip
-    table["train"] |= {"steps": 6, "eval_every": 3}
-    run(table)
+    sample = {"prompt": "what is", "new_tokens": 4, "temperature": 0.0}
+    table["train"] |= {"steps": 6, "eval_every": 3, "sample": sample}
+    summary = run(table)
+    assert summary["sample"].startswith("what is") and len(summary["held_out_losses"]) == 2
     expected, outcomes = plain(table)
     assert metrics(table) == outcomes
     saved = load_file(tmp_path / "output" / "adapter_model.safetensors")
