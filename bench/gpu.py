@@ -52,7 +52,7 @@ from infinity.observe import Counters
 from infinity.sizes import GIB, MIB
 from infinity.storage.arena import Arena, available_host_nbytes
 from infinity.testing.simulated_device import SimulatedDevice
-from infinity.tiers.host import HostTier
+from infinity.tiers.host import HostBlocks
 
 KINDS = ("parameters", "master", "moments", "gradients")
 SEQUENCE = 2048
@@ -120,7 +120,7 @@ def copies(
     counters = Counters()
     with Arena(effort.nbytes) as arena:
         lab = Lab(arena, (), SwapConfig.load({}).io, effort, with_fio=False)
-        host = HostTier(arena, counters)
+        host = HostBlocks(arena, counters)
         device = device_for(there)
         if device is None:
             from infinity.tiers.cuda import CudaDevice

@@ -20,7 +20,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from infinity.distributed import transport as transport_module
-from infinity.distributed.transport import Peer, PeerTransport
+from infinity.distributed.peer import Peer
+from infinity.distributed.transport import PeerTransport
 from infinity.observe import Counters
 from infinity.sizes import MIB
 

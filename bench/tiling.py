@@ -31,7 +31,8 @@ import infinity
 from infinity.config import SwapConfig
 from infinity.errors import CapacityError
 from infinity.plan import Batch, forecast, load_hardware
-from infinity.plan.model import ModelShape, model_of_shape
+from infinity.plan.model import model_of_shape
+from infinity.plan.shapes import ModelShape
 from infinity.sizes import GIB, MIB, format_nbytes
 from infinity.state.tiles import SMALLEST_TILE_NBYTES
 from infinity.testing.simulated_device import SimulatedDevice

@@ -17,6 +17,7 @@
 #include <pybind11/stl.h>
 
 #include "arena.h"
+#include "bindings_decode.h"
 #include "bindings_update.h"
 #include "infinity_io/crc32c.h"
 #include "infinity_io/engine.h"
@@ -250,12 +251,12 @@ class PyEngine {
     engine_.reset();
   }
 
-  [[nodiscard]] std::int32_t open(const std::string& path, bool direct) {
+  [[nodiscard]] std::int32_t open(const std::string& path, bool direct, bool read_only) {
     io::Engine& engine = live();
     check_path(path);
     auto file = [&] {
       const py::gil_scoped_release released;  // The first one on a device registers the arena.
-      return engine.open_file(path, direct);
+      return engine.open_file(path, direct, read_only);
     }();
     if (!file.ok()) raise_storage_error(file.error(), path);
     return file.value();
@@ -554,7 +555,8 @@ PYBIND11_MODULE(_core, module) {
            py::arg("is_uring"), py::arg("arena").none(true), py::arg("block_nbytes"),
            py::arg("queue_depth"), py::arg("num_threads"), py::arg("max_pending"),
            py::arg("num_rings"), py::arg("ring_flags"), py::keep_alive<1, 3>())
-      .def("open", &PyEngine::open, py::arg("path"), py::arg("direct"))
+      .def("open", &PyEngine::open, py::arg("path"), py::arg("direct"),
+           py::arg("read_only") = false)
       .def("close_file", &PyEngine::close_file, py::arg("file"))
       .def("alignment_nbytes", &PyEngine::alignment_nbytes, py::arg("file"))
       .def("submit", &PyEngine::submit, py::arg("is_write"), py::arg("segments"),
@@ -565,5 +567,6 @@ PYBIND11_MODULE(_core, module) {
       .def("stats", &PyEngine::stats)
       .def("lanes", &PyEngine::lanes);
 
+  bind_decode(module);
   bind_update(module);
 }

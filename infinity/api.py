@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -14,8 +15,9 @@ import torch.distributed as dist
 from torch import nn
 
 from infinity.config import SwapConfig
-from infinity.engine.build import LoadPlan, OwnDevice, TileRows, build
+from infinity.engine.build import OwnDevice, build
 from infinity.engine.engine import Engine
+from infinity.engine.load_plan import LoadPlan, TileRows
 from infinity.engine.meta_init import init_empty_weights
 from infinity.engine.optimizers import SGD, Adam, AdamW, Lion
 from infinity.engine.registry import engine_of, owner_of
@@ -23,6 +25,8 @@ from infinity.engine.replace import calling_place, make_room, remember
 from infinity.errors import ConfigError
 from infinity.modules.discover import UnitRule
 from infinity.modules.expert_adapters.peft import factor_adapters
+from infinity.state.stored import StoredTensor
+from infinity.storage.shards import ShardIdentity
 
 __all__ = [
     "SGD",
@@ -79,7 +83,8 @@ def offload(
     device: a device adapter instead of the configured one (infinity.testing.SimulatedDevice)
     resume: the checkpoint, or the directory of checkpoints, that is passed to
         `infinity.checkpoint.load` next. The engine continues in the swap files that the checkpoint
-        links to, if it can, and copies them otherwise
+        links to, if it can, and copies them otherwise. Without `weights`, frozen weights that the
+        checkpoint refers to are found where they were
     group: the data-parallel ranks that share the state: a process group, or a slice of a device
         mesh (`mesh["dp"]`). None means all ranks of torch.distributed, if it is initialized
     model_parallel_group: ranks that compute every layer together from the same inputs, such as
@@ -98,7 +103,12 @@ def offload(
     if callable(weights):
         dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
         plan = _FunctionLoadPlan(weights, dtypes)
-    elif weights is not None:
+    if weights is None and resume is not None:
+        from infinity.checkpoint.run.directory import find_checkpoint
+        from infinity.checkpoint.run.references import directory_of_base
+
+        weights = directory_of_base(find_checkpoint(Path(resume)))
+    if weights is not None and not callable(weights):
         from infinity.checkpoint import weight_source
 
         plan = weight_source(weights).plan(model, ignore=ignore)
@@ -124,9 +134,16 @@ class _FunctionLoadPlan:
 
     value_of: Callable[[str], torch.Tensor]
     dtypes: dict[str, torch.dtype]
+    identities: Sequence[ShardIdentity] = ()
+
+    def stored(self) -> Mapping[str, StoredTensor]:
+        return {}
 
     def load(
-        self, write: Callable[[str, torch.Tensor], None], tile_rows: TileRows | None = None
+        self,
+        write: Callable[[str, torch.Tensor], None],
+        tile_rows: TileRows | None = None,
+        in_place: Set[str] = frozenset(),
     ) -> None:
         from infinity.checkpoint.huggingface.import_checks import refuse_codes
 
@@ -188,8 +205,8 @@ def forward_backward(
     Micro-batches run in threads. glibc gives each thread a heap that keeps its freed memory, so set
     MALLOC_ARENA_MAX=1 in the environment of a program; `infinity train` sets it.
     """
-    loop = engine_of(model).micro_batches
-    return loop.forward_backward([partial(_loss, loss_fn, batch) for batch in micro_batches])
+    engine = engine_of(model)
+    return engine.forward_backward([partial(_loss, loss_fn, batch) for batch in micro_batches])
 
 
 def beside(model: nn.Module, call: Callable[[], T]) -> Callable[[], T]:
@@ -213,7 +230,7 @@ def beside(model: nn.Module, call: Callable[[], T]) -> Callable[[], T]:
 
     Raises InfinityError inside a block of the model.
     """
-    return engine_of(model).micro_batches.beside(call)
+    return engine_of(model).beside(call)
 
 
 def _loss(loss_fn: Callable[[Any], torch.Tensor], batch: Any) -> torch.Tensor:

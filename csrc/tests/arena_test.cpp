@@ -96,4 +96,4 @@ TEST(PoisonBeyondTheBudgetOfMappingsIsRefused) {
   CHECK(late.open(kPageNbytes));
 }
 
-int main() { return check::run_all_tests(); }
+int main() { return check::run_tests(); }

@@ -2,9 +2,9 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cfenv>
 #include <vector>
 
+#include "float_environment.h"
 #include "thread_pool.h"
 
 namespace infinity::update {
@@ -21,21 +21,6 @@ struct Item {
   const Span* span;
   std::size_t start;
   std::size_t stop;
-};
-
-// The IEEE defaults while it lives: torch can set the flushing of denormals on some threads only.
-class DefaultFloatEnvironment {
- public:
-  DefaultFloatEnvironment() {
-    std::fegetenv(&before_);
-    std::fesetenv(FE_DFL_ENV);
-  }
-  DefaultFloatEnvironment(const DefaultFloatEnvironment&) = delete;
-  DefaultFloatEnvironment& operator=(const DefaultFloatEnvironment&) = delete;
-  ~DefaultFloatEnvironment() { std::fesetenv(&before_); }
-
- private:
-  std::fenv_t before_{};
 };
 
 }  // namespace

@@ -78,10 +78,10 @@ def _device(lab: Lab, sections: Sequence[str]) -> Iterator[Result]:
     from infinity.bench import device
     from infinity.observe import Counters
     from infinity.tiers.cuda import CudaDevice
-    from infinity.tiers.host import HostTier
+    from infinity.tiers.host import HostBlocks
 
     counters = Counters()
-    cuda = CudaDevice(HostTier(lab.arena, counters), counters)
+    cuda = CudaDevice(HostBlocks(lab.arena, counters), counters)
     try:
         if "device" in sections:
             yield from device.copies(lab, cuda)

@@ -20,11 +20,12 @@ from infinity.checkpoint.run.directory import find_checkpoint
 from infinity.checkpoint.run.files import buffers_of
 from infinity.checkpoint.run.layout import is_row_major, row_major_stride
 from infinity.checkpoint.run.open_checkpoint import OpenCheckpoint
+from infinity.checkpoint.run.references import directory_of_base
 from infinity.checkpoint.run.stored import StoredReader
 from infinity.engine.optimizer import OffloadedOptimizer
 from infinity.engine.registry import engine_of
 from infinity.engine.state_access import Part, StateAccess
-from infinity.errors import UnsupportedError
+from infinity.errors import ConfigError, UnsupportedError
 from infinity.ops.split_master import join
 from infinity.sizes import MIB
 from infinity.state.units import MOMENT_PIECES, StateKind, TensorSpec, Unit, weight_of
@@ -214,6 +215,13 @@ class CheckpointSource:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         checkpoint = OpenCheckpoint(find_checkpoint(Path(path)))
         self.path = checkpoint.path
+        base = directory_of_base(checkpoint.path)
+        if base is not None:
+            raise ConfigError(
+                f"{checkpoint.path} holds what was trained and refers to frozen weights in {base}; "
+                "export the offloaded model, or save its adapter and merge it with the base "
+                "(infinity merge)"
+            )
         self.optimizer: dict[str, Any] | None = checkpoint.program()["optimizer"]
         self._optimized = _optimized(self.optimizer)
         self._reader = StoredReader()

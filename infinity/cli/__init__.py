@@ -35,7 +35,18 @@ _COMMANDS = {
         "inspect",
         "Describe a checkpoint and check its integrity.",
     ),
+    "merge": ("infinity.cli.convert", "merge", "Merge an adapter into its base, as a checkpoint."),
     "plan": ("infinity.cli.plan", "plan", "Predict a step: placement, bytes, seconds, bottleneck."),
+    "quantize": (
+        "infinity.cli.convert",
+        "quantize",
+        "Quantise the linear layers of a checkpoint.",
+    ),
+    "spread": (
+        "infinity.cli.spread",
+        "spread",
+        "Lay the shards of a checkpoint over several drives.",
+    ),
     "trace": ("infinity.cli.trace", "app", "Find what bounds the steps of a traced run."),
     "train": (
         "infinity.cli.train",

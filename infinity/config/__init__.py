@@ -5,6 +5,7 @@ from infinity.config.problems import InvalidConfigError, Problem
 from infinity.config.schema import (
     PYTHON_STDLIB,
     SCHEMA,
+    AdapterConfig,
     Checkpoint,
     Data,
     DataSource,
@@ -30,6 +31,7 @@ from infinity.config.values import Capacity
 __all__ = [
     "PYTHON_STDLIB",
     "SCHEMA",
+    "AdapterConfig",
     "Capacity",
     "Checkpoint",
     "ConfigSource",

@@ -23,6 +23,7 @@ from pydantic import (
 from infinity.config import problems
 from infinity.config.schema import (
     SCHEMA,
+    AdapterConfig,
     Checkpoint,
     Data,
     Distributed,
@@ -72,7 +73,8 @@ class Resolved(NamedTuple):
 
 
 class SwapConfig(Section):
-    """The whole swap-tier file. `[model]`, `[data]` and `[train]` serve `infinity train` only."""
+    """The whole swap-tier file. `[model]`, `[adapter]`, `[data]` and `[train]` serve
+    `infinity train` only."""
 
     _source: ConfigSource = PrivateAttr(default_factory=ConfigSource)
     schema_version: Annotated[int, Integer(1, SCHEMA)] = Field(
@@ -86,6 +88,7 @@ class SwapConfig(Section):
     precision: Precision = defaults()
     optimizer: Optimizer = defaults()
     model: Model | None = None
+    adapter: AdapterConfig | None = None
     data: Data | None = None
     train: Train | None = None
     output: Output = defaults()

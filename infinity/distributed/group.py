@@ -14,7 +14,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from infinity.distributed.transport import Peer, PeerTransport, Purpose
+from infinity.distributed.messages import Purpose
+from infinity.distributed.peer import Peer
+from infinity.distributed.transport import PeerTransport
 from infinity.errors import ConfigError
 from infinity.observe import Counters
 

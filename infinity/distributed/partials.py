@@ -21,7 +21,7 @@ from infinity.sizes import PAGE_NBYTES, align_up
 from infinity.storage.protocol import Priority
 from infinity.storage.scratch_space import Scratch, ScratchSpace
 from infinity.storage.volume import Volume
-from infinity.tiers.host import Block, HostTier
+from infinity.tiers.host import Block, HostBlocks
 
 # A rank that is alive adds up what came, or gives what is waited for, in less.
 PATIENCE_S = 60.0
@@ -60,7 +60,7 @@ class PartialGradients:
         self,
         budget_nbytes: int,
         *,
-        host: HostTier,
+        host: HostBlocks,
         volume: Volume | None,
         window: Block | None,
         counters: Counters,
@@ -239,7 +239,7 @@ class PartialGradients:
         """Writes what `fill` gives, a window at a time."""
         assert self._volume is not None and self._scratch is not None
         scratch = self._scratch.take(nbytes)
-        memory = memoryview(self._host.tensor(window).numpy())
+        memory = self._host.tensor(window).numpy().data
         for start, part_nbytes in _parts(nbytes, window):
             fill(memory[:part_nbytes])
             self._volume.write(

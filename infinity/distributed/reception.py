@@ -13,16 +13,16 @@ import hmac
 import selectors
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import ExitStack
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 _MOST_WAITING = 256  # Strangers beyond it push out the one that has waited longest.
 
 Name = TypeVar("Name")
 
 
-class Reception:
+class Reception(Generic[Name]):
     """A listening socket, until every expected connection was let in or the time is up.
 
     A hello is what `name_of` makes a name of, then `secret`: `hello_nbytes` together.
@@ -43,7 +43,7 @@ class Reception:
         self._name_of = name_of
         self._waiting: dict[socket.socket, bytearray] = {}  # Oldest first.
 
-    def arrivals(self, deadline_s: float) -> Iterator[tuple[Name, socket.socket]]:
+    def arrivals(self, deadline_s: float) -> Generator[tuple[Name, socket.socket]]:
         """Those who said who they are, each as soon as it did; the caller stops when it has all.
         Ends at the deadline, a `time.monotonic`. Who has not been let in by then is closed."""
         with ExitStack() as stack:

@@ -3,7 +3,6 @@ order and take the mean. Presence and norms are those of all ranks."""
 
 from __future__ import annotations
 
-import math
 import time
 from collections import defaultdict
 from collections.abc import Iterable
@@ -14,6 +13,7 @@ import torch
 
 from infinity.distributed.buckets import Contribution, GradientBuckets
 from infinity.distributed.grad_memory import SumsMemory
+from infinity.distributed.norms import block_sums, first_block, norms_of
 from infinity.distributed.ordered_sum import OrderedReduction
 from infinity.distributed.partials import PATIENCE_S, PartialGradient, PartialGradients
 from infinity.distributed.store import DistributedStore
@@ -21,14 +21,13 @@ from infinity.distributed.transport import PeerTransport
 from infinity.errors import RankError, UnsupportedError
 from infinity.observe import Counters
 from infinity.state.partition import Partition, ShardSlice
-from infinity.state.units import STATE_GRANULE, TensorSpec, Unit
+from infinity.state.units import TensorSpec, Unit
 from infinity.streaming.gradient_memory import flat_of, in_memory_order
 from infinity.streaming.gradients import GradientStore
 from infinity.streaming.passes import Passes
 from infinity.tiers.device import DeviceAdapter
 from infinity.tiers.pool import HostPool
 
-_SUMMED_NUMEL = 256 * STATE_GRANULE  # At a time: fp64 copies are made of them.
 _LEAD_S = 10.0  # How long a rank that is ahead waits for others, once in a step.
 _ALL = 2**32 - 1  # More backward passes than a step has.
 _LOOK_S = 0.02  # Between looks at what has come, while waiting for room.
@@ -178,7 +177,7 @@ class DistributedGradients:
                 # A view would keep the whole gradient in memory.
                 self.deliver(share.rank, index, generation, number, self._keep(part.clone()))
             else:
-                content = memoryview(part.view(torch.uint8).numpy())
+                content = part.view(torch.uint8).numpy().data
                 code = wire_code(part.dtype, number)
                 self._transport.put(
                     share.rank, index, code, generation, content, meanwhile=self.take_in
@@ -352,11 +351,7 @@ class DistributedGradients:
         return spec in self._known or spec in self._given
 
     def norm(self, unit: Unit, spec: TensorSpec) -> torch.Tensor:
-        """2-norm of one gradient over all ranks' shards: fp32 scalar on the host.
-
-        Squares are summed in fp64 by blocks that no number of ranks cuts, then in their order: the
-        bits do not depend on how many ranks there are.
-        """
+        """The 2-norm of one gradient over all ranks: fp32 scalar on the host; see `norms.py`."""
         if self._all_norms is None:
             self._all_norms = self._exchange_norms()
         return self._all_norms[spec]
@@ -368,24 +363,9 @@ class DistributedGradients:
             mine = self._mine.get(self._index[spec])
             if mine is not None:
                 unit, share = mine
-                sums.append(block_sums(self.owned.view(unit, share.part), _first_block(share)))
+                sums.append(block_sums(self.owned.view(unit, share.part), first_block(share)))
         content = torch.cat(sums).numpy().tobytes() if sums else b""
-        theirs = [
-            torch.from_numpy(numpy.frombuffer(each, dtype=numpy.float64).copy())
-            for each in self._transport.all_gather("gradient norms", content)
-        ]
-        places = [0] * len(theirs)
-        norms = {}
-        for spec in wanted:
-            parts = []
-            for share in self._shares[spec]:
-                count = num_blocks(share.stop - share.start, _first_block(share))
-                place = places[share.rank]
-                parts.append(theirs[share.rank][place : place + count])
-                places[share.rank] = place + count
-            total = torch.cat(parts).sum() if parts else torch.zeros((), dtype=torch.float64)
-            norms[spec] = total.sqrt().float()
-        return norms
+        return norms_of(wanted, self._shares, self._transport.all_gather("gradient norms", content))
 
     def read(self, unit: Unit, spec: TensorSpec) -> torch.Tensor:
         raise UnsupportedError(
@@ -483,35 +463,3 @@ def _refuse_sparse(spec: TensorSpec, gradient: torch.Tensor) -> None:
             f"the gradient of {spec.name!r} has layout {gradient.layout}; expected a dense "
             "one. Build the embedding with sparse=False"
         )
-
-
-def _first_block(share: ShardSlice) -> int:
-    """Elements of the share before the first multiple of a granule in the unit's state."""
-    start = share.whole.state_offset + share.start
-    return min(-start % STATE_GRANULE, share.stop - share.start)
-
-
-def num_blocks(numel: int, first: int) -> int:
-    """How many sums `block_sums` gives."""
-    return (first > 0) + math.ceil((numel - first) / STATE_GRANULE)
-
-
-def block_sums(values: torch.Tensor, first: int) -> torch.Tensor:
-    """Sums of squares, fp64, of `values[:first]` and then of each STATE_GRANULE elements.
-
-    Each sum is a tree of its own, so that its bits do not depend on what else is summed.
-    """
-    sums = [_tree_sums(values[:first])] if first else []
-    sums += [_tree_sums(part) for part in values[first:].split(_SUMMED_NUMEL) if part.numel()]
-    return torch.cat(sums) if sums else torch.empty(0, dtype=torch.float64)
-
-
-def _tree_sums(values: torch.Tensor) -> torch.Tensor:
-    count = math.ceil(values.numel() / STATE_GRANULE)
-    squares = torch.zeros(count * STATE_GRANULE, dtype=torch.float64)
-    squares[: values.numel()] = values
-    level = squares.square_().view(count, STATE_GRANULE)
-    while level.shape[1] > 1:
-        half = level.shape[1] // 2
-        level = level[:, :half] + level[:, half:]
-    return level[:, 0]

@@ -25,9 +25,11 @@ from infinity.errors import ConfigError, StorageError
 from infinity.observe import Counters
 from infinity.state.budgets import Budgets, compute_budgets
 from infinity.state.partition import Partition, partition
+from infinity.state.store import LocalStore
 from infinity.state.units import Unit
 from infinity.streaming.weight_provider import TierWeights, WeightProvider
 from infinity.tiers.device import DeviceAdapter
+from infinity.tiers.host import HostBlocks
 from infinity.tiers.ranges import rounded_nbytes
 from infinity.tiers.streams import StreamDevice
 
@@ -89,7 +91,11 @@ class ShardingPlan:
         )
 
     def exchange(
-        self, store: Any, device: DeviceAdapter, counters: Counters, resources: ExitStack
+        self,
+        store: DistributedStore,
+        device: DeviceAdapter,
+        counters: Counters,
+        resources: ExitStack,
     ) -> tuple[Collectives | None, GradientBuckets | None, DeviceUnshard | None]:
         """What the devices of ranks do together, if they do: of weights and of gradients. Closed
         with `resources`. A collective call."""
@@ -115,15 +121,27 @@ class ShardingPlan:
         num_units = len(self.partition.full_units)
         return UnshardedWeights(unshard, num_units, is_outdated_by_step=is_outdated_by_step)
 
-    def store(self, resources: ExitStack, **locations: Any) -> DistributedStore:
-        """The store of this rank, its links connected and closed with `resources`.
+    def store(
+        self,
+        local: LocalStore,
+        host: HostBlocks,
+        counters: Counters,
+        resources: ExitStack,
+        *,
+        reduce_buffer_nbytes: int,
+    ) -> DistributedStore:
+        """Returns the store of this rank, connected to the other ranks, closed with `resources`.
 
-        Links come last: the others wait for them, and taking the space may take a while.
+        The ranks connect after `local` has taken its space: that may take a while, and a rank waits
+        for the connections of the others.
         """
-        store = DistributedStore(self.partition, **locations)
+        transport = connect(self.group, counters)
+        resources.callback(transport.close)
+        store = DistributedStore(
+            local, self.partition, transport,
+            host=host, counters=counters, reduce_buffer_nbytes=reduce_buffer_nbytes,
+        )  # fmt: skip
         resources.callback(store.close)
-        store.transport = connect(self.group, locations["counters"])
-        resources.callback(store.transport.close)
         return store
 
 
@@ -244,7 +262,7 @@ def refuse_different_weights(engine: Engine) -> None:
         text = f"{param.name} {facts.shape} {facts.dtype} {facts.is_trainable}"
         if original is not None and not original.is_meta:
             head = original.detach().flatten()[: _COMPARED_NBYTES // original.element_size()]
-            content = head.contiguous().cpu().view(torch.uint8).numpy()
+            content = head.contiguous().cpu().view(torch.uint8).numpy().data
             text += f" {zlib.crc32(content)}"
         sums.append(text)
     engine.ranks.refuse_different(

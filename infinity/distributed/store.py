@@ -1,29 +1,31 @@
-"""The state of a rank that owns shards: its own pieces, and whole weights put together from all.
+"""The state of a rank that owns shards: its own state, and full weights from all ranks.
 
-To the executor a whole unit whose weights are divided looks like one that rests far away: a read
-brings it, a write takes this rank's shard home. Shards are asked for one-sidedly. That is safe
-without a lock because a shard only changes inside the optimizer's step, between two points that all
-ranks pass together (design/0005).
+For the weight cache, a full unit with sharded weights rests far away: a read fetches it, a write
+takes this rank's shard home. Shards are requested one-sidedly. That is safe without a lock: a shard
+changes only inside the optimizer's step, between two points that all ranks pass together
+(design/0005).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 
 from infinity.distributed.partials import Fill, PartialGradient, PartialGradients
-from infinity.distributed.transport import PeerTransport, RemoteRequest
+from infinity.distributed.peer import RemoteRequest
+from infinity.distributed.transport import PeerTransport
 from infinity.observe import Counters
 from infinity.sizes import KIB, MIB, PAGE_NBYTES, align_down, align_up
 from infinity.state.partition import Partition, Shard, ShardSegment
-from infinity.state.store import StateStore, Transfer
+from infinity.state.store import FirstValues, LocalStore, StateLocation, Transfer
 from infinity.state.units import StateKind, Unit
 from infinity.storage.protocol import Priority
+from infinity.storage.shards import ShardFiles
 from infinity.storage.volume import Volume
-from infinity.tiers.host import Block, HostTier
+from infinity.tiers.host import Block, HostBlocks
 
 # What is served from a drive goes through a block of this size, one for each rank that asks;
 SERVING_NBYTES = MIB
@@ -57,27 +59,28 @@ class MultiTransfer:
             raise first
 
 
-class DistributedStore(StateStore):
-    """Homes of this rank's pieces, and the way to the pieces of others.
+class DistributedStore:
+    """The state of this rank's units, and the way to the weights of full units.
 
-    `partition.units` are its units. Reads and writes of whole units come from the training thread,
-    `serve` from the threads of `transport`, which are set before anything is read or written.
+    `local` has this rank's state, which rests in `host` and `volume`; `partition.units` are its
+    units. A `StateStore` that reads a sharded unit from all ranks. The training thread reads and
+    writes full units, the threads of `transport` serve.
     """
-
-    transport: PeerTransport
 
     def __init__(
         self,
+        local: LocalStore,
         partition: Partition,
+        transport: PeerTransport,
         *,
-        host: HostTier,
-        volume: Volume | None,
+        host: HostBlocks,
         counters: Counters,
         reduce_buffer_nbytes: int,
-        **parts: Any,
     ) -> None:
+        self.local = local
         self.partition = partition
-        super().__init__(partition.units, host=host, volume=volume, counters=counters, **parts)
+        self.transport = transport
+        self._host = host
         # By rank: each belongs to one thread.
         ranks = range(partition.count)
         self._reading = [self._allocate(SERVING_NBYTES, f"serving rank {r}") for r in ranks]
@@ -85,12 +88,12 @@ class DistributedStore(StateStore):
         self.partials = PartialGradients(
             reduce_buffer_nbytes,
             host=host,
-            volume=volume,
+            volume=local.volume,
             window=self._taking[partition.rank],
             counters=counters,
         )
         self._own = ThreadPoolExecutor(1, thread_name_prefix="infinity-own-shard")
-        # Units whose shard was written past the executor, which may keep an older copy.
+        # Units whose shard was written past the weight cache, which may keep an older copy.
         self.rewritten: set[int] = set()
 
     def _allocate(self, nbytes: int, what: str) -> Block:
@@ -99,15 +102,52 @@ class DistributedStore(StateStore):
         return block
 
     def close(self) -> None:
-        """Ends the thread of the own shard. After `transport.close`."""
+        """Waits for transfers of the own shard and ends their thread."""
         self._own.shutdown(wait=True)
 
-    # -- Whole units -------------------------------------------------------------------------------
+    # -- State of this rank ------------------------------------------------------------------------
 
-    def is_sharded(self, unit: Unit, state_kind: StateKind) -> bool:
-        """Whether the piece of a whole unit is put together from the shards of all ranks."""
+    @property
+    def units(self) -> tuple[Unit, ...]:
+        """The full units, then this rank's shards, by index."""
+        return self.local.units
+
+    @property
+    def volume(self) -> Volume | None:
+        """The volume with this rank's state on NVMe; None when no state rests there."""
+        return self.local.volume
+
+    @property
+    def shards(self) -> ShardFiles | None:
+        """The files of units that rest in a checkpoint; None without such units."""
+        return self.local.shards
+
+    def location(self, unit: Unit, kind: StateKind) -> StateLocation | None:
+        """The location on this rank; None when this rank has none of the state."""
+        return self.local.location(unit, kind)
+
+    def placed(self) -> Mapping[tuple[int, StateKind], StateLocation]:
+        """The location of each state kind of each of this rank's units."""
+        return self.local.placed()
+
+    def put_first(self, unit: Unit, fill: FirstValues) -> bool:
+        """Takes none: a rank writes the values of its shards as they come."""
+        return False
+
+    def unwritten(self) -> list[Unit]:
+        """Returns no unit."""
+        return []
+
+    def host_view(self, unit: Unit, kind: StateKind) -> torch.Tensor | None:
+        """The bytes that rest on this rank, uint8 (nbytes,), where the host can address them."""
+        return self.local.host_view(unit, kind)
+
+    # -- Full units --------------------------------------------------------------------------------
+
+    def is_sharded(self, unit: Unit, kind: StateKind) -> bool:
+        """Whether the state of a full unit is put together from the shards of all ranks."""
         return (
-            state_kind is StateKind.PARAMETERS
+            kind is StateKind.PARAMETERS
             and unit.index < len(self.partition.full_units)
             and self.partition.shards_parameters
         )
@@ -115,21 +155,17 @@ class DistributedStore(StateStore):
     def read(
         self,
         unit: Unit,
-        state_kind: StateKind,
+        kind: StateKind,
         block: Block,
         *,
         priority: Priority,
         offset_nbytes: int = 0,
         nbytes: int | None = None,
     ) -> Transfer:
-        if not self.is_sharded(unit, state_kind):
-            return super().read(
-                unit,
-                state_kind,
-                block,
-                priority=priority,
-                offset_nbytes=offset_nbytes,
-                nbytes=nbytes,
+        """As `StateStore.read`; a sharded unit only as a whole."""
+        if not self.is_sharded(unit, kind):
+            return self.local.read(
+                unit, kind, block, priority=priority, offset_nbytes=offset_nbytes, nbytes=nbytes
             )
         assert offset_nbytes == 0 and nbytes is None
         whole = self._host.tensor(block, nbytes=unit.weight_nbytes)
@@ -138,16 +174,15 @@ class DistributedStore(StateStore):
     def write(
         self,
         unit: Unit,
-        state_kind: StateKind,
+        kind: StateKind,
         block: Block,
         *,
         offset_nbytes: int = 0,
         nbytes: int | None = None,
     ) -> Transfer:
-        if not self.is_sharded(unit, state_kind):
-            return super().write(
-                unit, state_kind, block, offset_nbytes=offset_nbytes, nbytes=nbytes
-            )
+        """As `StateStore.write`; of a sharded unit, this rank writes its shard."""
+        if not self.is_sharded(unit, kind):
+            return self.local.write(unit, kind, block, offset_nbytes=offset_nbytes, nbytes=nbytes)
         assert offset_nbytes == 0
         self.rewritten.add(unit.index)
         whole = self._host.tensor(block, nbytes=unit.weight_nbytes)
@@ -166,7 +201,7 @@ class DistributedStore(StateStore):
             if not segments:
                 continue
             if shard.rank != self.partition.rank:
-                views = [memoryview(sink.numpy()) for sink in sinks]
+                views = [sink.numpy().data for sink in sinks]
                 jobs.append(
                     self.transport.get(shard.rank, index, _CODES.index(StateKind.PARAMETERS), views)
                 )
@@ -196,9 +231,7 @@ class DistributedStore(StateStore):
             segments = [ShardSegment(0, 0, sink.numel())]
             return self._in_own_thread(self._copy_state, shard, state_kind, segments, [sink])
         index = shard.unit.index - len(self.partition.full_units)
-        return self.transport.get(
-            shard.rank, index, _CODES.index(state_kind), [memoryview(sink.numpy())]
-        )
+        return self.transport.get(shard.rank, index, _CODES.index(state_kind), [sink.numpy().data])
 
     # -- Gradients ---------------------------------------------------------------------------------
 
@@ -212,7 +245,7 @@ class DistributedStore(StateStore):
     # -- This rank's shard -------------------------------------------------------------------------
 
     def serve(self, unit: int, state_kind: int, *, to: int) -> tuple[int, Iterable[memoryview]]:
-        """The bytes of this rank's shard of a unit, for another rank; see `transport.Service`."""
+        """The bytes of this rank's shard of a unit, for another rank; see `peer.Service`."""
         shard, kind = self.partition.shards[unit][self.partition.rank], _CODES[state_kind]
         segments = self._served(shard, kind)
         return sum(each.nbytes for each in segments), self._parts(shard, kind, segments, to)
@@ -239,12 +272,12 @@ class DistributedStore(StateStore):
             start = segment.whole_offset_nbytes if is_whole else segment.shard_offset_nbytes
             stop = start + segment.nbytes
             if host_view is not None:
-                yield memoryview(host_view[start:stop].numpy())
+                yield host_view[start:stop].numpy().data
                 continue
             while start < stop:
                 low = align_down(start, PAGE_NBYTES)
                 high = min(align_up(stop, PAGE_NBYTES), low + SERVING_NBYTES)
-                super().read(
+                self.local.read(
                     unit,
                     state_kind,
                     block,
@@ -254,7 +287,7 @@ class DistributedStore(StateStore):
                 ).wait()
                 until = min(stop, high)
                 part = self._host.tensor(block)[start - low : until - low]
-                yield memoryview(part.numpy())
+                yield part.numpy().data
                 start = until
 
     def _bring_mine(
@@ -292,7 +325,7 @@ class DistributedStore(StateStore):
             for done in range(0, segment.nbytes, SERVING_NBYTES):
                 part = source[done : done + SERVING_NBYTES]
                 self._host.tensor(block)[: part.numel()].copy_(part)
-                super().write(
+                self.local.write(
                     shard.unit,
                     StateKind.PARAMETERS,
                     block,

@@ -69,7 +69,7 @@ class RankSync:
         self._weight_cache.end_training()
         collectives.sync_weights(self._gradients.begin_step(collectives.decision()))
 
-    # What others want: see links.Service.
+    # What others want: see `peer.Service`.
 
     def serve(self, unit: int, kind: int, *, to: int) -> tuple[int, Iterable[memoryview]]:
         return self._store.serve(unit, kind, to=to)

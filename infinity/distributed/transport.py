@@ -1,37 +1,44 @@
-"""Connections between ranks: requests that are served at once, whatever the other rank computes.
+"""Connections between ranks: every rank serves requests at once, also while it computes.
 
-Every rank has two sockets to every other, one for what it gives and says (put, note) and one for
-what it asks for (get, word), each with a thread that empties its queue, in order; and a thread
-behind every socket that others opened, which serves. So weights that are needed soon, and words
-that ranks wait for, do not wait for gradients that nobody is waiting for, nor for room at who gets
-these. None of the threads takes a lock of the engine, so a rank that waits for another is still of
-use to a third. That is what lets ranks take different ways through a model.
+Every rank has two sockets to every other rank. One carries gradients and notes (put, note), one
+carries requests and control messages (get, tell). A thread per socket sends the messages of its
+queue in order; a thread per socket that another rank opened serves. Requests for weights and
+control messages therefore do not queue behind gradients, nor behind the memory that an owner needs
+for gradients. No thread takes a lock of the engine: a rank that waits for another rank still serves
+a third one. Ranks may thus take different ways through a model.
 
-A rank that is gone is noticed by its closed sockets, one that is stuck by its silence: a link that
-has nothing to say beats every BEAT_S. The first failure ends all waiting on this rank and is told
-to the others, so that all of them name the same rank.
+A closed socket shows that a rank has ended; silence shows that a rank is stuck, because a socket
+without other messages sends a BEAT every BEAT_S. The first failure ends every wait on this rank and
+is sent to the other ranks, so that all ranks name the same one.
 
-Messages are a fixed header and raw bytes; nothing is unpickled. Who connects must know the secret
-that was exchanged through the process group.
+The format of the messages is in `messages.py`. A rank that connects must know the secret that the
+process group has exchanged.
 """
 
 from __future__ import annotations
 
 import contextlib
-import queue
 import socket
-import struct
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from enum import IntEnum
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol
 
-from infinity.distributed.reception import Reception
+from infinity.distributed.connecting import accepted, connect_to
+from infinity.distributed.messages import (
+    HEADER,
+    MOST_NBYTES,
+    MessageType,
+    Purpose,
+    receive_content,
+    receive_header,
+    receive_into,
+    send,
+)
+from infinity.distributed.outgoing import Message, Outgoing
+from infinity.distributed.peer import Peer, RemoteRequest, Service
 from infinity.errors import InfinityError, RankError
 from infinity.observe import Counters
 
@@ -41,110 +48,6 @@ LINGER_S = 600.0  # A rank that is done waits so long for the others, who may ne
 _CAUSE_S = 1.0  # A closed socket may be seen before the word that explains it.
 _MEANWHILE_S = 0.02
 _QUEUED_NBYTES = 64 << 20  # Gradients on their way out, beyond which the giver waits.
-_HEADER = struct.Struct("<BxxxIIIQ")  # kind, three numbers, bytes that follow
-_BLOCK_NBYTES = 1 << 20  # Memory for content is taken as it comes, not as it was announced.
-
-
-class Purpose(IntEnum):
-    """What a socket is for."""
-
-    GIVING = 0
-    ASKING = 1
-
-
-class MessageType(IntEnum):
-    HELLO = 1  # (rank, purpose): the server's secret
-    GET = 2  # (unit, piece)
-    DATA = 3  # the answer to GET
-    PUT = 4  # (tensor, code, generation): a part of a gradient
-    NOTE = 5  # (length of the tag): tag and content
-    BEAT = 6
-    BYE = 7  # (rank + 1 that failed, or 0): why
-    OVER = 8  # (step, count): how many backward passes since that step are over
-    WORD = 9  # what `Service.on_message` is told
-
-
-_KINDS = frozenset(map(int, MessageType))
-# The most content of messages that are taken whole. The others have none, or are streamed to where
-# their length is checked.
-MOST_NBYTES = {MessageType.NOTE: 1 << 30, MessageType.WORD: 1 << 12, MessageType.BYE: 1 << 16}
-
-
-@dataclass(frozen=True, slots=True)
-class Peer:
-    """How a rank is reached, and what it is called in messages."""
-
-    rank: int
-    host: str
-    pid: int
-    address: str
-    port: int
-    secret: bytes
-
-    def __str__(self) -> str:
-        return f"rank {self.rank} (process {self.pid} on {self.host})"
-
-
-class Service(Protocol):
-    """What a rank does for others. Called by the threads of links, several at a time."""
-
-    def serve(self, unit: int, kind: int, *, to: int) -> tuple[int, Iterable[memoryview]]:
-        """The bytes of this rank's shard: how many, and the parts. A part is sent before the next
-        is asked for."""
-
-    def deliver(
-        self,
-        rank: int,
-        tensor: int,
-        code: int,
-        generation: int,
-        nbytes: int,
-        receive: Callable[[memoryview], None],
-    ) -> None:
-        """Takes a part of a gradient that `rank` gives: `nbytes`, by calls of `receive`, each of
-        which fills the memory it is given."""
-
-    def on_message(self, rank: int, content: bytes) -> None:
-        """What `rank` tells this one, in the order in which it does."""
-
-
-class RemoteRequest:
-    """One message on its way, and its end. `wait` raises what went wrong, every time."""
-
-    def __init__(self) -> None:
-        self._over = threading.Event()
-        self._error: BaseException | None = None
-
-    def done(self) -> bool:
-        return self._over.is_set()
-
-    def wait(self) -> None:
-        self._over.wait()
-        if self._error is not None:
-            raise self._error
-
-    def finish(self, error: BaseException | None = None) -> None:
-        self._error = error
-        self._over.set()
-
-
-@dataclass(slots=True)
-class _Message:
-    job: RemoteRequest
-    kind: MessageType
-    numbers: tuple[int, int, int]
-    content: memoryview = field(default_factory=lambda: memoryview(b""))
-    sinks: Sequence[memoryview] = ()  # Where the answer goes.
-
-
-@dataclass(frozen=True, slots=True)
-class _Outgoing:
-    """A socket that this rank opened, and what waits to be sent there."""
-
-    peer: Peer
-    connection: socket.socket
-    waiting: queue.SimpleQueue[_Message | None] = field(default_factory=queue.SimpleQueue)
-    sending: threading.Lock = field(default_factory=threading.Lock)  # One message at a time.
 
 
 class PeerTransport:
@@ -166,7 +69,7 @@ class PeerTransport:
         self._notes: dict[int, deque[tuple[str, bytes]]] = {p.rank: deque() for p in peers}
         self._left: set[int] = set()  # Ranks that said goodbye: done, and not in need of anything.
         self._over: dict[int, tuple[int, int]] = {p.rank: (0, 0) for p in peers}
-        self._outgoing: dict[tuple[int, Purpose], _Outgoing] = {}
+        self._outgoing: dict[tuple[int, Purpose], Outgoing] = {}
         self._incoming: list[socket.socket] = []
         # What others have not connected yet.
         self._missing = {(peer.rank, purpose) for peer in self.others for purpose in Purpose}
@@ -205,58 +108,27 @@ class PeerTransport:
         )
         accepting.start()
         for peer, purpose in ((peer, purpose) for peer in self.others for purpose in Purpose):
-            try:
-                left_s = max(0.1, deadline_s - time.monotonic())
-                connection = socket.create_connection((peer.address, peer.port), timeout=left_s)
-                _prepare(connection)
-                _send(
-                    connection, MessageType.HELLO, (self.rank, purpose, 0), memoryview(peer.secret)
-                )
-            except OSError as error:
-                raise RankError(peer.rank, f"{peer} cannot be reached: {error}") from error
-            self._outgoing[peer.rank, purpose] = _Outgoing(peer, connection)
+            connection = connect_to(peer, purpose, rank=self.rank, deadline_s=deadline_s)
+            self._outgoing[peer.rank, purpose] = Outgoing(peer, connection)
         accepting.join()
         for rank, _ in sorted(self._missing):
             raise RankError(rank, f"{self.peers[rank]} has not connected within {SILENCE_S:.0f} s")
 
     def _accept(self, deadline_s: float) -> None:
-        """Takes the connections of every other rank; anybody else's is closed."""
-        secret = self.peers[self.rank].secret
-        reception = Reception(
-            self._listener,
-            hello_nbytes=_HEADER.size + len(secret),
-            secret=secret,
-            name_of=self._missing_name,
-        )
-        with (
-            contextlib.suppress(OSError),
-            self._listener,
-            contextlib.closing(reception.arrivals(deadline_s)) as arrivals,
-        ):
-            for (rank, purpose), connection in arrivals:
-                self._let_in(rank, purpose, connection)
-                if not self._missing:
-                    break
-
-    def _missing_name(self, header: bytes) -> tuple[int, Purpose] | None:
-        """Which of the connections that are missing this hello is, if any."""
-        kind, rank, purpose, _, nbytes = _HEADER.unpack(header)
-        is_hello = kind == MessageType.HELLO and nbytes == len(self.peers[self.rank].secret)
-        return (rank, Purpose(purpose)) if is_hello and (rank, purpose) in self._missing else None
-
-    def _let_in(self, rank: int, purpose: Purpose, connection: socket.socket) -> None:
-        _prepare(connection)
-        connection.settimeout(SILENCE_S)
-        self._missing.discard((rank, purpose))
-        self._incoming.append(connection)
-        serving = threading.Thread(
-            target=self._serve_all,
-            args=(self.peers[rank], connection),
-            name=f"infinity-serve-{rank}",
-            daemon=True,
-        )
-        self._serving.append(serving)
-        serving.start()
+        """Starts a thread that serves each socket that another rank opens."""
+        arrivals = accepted(self._listener, self.peers, rank=self.rank, deadline_s=deadline_s)
+        for rank, purpose, connection in arrivals:
+            connection.settimeout(SILENCE_S)
+            self._missing.discard((rank, purpose))
+            self._incoming.append(connection)
+            serving = threading.Thread(
+                target=self._serve_all,
+                args=(self.peers[rank], connection),
+                name=f"infinity-serve-{rank}",
+                daemon=True,
+            )
+            self._serving.append(serving)
+            serving.start()
 
     def close(self) -> None:
         """Says goodbye and waits until every other rank has, or is gone: it may need shards.
@@ -283,7 +155,7 @@ class PeerTransport:
                     if not self._changed.wait(max(0.0, deadline_s - time.monotonic())):
                         break
         for link in self._outgoing.values():
-            link.waiting.put(None)
+            link.end()
         outgoing = [link.connection for link in self._outgoing.values()]
         for connection in (*outgoing, *self._incoming):
             with contextlib.suppress(OSError):
@@ -329,11 +201,11 @@ class PeerTransport:
         for thread in telling:
             thread.join(_CAUSE_S)  # A rank that does not listen must not keep this one.
 
-    def _tell(self, link: _Outgoing, error: RankError) -> None:
+    def _tell(self, link: Outgoing, error: RankError) -> None:
         # Not through the queue, which may be long.
         with contextlib.suppress(OSError), link.sending:
             content = memoryview(str(error).encode()[: MOST_NBYTES[MessageType.BYE]])
-            _send(link.connection, MessageType.BYE, (error.rank + 1, 0, 0), content)
+            send(link.connection, MessageType.BYE, (error.rank + 1, 0, 0), content)
 
     def _is_done(self) -> bool:
         """All the others have said goodbye; what closes now is nobody's death."""
@@ -510,62 +382,52 @@ class PeerTransport:
         job = RemoteRequest()
         # A word that is waited for must not come behind gradients that have no room.
         purpose = Purpose.ASKING if kind in (MessageType.GET, MessageType.WORD) else Purpose.GIVING
-        message = _Message(job, kind, numbers, content or memoryview(b""), sinks)
-        self._outgoing[rank, purpose].waiting.put(message)
+        message = Message(job, kind, numbers, content or memoryview(b""), sinks)
+        self._outgoing[rank, purpose].add(message)
         return job
 
     # -- Threads -----------------------------------------------------------------------------------
 
-    def _send_all(self, link: _Outgoing) -> None:
-        """Carries out what is wanted of one other rank, in order."""
-        waiting, peer = link.waiting, link.peer
+    def _send_all(self, link: Outgoing) -> None:
+        """Sends the messages to one other rank, in order."""
         error: BaseException | None = None
-        while True:
-            try:
-                message = waiting.get(timeout=BEAT_S)
-            except queue.Empty:
-                message = _Message(RemoteRequest(), MessageType.BEAT, (0, 0, 0))
-            if message is None:
-                break
+        for message in link.messages(BEAT_S):
             if error is None and self._failure is None:
                 try:
                     self._carry_out(link, message)
                 except (OSError, RankError) as broken:
-                    self._lost(peer, _describe(broken))
-                    error = self._failure or RankError(peer.rank, f"{peer} has closed its engine")
+                    self._lost(link.peer, _describe(broken))
+                    error = self._failure or RankError(
+                        link.peer.rank, f"{link.peer} has closed its engine"
+                    )
             elif error is None:
                 error = self._failure
             self._finish(message, error)
-        while True:  # What was asked for after the end.
-            try:
-                message = waiting.get_nowait()
-            except queue.Empty:
-                return
-            if message is not None:
-                self._finish(message, self._failure or InfinityError("the links are closed"))
+        for message in link.late_messages():
+            self._finish(message, self._failure or InfinityError("the links are closed"))
 
-    def _finish(self, message: _Message, error: BaseException | None) -> None:
+    def _finish(self, message: Message, error: BaseException | None) -> None:
         message.job.finish(error)
         with self._changed:
             self._queued_nbytes -= message.content.nbytes * (message.kind is MessageType.PUT)
             self._num_asked -= message.kind is MessageType.GET
             self._changed.notify_all()
 
-    def _carry_out(self, link: _Outgoing, message: _Message) -> None:
+    def _carry_out(self, link: Outgoing, message: Message) -> None:
         # Wakes to see whether the rank that serves is still there, which its beats tell. It may
         # take its time: it has no room for what it is given, or its drive is slow.
         connection = link.connection
         connection.settimeout(BEAT_S)
         with link.sending:
-            _send(connection, message.kind, message.numbers, message.content, self.check)
+            send(connection, message.kind, message.numbers, message.content, self.check)
         if message.kind is not MessageType.GET:
             return
-        kind, _, nbytes = _receive_header(connection, self.check)
+        kind, _, nbytes = receive_header(connection, self.check)
         wanted = sum(sink.nbytes for sink in message.sinks)
         if kind is not MessageType.DATA or nbytes != wanted:
             raise ConnectionError(f"expected {wanted} bytes of data, got {nbytes} of {kind.name}")
         for sink in message.sinks:
-            _receive_into(connection, sink, self.check)
+            receive_into(connection, sink, self.check)
         self._counters.add("ranks_gathered_nbytes", nbytes)
 
     def _serve_all(self, peer: Peer, connection: socket.socket) -> None:
@@ -584,19 +446,19 @@ class PeerTransport:
             self.abort(f"{type(error).__name__} while it served {peer}: {error}")
 
     def _serve_one(self, peer: Peer, connection: socket.socket, service: Service) -> bool:
-        kind, (first, second, third), nbytes = _receive_header(connection)
+        kind, (first, second, third), nbytes = receive_header(connection)
         if kind is MessageType.GET:
-            _receive_content(connection, kind, nbytes)
+            receive_content(connection, kind, nbytes)
             total_nbytes, parts = service.serve(first, second, to=peer.rank)
-            connection.sendall(_HEADER.pack(MessageType.DATA, 0, 0, 0, total_nbytes))
+            connection.sendall(HEADER.pack(MessageType.DATA, 0, 0, 0, total_nbytes))
             for part in parts:
                 connection.sendall(part)
             return True
         if kind is MessageType.PUT:
-            receive = partial(_receive_into, connection)
+            receive = partial(receive_into, connection)
             service.deliver(peer.rank, first, second, third, nbytes, receive)
             return True
-        content = _receive_content(connection, kind, nbytes)
+        content = receive_content(connection, kind, nbytes)
         if kind is MessageType.OVER:
             with self._changed:
                 self._over[peer.rank] = (first, second)
@@ -620,77 +482,7 @@ class PeerTransport:
         return True
 
 
-def _prepare(connection: socket.socket) -> None:
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-
-
 def _describe(broken: Exception) -> str:
     if isinstance(broken, (ConnectionResetError, BrokenPipeError)):
         return "its connections closed without a word; it was killed or has crashed"
     return str(broken) or type(broken).__name__
-
-
-def _send(
-    connection: socket.socket,
-    kind: MessageType,
-    numbers: tuple[int, int, int],
-    content: memoryview,
-    check: Callable[[], None] | None = None,
-) -> None:
-    """With `check`, a timeout asks it whether to go on waiting."""
-    content = content.cast("B") if content.nbytes else content
-    header = _HEADER.pack(kind, *numbers, content.nbytes)
-    parts = (header + bytes(content),) if content.nbytes <= 1 << 16 else (header, content)
-    for part in parts:
-        rest = memoryview(part)
-        while rest.nbytes:
-            try:
-                rest = rest[connection.send(rest) :]
-            except TimeoutError:
-                if check is None:
-                    raise
-                check()
-
-
-def _receive_header(
-    connection: socket.socket, check: Callable[[], None] | None = None
-) -> tuple[MessageType, tuple[int, int, int], int]:
-    header = bytearray(_HEADER.size)
-    _receive_into(connection, memoryview(header), check)
-    kind, first, second, third, nbytes = _HEADER.unpack(header)
-    if kind not in _KINDS:
-        raise ConnectionError(f"it sent a message of the kind {kind}, and there is none")
-    return MessageType(kind), (first, second, third), nbytes
-
-
-def _receive_content(connection: socket.socket, kind: MessageType, nbytes: int) -> bytearray:
-    """What follows the header of a message that is taken whole. Raises ConnectionError where that
-    is more than such a message has."""
-    most = MOST_NBYTES.get(kind, 0)
-    if nbytes > most:
-        raise ConnectionError(
-            f"it announced a {kind.name} of {nbytes} bytes; expected up to {most}"
-        )
-    content = bytearray()
-    while len(content) < nbytes:
-        block = bytearray(min(_BLOCK_NBYTES, nbytes - len(content)))
-        _receive_into(connection, memoryview(block))
-        content += block
-    return content
-
-
-def _receive_into(
-    connection: socket.socket, sink: memoryview, check: Callable[[], None] | None = None
-) -> None:
-    """Fills `sink`. With `check`, a timeout asks it whether to go on waiting."""
-    while sink.nbytes:
-        try:
-            count = connection.recv_into(sink)
-        except TimeoutError:
-            if check is None:
-                raise
-            check()
-            continue
-        if count == 0:
-            raise ConnectionResetError
-        sink = sink[count:]

@@ -9,7 +9,7 @@ layer called `token_adapter` in such a module.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -78,7 +78,22 @@ def derived_parameters(model: nn.Module) -> dict[int, tuple[nn.Module, str]]:
         if name in _DERIVED
         for leaf, parameter in part.named_parameters()
         if parameter.is_meta
+        or _is_of_first_values(parameter, layers[layer], leaf.partition(".")[0])
     }
+
+
+def _is_of_first_values(parameter: torch.Tensor, layer: Any, adapter: str) -> bool:
+    """Whether PEFT derived the parameter from the values that a constructor drew, which the base
+    weight does not keep. A loaded or trained parameter has other values."""
+    is_dora = hasattr(layer, "lora_magnitude_vector")
+    weight = layer.get_base_layer().weight if is_dora else layer.weight
+    if weight.is_meta or not is_to_come(weight):
+        return False
+    if is_dora:
+        expected = _magnitude(layer, adapter, lambda each: each)
+    else:
+        expected = weight[layer.token_indices[adapter]]
+    return torch.equal(parameter.detach().to(expected.dtype), expected.detach())
 
 
 def derive(engine: Engine, wanted: dict[str, tuple[nn.Module, str]]) -> None:
@@ -87,10 +102,13 @@ def derive(engine: Engine, wanted: dict[str, tuple[nn.Module, str]]) -> None:
     `wanted` names the tuner layer and the adapter of each parameter. The base weights must have
     their values.
     """
+    names = {id(param.handle): param.name for param in engine.params}
     with torch.no_grad():
         for name, (layer, adapter) in wanted.items():
             if hasattr(layer, "lora_magnitude_vector"):
-                value = _magnitude(engine, layer, adapter)
+                value = _magnitude(
+                    layer, adapter, lambda each: engine.read_parameter(names[id(each)])
+                )
             else:
                 value = layer.weight[layer.token_indices[adapter]]  # type: ignore[index]
             engine.write_parameter(name, value.detach().cpu())
@@ -102,10 +120,11 @@ def derive(engine: Engine, wanted: dict[str, tuple[nn.Module, str]]) -> None:
                     tuner.trainable_tokens_original[adapter] = rows
 
 
-def _magnitude(engine: Engine, layer: Any, adapter: str) -> torch.Tensor:
+def _magnitude(
+    layer: Any, adapter: str, read: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
     """Computes the magnitude as PEFT does when it attaches: in the dtype of the weights, before
-    adapters are cast."""
-    names = {id(param.handle): param.name for param in engine.params}
+    adapters are cast. `read` gives the value of a parameter of the adapter."""
     base = layer.get_base_layer()
     there = {"device": base.weight.device, "dtype": base.weight.dtype}
     if adapter in layer.lora_embedding_A:
@@ -116,8 +135,8 @@ def _magnitude(engine: Engine, layer: Any, adapter: str) -> torch.Tensor:
     fresh = type(dora)(fan_in_fan_out=dora.fan_in_fan_out)
     fresh.update_layer(
         base_layer=base,
-        lora_A=engine.read_parameter(names[id(a)]).to(**there),
-        lora_B=engine.read_parameter(names[id(b)]).to(**there),
+        lora_A=read(a).to(**there),
+        lora_B=read(b).to(**there),
         scaling=layer.scaling[adapter],
     )
     weight: torch.Tensor = fresh.weight

@@ -6,7 +6,7 @@ import logging
 import shutil
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -40,6 +40,7 @@ from infinity.engine.adapters import (
 from infinity.engine.dtypes import Dtypes
 from infinity.engine.durability import count_spares
 from infinity.engine.engine import Engine
+from infinity.engine.load_plan import LoadPlan, StoredParams
 from infinity.engine.meta_init import initialise
 from infinity.engine.registry import is_offloaded
 from infinity.engine.update_rates import place_updates
@@ -61,12 +62,15 @@ from infinity.observe import Counters
 from infinity.simulate.update_device import UpdateDevice
 from infinity.state.budgets import Budgets, compute_budgets
 from infinity.state.moments import moments_of
-from infinity.state.store import StateStore
+from infinity.state.placement import resting_nbytes
+from infinity.state.store import LocalStore, StateStore
+from infinity.state.stored import lay_out_stored
 from infinity.state.tiles import fit
-from infinity.state.units import TensorFacts, Unit, layout_unit
+from infinity.state.units import StateKind, TensorFacts, Unit, layout_unit
 from infinity.storage.arena import Arena, available_host_nbytes
 from infinity.storage.open import open_configured
 from infinity.storage.protocol import StorageEngine
+from infinity.storage.shards import ShardFiles, ShardIdentity
 from infinity.storage.volume import Adopted, Volume, VolumePath
 from infinity.streaming.activations import ActivationStore
 from infinity.streaming.gradient_sink import GradientSink
@@ -79,7 +83,7 @@ from infinity.streaming.step_record import StepRunner, UpdateSettings
 from infinity.streaming.weight_provider import TierWeights, WeightProvider
 from infinity.tiers.cpu import CpuDevice
 from infinity.tiers.device import DeviceAdapter
-from infinity.tiers.host import HostTier
+from infinity.tiers.host import HostBlocks
 from infinity.tiers.pool import HostPool
 from infinity.tiers.ranges import rounded_nbytes
 
@@ -88,24 +92,10 @@ _log = logging.getLogger("infinity")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-TileRows = Callable[[str], list[tuple[str, int, int]]]
-
-
-class LoadPlan(Protocol):
-    """Checked weights that can be streamed: `load(write)` calls write(name, tensor).
-
-    `tile_rows(name)` gives row ranges; a plan that can writes a tensor in these ranges.
-    """
-
-    def load(
-        self, write: Callable[[str, torch.Tensor], None], tile_rows: TileRows | None = None
-    ) -> Any: ...
-
-
 class OwnDevice(DeviceAdapter, Protocol):
     """A device adapter of the caller, which is given the host tier when it exists."""
 
-    def open(self, host: HostTier, counters: Counters) -> None: ...
+    def open(self, host: HostBlocks, counters: Counters) -> None: ...
 
 
 def build(
@@ -133,16 +123,19 @@ def build(
     ranks = find_group(group)
     if ranks is not None:
         config = config_of_rank(config, ranks)
+    in_place = weights if config.placement.reads_in_place and ranks is None else None
+    stored = StoredParams(model, in_place)
     dtypes = Dtypes(model, config)
     tiling = Tiling(model, lambda parameter: dtypes.of(parameter).itemsize)
     resources = ExitStack()
     try:
         anatomy, laid_out, sharding, budgets = _lay_out(
-            model, config, units, device, ranks, tiling, dtypes
+            model, config, units, device, ranks, tiling, dtypes, stored
         )
         parts = _assemble(
-            config, laid_out, budgets, device, wrap_storage, adopted, resources, sharding
-        )
+            config, laid_out, budgets, device, wrap_storage, adopted, resources, sharding,
+            stored.identities,
+        )  # fmt: skip
         params = _params(parts.weight_cache, anatomy, laid_out)
         tiled_params = {tiled.name: tiled for tiled in tiling.tiled_params}
         engine = Engine(
@@ -166,7 +159,7 @@ def build(
             resources=parts.resources,
         )
         if model_parallel_group is not None:
-            engine.micro_batches.share_activations(process_group(model_parallel_group))
+            engine.share_activations(process_group(model_parallel_group))
     except BaseException:
         resources.close()
         tiling.undo()
@@ -228,6 +221,7 @@ def _lay_out(
     ranks: RankTopology | None,
     tiling: Tiling,
     dtypes: Dtypes,
+    stored: StoredParams,
 ) -> _LaidOut:
     """Returns units that the budgets can hold; splits modules into tiles where necessary."""
     on_devices = ranks is not None and is_collective(
@@ -239,7 +233,8 @@ def _lay_out(
 
     def attempt(limit_nbytes: int | None) -> _LaidOut:
         tiling.cut(limit_nbytes)
-        anatomy = discover_units(model, rule)
+        in_files = stored.by_parameter(tiling.tiled_params)
+        anatomy = discover_units(model, rule, stored=in_files)
         if not anatomy.units:
             raise ConfigError(f"{type(model).__name__} has no parameters; nothing to offload")
         moments = moments_of(config)
@@ -247,6 +242,10 @@ def _lay_out(
             layout_unit(index, name, [facts_of(each, dtypes) for each in members], moments)
             for index, (name, members) in enumerate(anatomy.units)
         ]
+        for index, (_, members) in enumerate(anatomy.units):
+            if id(members[0].parameter) in in_files:
+                tensors = {each.name: in_files[id(each.parameter)] for each in members}
+                laid_out[index] = replace(laid_out[index], stored=lay_out_stored(tensors))
         sharding = None
         if ranks is not None:
             sharding = plan_sharding(
@@ -340,14 +339,22 @@ def _budgets(
 ) -> Budgets:
     """Computes the budgets from the sizes of this machine."""
     is_cpu = _shares_host_memory(config, device)
+    held_nbytes = anatomy.held_nbytes([rounded_nbytes(unit.weight_nbytes) for unit in units])
+    stored = [resting_nbytes(u, StateKind.PARAMETERS) for u in units if u.stored is not None]
+    host_held_nbytes = held_nbytes + max(stored, default=0)  # Decoded, and what it is made of.
+    if not is_cpu and stored:
+        resting = [resting_nbytes(unit, StateKind.PARAMETERS) for unit in units]
+        host_held_nbytes = anatomy.held_nbytes(resting)
     sizes: dict[str, Any] = {
-        "held_nbytes": anatomy.held_nbytes([rounded_nbytes(u.weight_nbytes) for u in units]),
+        "held_nbytes": held_nbytes,
+        "host_held_nbytes": host_held_nbytes,
         "shares_host_memory": is_cpu,
         "device_nbytes": _device_nbytes(config, is_given=is_cpu or device is not None),
         "available_host_nbytes": available_host_nbytes(),
     }
     if sharding is None:
         return compute_budgets(config, units, **sizes)
+    del sizes["host_held_nbytes"]  # Ranks keep frozen weights as they keep others.
     sizes["available_host_nbytes"] //= sharding.sharing
     return sharding.budgets(config, **sizes)
 
@@ -388,6 +395,7 @@ def _assemble(
     adopted: Adopted | None,
     resources: ExitStack,
     sharding: ShardingPlan | None,
+    identities: Sequence[ShardIdentity],
 ) -> _Assembly:
     counters = Counters()
     if sharding is not None:
@@ -395,8 +403,16 @@ def _assemble(
     arena = Arena(budgets.host_nbytes, huge_pages=config.tiers.host.huge_pages)
     resources.callback(arena.close)
     num_spares = count_spares(config, num_ranks=1 if sharding is None else sharding.partition.count)
-    volume = _open_volume(config, arena, budgets, wrap_storage, num_spares, adopted, resources)
-    host = HostTier(arena, counters)
+    read = {run.path for unit in units if unit.stored is not None for run in unit.stored.runs}
+    storage = _open_storage(config, arena, budgets, wrap_storage, resources, is_needed=bool(read))
+    volume = _open_volume(config, storage, budgets, num_spares, adopted, resources)
+    shards = None
+    if read:
+        assert storage is not None
+        in_use = [each for each in identities if each.path in read]
+        shards = ShardFiles(storage, in_use, verify=config.io.verify)
+        resources.callback(shards.close)
+    host = HostBlocks(arena, counters)
     device = _open_device(config, host, counters, own_device)
     resources.callback(device.close)
     sharing = 1 if sharding is None else sharding.group.node_count
@@ -408,19 +424,13 @@ def _assemble(
     collectives = buckets = unshard = None
     source: WeightProvider = TierWeights()
     store: StateStore
-    if sharding is None:
-        store = StateStore(
-            units, placement=placement, host=host, volume=volume, device=device, counters=counters
-        )
-    else:
+    store = local = LocalStore(
+        own_units, placement=placement, host=host, volume=volume, device=device, counters=counters,
+        shards=shards if sharding is None else None,
+    )  # fmt: skip
+    if sharding is not None:
         store = sharded = sharding.store(
-            resources,
-            reduce_buffer_nbytes=budgets.reduce_buffer_nbytes,
-            placement=placement,
-            host=host,
-            volume=volume,
-            device=device,
-            counters=counters,
+            local, host, counters, resources, reduce_buffer_nbytes=budgets.reduce_buffer_nbytes
         )
         collectives, buckets, unshard = sharding.exchange(sharded, device, counters, resources)
         source = sharding.weight_provider(unshard)
@@ -494,22 +504,45 @@ def _assemble(
     )
 
 
-def _open_volume(
+def _open_storage(
     config: SwapConfig,
     arena: Arena,
     budgets: Budgets,
-    wrap_storage: Callable[[StorageEngine], StorageEngine] | None,
+    wrap: Callable[[StorageEngine], StorageEngine] | None,
+    resources: ExitStack,
+    *,
+    is_needed: bool,
+) -> StorageEngine | None:
+    if not is_needed and not _uses_volume(config, budgets):
+        return None
+    storage = open_configured(config.io, arena)
+    if wrap is not None:
+        storage = wrap(storage)
+    resources.callback(storage.close)
+    if not config.io.verify:
+        _log.warning(
+            "io.verify = false: what is read from the drives is not compared with what was "
+            "written. A page that a drive, a cable or another program changes is trained on, and "
+            "saved, without a word. io.verify = true, the default, ends training with its place"
+        )
+    return storage
+
+
+def _uses_volume(config: SwapConfig, budgets: Budgets) -> bool:
+    placed = {*budgets.placement.tiers.values(), *config.placement.activations}
+    return "nvme" in placed or budgets.reduce_buffer_spills
+
+
+def _open_volume(
+    config: SwapConfig,
+    storage: StorageEngine | None,
+    budgets: Budgets,
     num_spares: int,
     adopted: Adopted | None,
     resources: ExitStack,
 ) -> Volume | None:
-    placed = {*budgets.placement.tiers.values(), *config.placement.activations}
-    if "nvme" not in placed and not budgets.reduce_buffer_spills:
+    if storage is None or not _uses_volume(config, budgets):
         return None
-    storage = open_configured(config.io, arena)
-    if wrap_storage is not None:
-        storage = wrap_storage(storage)
-    resources.callback(storage.close)
     paths = [
         VolumePath(
             path=str(tier.path),
@@ -519,12 +552,6 @@ def _open_volume(
         )
         for tier in config.tiers.nvme
     ]
-    if not config.io.verify:
-        _log.warning(
-            "io.verify = false: what is read from the drives is not compared with what was "
-            "written. A page that a drive, a cable or another program changes is trained on, and "
-            "saved, without a word. io.verify = true, the default, ends training with its place"
-        )
     volume = Volume(
         storage,
         paths,
@@ -548,7 +575,7 @@ def _nvme_nbytes(tier: NvmeTier) -> int | None:
 
 
 def _open_device(
-    config: SwapConfig, host: HostTier, counters: Counters, own: OwnDevice | None
+    config: SwapConfig, host: HostBlocks, counters: Counters, own: OwnDevice | None
 ) -> DeviceAdapter:
     if own is not None:
         own.open(host, counters)
@@ -583,7 +610,7 @@ def _params(
             for hook in (found.parameter._backward_hooks or {}).values():
                 compute.register_hook(hook)
             by_parameter[id(found.parameter)] = OffloadedParam(
-                found.name, unit, spec, handle, compute, found.aliases, found.parameter
+                found.name, unit, spec, handle, compute, found.registrations, found.parameter
             )
     return [by_parameter[id(parameter)] for parameter in anatomy.root.parameters()]
 
@@ -602,19 +629,22 @@ def _hooked_modules(anatomy: ModelLayout) -> list[HookedModule]:
 def _fill(engine: Engine, weights: LoadPlan | None, seed: int) -> None:
     """Fills the tiers: first values that are in memory, then values that are read or
     initialised."""
-    without, to_come = set(), set()
-    kept, derived_of = values_of_adapters(engine.model), derived_parameters(engine.model)
     names = {id(param.original): param.name for param in engine.params}
+    wanted = {names[each]: place for each, place in derived_parameters(engine.model).items()}
+    kept, without, to_come = values_of_adapters(engine.model), set[str](), set(wanted)
     for param in engine.params:
         original = param.original
         if original is not None and is_to_come(original) and id(original) not in kept:
             to_come.add(param.name)
             if original.is_meta:
                 without.add(param.name)
-    wanted = {names[each]: place for each, place in derived_of.items()}
     copies = [(names[id(copy)], names[id(own)]) for copy, own in copied_parameters(engine.model)]
+    in_place = {spec.name for unit in engine.store.units if unit.stored for spec in unit.tensors}
+    to_come -= in_place
+    without -= in_place
     for unit in engine.store.units:
-        engine.fill(unit)
+        if unit.stored is None:
+            engine.fill(unit)
     engine.install()
     if weights is not None:
 
@@ -624,14 +654,24 @@ def _fill(engine: Engine, weights: LoadPlan | None, seed: int) -> None:
             to_come.difference_update(written)
             without.difference_update(written)
 
-        weights.load(write, engine.tile_rows)
+        weights.load(write, engine.tile_rows, _with_tiled(in_place, engine))
     if (without if weights is None else to_come) - wanted.keys():
         initialise(engine, to_come - wanted.keys(), without, seed)
     for copy, own in copies:
         if copy in to_come:
             engine.write_parameter(copy, engine.read_parameter(own))
-    derive(engine, {name: place for name, place in wanted.items() if name in without})
+    derive(engine, {name: place for name, place in wanted.items() if name in to_come})
     engine.flush()
+
+
+def _with_tiled(names: set[str], engine: Engine) -> set[str]:
+    """Returns the names, and those of tiled parameters with all tiles among them."""
+    tiled = {
+        name
+        for name in engine.tiled_params
+        if all(tile in names for tile, _, _ in engine.tile_rows(name))
+    }
+    return names | tiled
 
 
 def _move_buffers(model: nn.Module, device: DeviceAdapter) -> None:

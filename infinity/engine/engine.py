@@ -5,7 +5,8 @@
   modules/edits.py        changes of weights other than the optimizer's step
   modules/grads.py        `.grad`, taken from autograd and shown on demand
   modules/handle_ops.py   operations on handles outside their module
-  streaming/passes.py     whether a forward or a backward of the model runs
+  engine/param_access.py  parameters by name: read and write outside their modules
+  engine/model_passes.py  the hooks that begin and end a pass; `infinity.forward_backward`
 
 One lock orders the training thread and autograd's device threads.
 """
@@ -16,11 +17,11 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -29,7 +30,8 @@ from infinity.config import SwapConfig
 from infinity.distributed.group import path_of_job
 from infinity.distributed.sync import CollectiveSection, Ranks
 from infinity.engine import registry
-from infinity.engine.micro_batches import MicroBatchLoop
+from infinity.engine.model_passes import ModelPasses
+from infinity.engine.param_access import ParamAccess
 from infinity.engine.state_access import StateAccess
 from infinity.errors import InfinityError, UnsupportedError
 from infinity.modules import autograd_functions as functions
@@ -43,12 +45,10 @@ from infinity.modules.hooks import (
     HookedModule,
     ModuleHooks,
     Unscriptable,
-    outside_graphs,
 )
 from infinity.modules.interrupts import uninterrupted
 from infinity.modules.param import OffloadedParam, ParamTable
 from infinity.modules.process import OwnProcess
-from infinity.modules.state_values import is_value_of, plain_value
 from infinity.modules.tiling.split import tiles_of
 from infinity.modules.tiling.tiled_param import TiledParam
 from infinity.modules.unmanaged_params import UnmanagedParams
@@ -58,16 +58,18 @@ from infinity.simulate.update_device import UpdateDevice
 from infinity.state.store import StateStore
 from infinity.state.units import StateKind, TensorSpec, Unit
 from infinity.streaming.activations import ActivationStore
-from infinity.streaming.gradient_memory import in_memory_order
 from infinity.streaming.gradient_sink import GradientSink
 from infinity.streaming.masters import MasterWeights
 from infinity.streaming.parameters import WeightCache
-from infinity.streaming.passes import OUTSIDE_BACKWARD, Passes, current_backward
+from infinity.streaming.passes import Passes
 from infinity.streaming.step_record import StepRecord, StepRunner
 from infinity.tiers.device import DeviceAdapter
 from infinity.tiers.pool import HostPool
 
 _log = logging.getLogger("infinity")
+
+
+T = TypeVar("T")
 
 
 class Background(Protocol):
@@ -119,7 +121,7 @@ class Engine:
         self._tracer = self.counters.tracer
         self._process = OwnProcess()
         self._unmanaged_params = UnmanagedParams(self.model)
-        self.lock = threading.RLock()
+        self._lock = threading.RLock()
         self._param_table = ParamTable(self.model, self.params)
         self._changes = WeightEdits(
             self.store, self.weight_cache, self.updater, self.masters, self._param_table,
@@ -127,13 +129,13 @@ class Engine:
         )  # fmt: skip
         self._uses = UnitUses(
             self.store.units, self.weight_cache, self.gradients, self.updater, self.passes,
-            self._tracer, self._param_table, self._changes, self.lock,
+            self._tracer, self._param_table, self._changes, self._lock,
         )  # fmt: skip
         self._uses.watched_units = units_written_by_data(self.hooked_modules)
         self._backwards = BackwardCalls(self._uses)
         self._grads = ParamGrads(
             self.gradients, self.updater, self.weight_cache, self._tracer, self._param_table,
-            self._backwards, self.lock,
+            self._backwards, self._lock,
         )  # fmt: skip
         self.handle_ops = HandleOps(
             self, self.store.units, self.pool, self.passes, self.counters, self._param_table,
@@ -143,9 +145,17 @@ class Engine:
             ModuleHooks(hooked, self._uses, self._backwards) for hooked in self.hooked_modules
         ]
         self._removable: list[Any] = []
-        self.micro_batches = MicroBatchLoop(
-            self, self._uses, list(zip(self.hooked_modules, self._module_hooks, strict=True))
-        )
+        self._model_passes = ModelPasses(
+            self.model, list(zip(self.hooked_modules, self._module_hooks, strict=True)),
+            self.params, self.passes, self._uses, self._backwards, self._grads, self.gradients,
+            self.weight_cache, self.activations, self._lock, device=self.device.torch_device,
+            tile_micro_batches=self.config.schedule.tile_micro_batches,
+        )  # fmt: skip
+        self._access = ParamAccess(
+            self._param_table, self.tiled_params, self._uses, self._changes, self._grads,
+            self.masters, self.updater, self.weight_cache, self._lock,
+            setting=self.ranks.setting, reset=self._model_passes.reset,
+        )  # fmt: skip
         # A model that is dropped without close() releases its memory and its swap files, too.
         self._finalizer = weakref.finalize(self, _close_in, os.getpid(), self.resources)
         for param in self.params:
@@ -158,18 +168,16 @@ class Engine:
         """Replaces parameters with handles and registers hooks on the hooked modules."""
         functions.install()
         self._param_table.install()
-        self._uses.begin_use = self._hooked_begins
         self._grads.install(self.params)
         for hooks in self._module_hooks:
             self._removable.extend(hooks.install())
-        self._removable += [
-            self.model.register_forward_pre_hook(self._pass_begins, prepend=True),
-            self.model.register_forward_hook(self._pass_ends, always_call=True),
-        ]
+        self._removable += self._model_passes.install()
         for module in {self.model, *(hooked.module for hooked in self.hooked_modules)}:
             self._removable.append(Unscriptable(module))
-        owners = {alias.module for param in self.params for alias in param.aliases}
-        self._removable += [m.register_load_state_dict_pre_hook(self._take_loaded) for m in owners]
+        owners = {place.module for param in self.params for place in param.registrations}
+        self._removable += [
+            m.register_load_state_dict_pre_hook(self._access.take_loaded) for m in owners
+        ]
         registry.register(self)
 
     def uninstall(self) -> None:
@@ -190,54 +198,31 @@ class Engine:
 
     # -- Passes ------------------------------------------------------------------------------------
 
-    @outside_graphs
-    def _pass_begins(self, module: nn.Module, args: Any) -> None:
-        is_own = current_backward() == OUTSIDE_BACKWARD and not self.passes.is_layer_major
-        if is_own and not self.is_closed:
-            self.begin_pass("train" if torch.is_grad_enabled() else "eval")
+    def forward_backward(
+        self, forwards: Sequence[Callable[[], torch.Tensor]]
+    ) -> list[torch.Tensor]:
+        """See `infinity.forward_backward`. Each forward returns the loss of one micro-batch."""
+        return self._model_passes.forward_backward(forwards)
 
-    def begin_pass(self, kind: str) -> None:
-        """Begins a forward of the whole model. `kind` is "train" or "eval"."""
-        with uninterrupted(), self.lock:
-            self.reset()
-            self.weight_cache.begin_pass(kind, is_new=self.passes.beginnings.ask_model(kind))
-            self.passes.begin_forward(kind)
+    def beside(self, call: Callable[[], T]) -> Callable[[], T]:
+        """See `infinity.beside`."""
+        return self._model_passes.beside(call)
 
-    def _hooked_begins(self, hooked: HookedModule) -> None:
-        """Begins a pass with the first hooked module of a loop that calls parts of the model."""
-        passes = self.passes
-        is_inside = passes.is_in_forward or passes.is_layer_major
-        if is_inside or self.is_closed or current_backward() != OUTSIDE_BACKWARD:
-            return
-        kind = "train" if torch.is_grad_enabled() else "eval"
-        with uninterrupted(), self.lock:
-            is_new = passes.beginnings.ask_hooked(kind, hooked.name)
-            if is_new and not any(hooks.is_running for hooks in self._module_hooks):
-                self.reset()
-            self.weight_cache.begin_pass(kind, is_new=is_new)
-
-    @outside_graphs
-    def _pass_ends(self, module: nn.Module, args: Any, output: Any) -> None:
-        if not self.passes.is_layer_major:
-            self.passes.end_forward()
+    def share_activations(self, group: Any) -> None:
+        """Divides saved layer inputs over the ranks of a model-parallel group from now on."""
+        self._model_passes.share_activations(group)
 
     def reset(self) -> None:
         """Releases what an interrupted forward or backward has left in use.
 
         The next forward calls it. Gradients of completed backward passes are kept.
         """
-        with self.lock:
-            if self._backwards.abandon():
-                self.gradients.write_out_all()
-                self._grads.drop(self.params)
-            for hooks in self._module_hooks:
-                hooks.reset()
-            self.passes.break_off()
+        self._model_passes.reset()
 
     def resident_units(self) -> list[str]:
         """Returns the names of the units in use. The list is empty between a backward and the next
         forward."""
-        with self.lock:
+        with self._lock:
             self._backwards.abandon()
             return self.weight_cache.in_use()
 
@@ -254,23 +239,15 @@ class Engine:
     def tile_rows(self, name: str) -> list[tuple[str, int, int]]:
         """Returns (name, first row, end) of every tile of a parameter; one entry if it is not
         tiled."""
-        tiled = self.tiled_params.get(name)
-        if tiled is None:
-            shape = self.spec(name).facts.shape
-            return [(name, 0, shape[0] if shape else 1)]
-        names = [handle.name_in_model for handle in tiled.handles]
-        return list(zip(names, tiled.starts, tiled.starts[1:], strict=False))
+        return self._access.tile_rows(name)
 
     def handle(self, name: str) -> Handle:
         """Returns the handle of a parameter by its name in the user's model."""
-        tiled = self.tiled_params.get(name)
-        tensor = self._param_table.named(name).handle if tiled is None else tiled.tensor
-        assert isinstance(tensor, Handle)
-        return tensor
+        return self._access.handle(name)
 
     def spec(self, name: str) -> TensorSpec:
         """Returns shape, stride, dtype and offset of an untiled parameter or of a tile."""
-        return self._param_table.named(name).spec
+        return self._access.spec(name)
 
     def params_of(self, what: nn.Module | Iterable[torch.Tensor]) -> list[OffloadedParam]:
         """Returns the parameters of a module, or those of given handles or compute parameters."""
@@ -282,76 +259,24 @@ class Engine:
 
     def read_gradient(self, name: str) -> torch.Tensor | None:
         """Returns a copy of the gradient summed so far (fp32, on the host), or None."""
-        if name in self.tiled_params:
-            parts = [self.read_gradient(tile) for tile, _, _ in self.tile_rows(name)]
-            there = [part for part in parts if part is not None]
-            return torch.cat(there) if len(there) == len(parts) else None
-        return self._grads.read(self._param_table.named(name))
+        return self._access.read_gradient(name)
 
     def read_parameter(self, name: str, *, master: bool = False) -> torch.Tensor:
         """Returns a copy on the host: in the compute dtype, or (`master`) the fp32 master value."""
-        if name in self.tiled_params:
-            tiles = self.tile_rows(name)
-            return torch.cat([self.read_parameter(tile, master=master) for tile, _, _ in tiles])
-        param = self._param_table.named(name)
-        spec = param.spec
-        with self.lock:
-            with self._uses.using([param.unit.index]):
-                copy = param.compute.detach().to("cpu", copy=True)
-            if not master or not copy.is_floating_point():
-                return copy
-            if self.masters.has(param.unit, spec):
-                self.updater.finish_writes()
-                narrow = in_memory_order(copy, spec)
-                wide = self.masters.read(param.unit, spec, narrow)
-                return wide.as_strided(spec.facts.shape, spec.facts.stride)
-            return copy.float()
+        return self._access.read(name, master=master)
 
     def write_parameter(self, name: str, tensor: torch.Tensor) -> None:
         """Replaces the value of a parameter and its master. Any dtype; the shape of the
         parameter."""
-        tensor = plain_value(tensor)
-        tiled = self.tiled_params.get(name)
-        shape = tuple(self.spec(name).facts.shape if tiled is None else tiled.tensor.shape)
-        if tuple(tensor.shape) != shape:
-            raise InfinityError(f"{name!r} has shape {shape}, got {tuple(tensor.shape)}")
-        if tiled is not None:
-            for tile, start, stop in self.tile_rows(name):
-                self.write_parameter(tile, tensor[start:stop])
-            return
-        param = self._param_table.named(name)
-        with uninterrupted(), self.lock, torch.no_grad(), self.ranks.setting([param.unit.index]):
-            self.reset()
-            if self.weight_cache.is_in_use(param.unit.index):
-                raise InfinityError(
-                    f"write_parameter({name!r}) while {param.unit.name!r} is in use; leave "
-                    "infinity.gather() first"
-                )
-            self.updater.settle()
-            self._changes.write(param.unit, {param.spec: tensor})
-
-    def _take_loaded(
-        self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *unused: Any
-    ) -> None:
-        """Writes the values of a `load_state_dict` call to their tiers, before the module sees
-        them. The module then finds its own handles in the dict and copies nothing."""
-        for attribute, tensor in module._parameters.items():
-            value = state_dict.get(prefix + attribute)
-            if not isinstance(tensor, Handle) or not isinstance(value, torch.Tensor):
-                continue
-            if value.shape == tensor.shape:
-                if not is_value_of(value, tensor):
-                    self.write_parameter(tensor.name_in_model, value)
-                state_dict[prefix + attribute] = tensor
+        self._access.write(name, tensor)
 
     def fill(self, unit: Unit) -> None:
-        """Writes the values of one unit's original parameters, if they have any, to its tiers."""
+        """As `WeightEdits.fill`."""
         self._changes.fill(unit)
 
     @contextmanager
     def gather(self, params: Sequence[OffloadedParam], *, modify: bool) -> Iterator[None]:
-        """Keeps the units of `params` in use and shows gradients as `.grad`. See
-        `infinity.gather`."""
+        """Keeps units of `params` in use and shows gradients as `.grad`: see `infinity.gather`."""
         units = list(dict.fromkeys(param.unit.index for param in params))
         shown = params if self.num_ranks == 1 else ()
         with self.ranks.setting(units) if modify else nullcontext(), self._uses.using(units):
@@ -368,9 +293,10 @@ class Engine:
 
     def flush(self) -> None:
         """Waits until all state is on the tier where it rests."""
-        with uninterrupted(), self.lock:
+        with uninterrupted(), self._lock:
             self.gradients.settle()
             self.updater.settle()
+            self._changes.write_first_values()
             self.weight_cache.finish_writes()
 
     @contextmanager
@@ -380,7 +306,7 @@ class Engine:
         `what` names the caller in the error that is raised while parameters are in use. With
         several ranks, all of them make the call, and each gets access to its own state.
         """
-        with self.lock, torch.no_grad():
+        with self._lock, torch.no_grad():
             if self.is_closed:
                 raise InfinityError(f"{what}: the engine of this model is closed")
             self.reset()
@@ -446,7 +372,7 @@ class Engine:
         self._unmanaged_params.refuse_untrained()
         if self.num_ranks == 1:
             return
-        with self.lock, self._tracer.during(Track.PHASES, "all ranks enter the step"):
+        with self._lock, self._tracer.during(Track.PHASES, "all ranks enter the step"):
             self.reset()
             self._uses.refuse_in_use("optimizer.step()")
             self.ranks.begin_step()
@@ -463,7 +389,7 @@ class Engine:
 
     def step(self, record: StepRecord) -> None:
         """Records an optimizer step. Each unit is updated before its next use."""
-        with uninterrupted(), self.lock, self._tracer.during(Track.PHASES, "optimizer step"):
+        with uninterrupted(), self._lock, self._tracer.during(Track.PHASES, "optimizer step"):
             self.reset()
             self._uses.refuse_in_use("optimizer.step()")
             changed = [param for param in self.params if param.spec in record.settings]
@@ -483,7 +409,7 @@ class Engine:
         """Returns the 2-norm of every existing gradient, as fp32 scalars on the host, in the given
         order."""
         self.refuse_closed("gradient norms")
-        with uninterrupted(), self.lock, self._tracer.during(Track.PHASES, "gradient norms"):
+        with uninterrupted(), self._lock, self._tracer.during(Track.PHASES, "gradient norms"):
             self.reset()
             self.updater.settle()  # Updates that no forward has applied since the last step.
             return {
@@ -496,7 +422,7 @@ class Engine:
         return self.gradients.has(param.spec)
 
     def zero_gradients(self, params: Iterable[OffloadedParam], *, set_to_none: bool) -> None:
-        with uninterrupted(), self.lock:
+        with uninterrupted(), self._lock:
             for param in params:
                 if set_to_none:
                     self._grads.forget(param)
@@ -524,7 +450,7 @@ class Engine:
             self._close()
 
     def _close(self) -> None:
-        with uninterrupted(), self.lock:
+        with uninterrupted(), self._lock:
             if self.is_closed:
                 return
             self._uses.close()

@@ -119,6 +119,8 @@ class StateAccess:
     def _weights(self, unit: Unit, *, keep: bool) -> Iterator[Part]:
         """Reads through the weight cache, because a forward may have left the weights in host or
         device memory."""
+        if keep:
+            self.weight_cache.refuse_change(unit.index)
         weights = self.weight_cache.check_out(unit.index, read=not keep)
         try:
             for spec in unit.tensors:

@@ -22,14 +22,14 @@ from infinity.ops.optimizers import reference_span_, step_
 from infinity.ops.span import StateSpan
 from infinity.simulate.job import Batch, batch_of, make_job, tuned_gb_per_s, updated_nbytes
 from infinity.simulate.order import Use
-from infinity.simulate.step import Rates, drive_rates
+from infinity.simulate.rates import Rates, drive_rates
 from infinity.simulate.update_device import UpdateDevice, choose, settled
 from infinity.sizes import MIB, align_down
 from infinity.state.budgets import Budgets
 from infinity.state.units import STATE_GRANULE, STATE_ITEM_NBYTES, Unit
 from infinity.streaming import device_update as update_on_device
 from infinity.tiers.device import DeviceAdapter
-from infinity.tiers.host import HostTier
+from infinity.tiers.host import HostBlocks
 
 _TIMED_NBYTES = 256 * MIB
 _MOST_S = 0.1
@@ -48,7 +48,7 @@ def place_updates(
     budgets: Budgets,
     units: Sequence[Unit],
     device: DeviceAdapter,
-    host: HostTier,
+    host: HostBlocks,
     *,
     num_sharing: int,
 ) -> UpdateDevice:
@@ -96,7 +96,7 @@ def _uses(units: Sequence[Unit], batch: Batch) -> Iterator[Use]:
 
 def time_updates(
     device: DeviceAdapter,
-    host: HostTier,
+    host: HostBlocks,
     unit: Unit,
     chunk_nbytes: int,
     *,

@@ -6,8 +6,8 @@
 
 Trainer works on the offloaded model as it is, but for a few places where it would do by itself what
 the engine does: wrap the model, build the optimizer, clip gradients, and save or load state that
-does not fit in memory. `OffloadedTrainer` answers those. Written against transformers 5.23 and
-accelerate 1.15.
+does not fit in memory. `OffloadedTrainer` answers those, and runs accumulation windows layer-major
+(`windows.py`). Written against transformers 5.23 and accelerate 1.15.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from infinity.engine.optimizer import OffloadedOptimizer
 from infinity.engine.optimizers import AdamW
 from infinity.engine.registry import engine_of, owner_of
 from infinity.errors import ConfigError, InfinityError, StorageError, UnsupportedError
+from infinity.integrations.windows import LayerMajorSteps, choose_order
 from infinity.sizes import GIB, parse_nbytes
 
 STATE_NAME = "infinity"  # The directory inside a Trainer's checkpoint.
@@ -38,13 +39,20 @@ _OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")
 # Methods that `OffloadedTrainer` overrides, and that a release of transformers may rename.
 _ANSWERED = (
     "_clip_grad_norm", "_get_grad_norm", "_load_from_checkpoint", "_load_optimizer_and_scheduler",
-    "_save_optimizer_and_scheduler", "get_optimizer_cls_and_kwargs",
+    "_save_optimizer_and_scheduler", "compute_loss", "get_batch_samples",
+    "get_optimizer_cls_and_kwargs", "training_step",
 )  # fmt: skip
 
 T = TypeVar("T")
 
 
-def prepare_trainer(trainer: T, config: Any = None) -> T:
+def prepare_trainer(
+    trainer: T,
+    config: Any = None,
+    *,
+    layer_major: bool | None = None,
+    window: int | None = None,
+) -> T:
     """Makes a Trainer of any subclass train its model offloaded; returns the same object.
 
     The model is offloaded already, or is offloaded now with `config`. The optimizer is
@@ -52,6 +60,13 @@ def prepare_trainer(trainer: T, config: Any = None) -> T:
     `args.max_grad_norm`; an optimizer of infinity that the Trainer already has is kept. The
     precision is that of the model: load the model in bfloat16 for that precision, and leave
     `args.bf16` false.
+
+    layer_major: the micro-batches of an optimizer step pass each block together
+        (`infinity.forward_backward`), so bytes do not grow with `gradient_accumulation_steps`. None
+        does so unless the trainer or the model does not allow it, and logs the reason; True raises
+        UnsupportedError instead; False keeps the plain loop, whose dropout draws other numbers
+    window: the most micro-batches that pass a block together; None takes all of a step. Their layer
+        inputs wait on the tiers that `[placement] activations` names
 
     Checkpoints contain, beside Trainer's files, `infinity/` with everything that an exact
     continuation needs. `save_model` and checkpoints export weights shard by shard. Raises
@@ -65,6 +80,8 @@ def prepare_trainer(trainer: T, config: Any = None) -> T:
         )
     given: Any = trainer
     _check_arguments(given.args)
+    if window is not None and (isinstance(window, bool) or window < 1):
+        raise ConfigError(f"expected window to be a number of micro-batches or None, got {window}")
     if given.optimizer is not None and not isinstance(given.optimizer, OffloadedOptimizer):
         raise ConfigError(
             f"expected infinity.AdamW, Adam, SGD or Lion as the Trainer's optimizer, got "
@@ -74,10 +91,11 @@ def prepare_trainer(trainer: T, config: Any = None) -> T:
     _offload(given.model, config)
     _refuse_strays(given.model)
     _stream_exports(given.model)
+    given.is_layer_major, given.most_together = choose_order(given, layer_major), window
     cls = type(given)
-    if issubclass(cls, OffloadedTrainer):
-        return trainer
-    given.__class__ = type(cls.__name__, (OffloadedTrainer, cls), {"__module__": cls.__module__})
+    if not issubclass(cls, OffloadedTrainer):
+        own = {"__module__": cls.__module__}
+        given.__class__ = type(cls.__name__, (OffloadedTrainer, cls), own)
     return trainer
 
 
@@ -202,12 +220,10 @@ def _reporting(path: Path) -> Iterator[None]:
         raise StorageError(error.errno or 0, operation="replace", path=str(path)) from None
 
 
-class OffloadedTrainer:
+class OffloadedTrainer(LayerMajorSteps):
     """The methods in which a Trainer differs for an offloaded model. `prepare_trainer` mixes
     them in."""
 
-    model: Any
-    args: Any
     state: Any
     optimizer: Any
 

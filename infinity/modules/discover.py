@@ -12,7 +12,7 @@ without its base model. A tile of an operator that is too large for one unit
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Literal
@@ -28,7 +28,7 @@ _LISTS = (nn.ModuleList, nn.ModuleDict)
 
 
 @dataclass(eq=False, slots=True)
-class Alias:
+class Registration:
     """One place where a parameter is registered."""
 
     module: nn.Module
@@ -41,7 +41,7 @@ class FoundParam:
 
     name: str
     parameter: nn.Parameter
-    aliases: list[Alias] = field(default_factory=list)
+    registrations: list[Registration] = field(default_factory=list)
     hooked_modules: list[int] = field(default_factory=list)
 
 
@@ -107,26 +107,32 @@ class ModelLayout:
         return sorted(outside), [block - outside for block in blocks.values()]
 
 
-def discover_units(model: nn.Module, rule: UnitRule = "auto") -> ModelLayout:
+def discover_units(
+    model: nn.Module, rule: UnitRule = "auto", *, stored: Container[int] = frozenset()
+) -> ModelLayout:
     """Finds hooked modules and units.
 
     rule: "auto" takes the children of block lists as blocks. A list of class names or name patterns
     (fnmatch) names the block modules instead.
+    stored: ids of the parameters that rest in a checkpoint. They share no unit with others
     """
     is_block = _block_test(model, rule)
     hooked_modules: list[FoundModule] = []
     found: dict[int, FoundParam] = {}
     _visit(model, "", None, is_block, hooked_modules, found, set())
-    groups: dict[tuple[tuple[int, ...], bool], list[FoundParam]] = {}
+    groups: dict[tuple[tuple[int, ...], str], list[FoundParam]] = {}
     for each in found.values():
-        key = tuple(each.hooked_modules), each.parameter.requires_grad
-        groups.setdefault(key, []).append(each)
+        kind = "frozen"
+        if each.parameter.requires_grad or id(each.parameter) in stored:
+            kind = "trained" if each.parameter.requires_grad else "stored"
+        groups.setdefault((tuple(each.hooked_modules), kind), []).append(each)
     units = []
-    for (used_by, is_trained), members in groups.items():
+    for (used_by, kind), members in groups.items():
         name = _unit_name(members, hooked_modules)
         # Names of units are unique, because a commit finds a unit by its name.
-        is_second = not is_trained and (used_by, True) in groups
-        units.append((f"{name} (frozen)" if is_second else name, members))
+        before = ("trained", "frozen")[: ("trained", "frozen", "stored").index(kind)]
+        is_second = any((used_by, other) in groups for other in before)
+        units.append((f"{name} ({kind})" if is_second else name, members))
     return ModelLayout(model, hooked_modules, units)
 
 
@@ -195,7 +201,7 @@ def _visit(
         full_name = f"{name}.{attribute}" if name else attribute
         each = found.setdefault(id(parameter), FoundParam(full_name, parameter))
         if id(module) not in seen:
-            each.aliases.append(Alias(module, attribute))
+            each.registrations.append(Registration(module, attribute))
         assert hooked is not None
         if hooked not in each.hooked_modules:
             each.hooked_modules.append(hooked)

@@ -10,6 +10,7 @@ import torch
 from torch.autograd.graph import Node
 
 from infinity.errors import InfinityError, UnsupportedError
+from infinity.modules.awaited import is_to_come
 from infinity.modules.param import OffloadedParam, ParamTable
 from infinity.sizes import PAGE_NBYTES, align_down
 from infinity.state.store import StateStore
@@ -172,6 +173,7 @@ class WeightEdits:
     def write(self, unit: Unit, values: Mapping[TensorSpec, torch.Tensor]) -> None:
         """Replaces weights and masters of a unit that is not in use; the write to NVMe may come
         later. Values have the shapes of the tensors and any float dtype."""
+        self._weight_cache.refuse_change(unit.index)
         is_complete = len(values) == len(unit.tensors)
         weights = self._weight_cache.check_out(unit.index, read=not is_complete)
         for spec, value in values.items():
@@ -186,15 +188,46 @@ class WeightEdits:
         torch.autograd.graph.increment_version([param.compute for param in written])
 
     def fill(self, unit: Unit) -> None:
-        """Writes the values of a unit's original parameters, if they have any, to its tiers."""
-        values = {
-            param.spec: param.original.detach()
+        """Gives a unit the values of its original parameters that have any.
+
+        Weights on NVMe that wait for further values are written once, with these.
+        """
+        originals = {
+            param.spec: param.original
             for param in self._param_table.of_unit(unit.index)
-            if param.original is not None and not param.original.is_meta
+            if param.original is not None
         }
-        if values:
-            with torch.no_grad():
+        values = {spec: own.detach() for spec, own in originals.items() if not own.is_meta}
+        with torch.no_grad():
+            if any(map(is_to_come, originals.values())) and self._begin_with(unit, values):
+                return
+            if values:
                 self.write(unit, values)
+
+    def _begin_with(self, unit: Unit, values: Mapping[TensorSpec, torch.Tensor]) -> bool:
+        """Leaves first values with the store; returns whether it takes them. Masters are
+        written."""
+        narrow: dict[TensorSpec, torch.Tensor] = {}
+
+        def fill(weights: torch.Tensor) -> None:
+            weights.zero_()
+            for spec, value in narrow.items():
+                weight_of(weights, spec).copy_(value)
+
+        if not self._store.put_first(unit, fill):
+            return False
+        for spec, value in values.items():
+            flat = in_memory_order(value.detach().cpu(), spec)
+            narrow[spec] = flat.to(spec.facts.dtype, copy=True)
+            if self._masters.has(unit, spec):
+                self._masters.write(unit, spec, narrow[spec], flat)
+        return True
+
+    def write_first_values(self) -> None:
+        """Writes the units that got no value after `fill`."""
+        for unit in self._store.unwritten():
+            self._weight_cache.check_out(unit.index, read=True)
+            self._weight_cache.check_in(unit.index, dirty_nbytes=unit.weight_nbytes)
 
 
 def _overlaps(value: torch.Tensor, place: torch.Tensor) -> bool:

@@ -1,385 +1,29 @@
-"""The handle: the tensor without bytes that stands in a module while its parameter is away.
+"""The handle with its table of functions: those of torch with a meaning of their own for handles.
 
-A handle is an `nn.Parameter` for every caller: it has the true shape, dtype and device in
-`named_parameters` and in the groups of an optimizer. It has no storage. An operation that reads a
-handle outside its module, or changes it in place under no_grad, fetches the bytes for that one
-operation. Copying, pickling or converting a handle raises an error that names the parameter and the
-remedy.
-
-`handle.data` is a handle of the same bytes without a gradient. A function that would return a view
-of the parameter returns a mirror (`mirrors.py`).
-
-Simpler stand-ins fail: a full-shape tensor over an empty storage crashes the interpreter when it is
-read, a meta tensor silently computes garbage in `F.linear`, and a one-element placeholder
-broadcasts.
+`handle_tensor.py` says what a handle is. Every other function of torch goes to the owner of the
+handle, which runs the function with real tensors.
 """
 
 from __future__ import annotations
 
-import sys
-import weakref
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from typing import Any, NoReturn, Protocol, cast
+from collections.abc import Callable
+from typing import Any
 
 import torch
-from torch.autograd.graph import _get_grad_fn_or_grad_acc
 
-from infinity.errors import ConfigError, ParameterNotResident, UnsupportedError
-from infinity.modules.mirrors import Origin, Original
-from infinity.modules.torch_names import PLAIN, TENSOR, members, says_it_writes
-
-
-class Owner(Protocol):
-    """The object that serves operations on a handle: `HandleOps`, or the `TiledParam` of tiles."""
-
-    def compute_with(
-        self,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        *,
-        changes: Sequence[Handle],
-    ) -> Any:
-        """Runs `function` with real tensors in the place of this owner's handles.
-
-        `changes`: the handles that the function writes to, according to its signature.
-        """
-
-    def module_handle(self, name: str) -> Handle:
-        """Returns the handle in the modules, for a handle that `.data` or `.grad` returned."""
-
-    def gradient_of(self, handle: Handle) -> torch.Tensor | None: ...
-    def put_gradient(self, handle: Handle, value: torch.Tensor, *, is_other: bool) -> None: ...
-    def forget_gradient(self, handle: Handle) -> None: ...
-    def zero_gradient(self, handle: Handle) -> None: ...
-    def set_trainable(self, handle: Handle, is_trainable: bool) -> None: ...
-    def state_value(self, handle: Handle) -> torch.Tensor:
-        """Returns the value of the parameter in a `state_dict()`."""
-
-    def leaves_of(self, handle: Handle) -> list[torch.Tensor]:
-        """Returns the parameters that accumulate the handle's gradients, in order of rows."""
-
-    def take_gradient(self, handle: Handle, gradient: torch.Tensor) -> None:
-        """Adds a gradient that autograd has delivered to the handle itself."""
-
-
-class Alias(Protocol):
-    """A tensor that shows the memory of a parameter or of its gradient."""
-
-    is_gradient: bool
-
-    def lose(self) -> None:
-        """Keeps the present content, because the parameter is about to get other memory."""
-
-
-class Handle(torch.Tensor):
-    """A released parameter; or a gradient on a tier (`is_gradient`); or the `.data` of a parameter
-    (`is_data`)."""
-
-    owner: Owner
-    name_in_model: str
-    is_gradient: bool
-    is_data: bool = False
-    kept: torch.Tensor | None = None  # The old values, after the parameter or `.grad` got others.
-    number: int = 0  # Numbers the gradients of one parameter.
-    aliases: weakref.WeakValueDictionary[int, Alias] | None = None
-
-    # The metaclass of nn.Parameter reads this attribute in isinstance() for tensor subclasses.
-    _is_param = True
-
-    @staticmethod
-    def make(
-        owner: Owner,
-        name: str,
-        like: torch.Tensor,
-        *,
-        is_gradient: bool = False,
-        shape: Sequence[int] | None = None,
-    ) -> Handle:
-        """Returns a handle with the shape, stride, dtype, device and requires_grad of `like`. A
-        given `shape` replaces that of `like` and is row-major."""
-        strides = like.stride() if shape is None else torch.empty(shape, device="meta").stride()
-        handle = torch.Tensor._make_wrapper_subclass(
-            Handle,
-            like.shape if shape is None else shape,
-            strides=strides,
-            dtype=torch.float32 if is_gradient else like.dtype,
-            device=like.device,
-            requires_grad=like.requires_grad and not is_gradient,
-        )
-        handle.owner = owner
-        handle.name_in_model = name
-        handle.is_gradient = is_gradient
-        handle._is_param = not is_gradient
-        if handle.requires_grad:
-            with torch._C.DisableTorchFunctionSubclass():
-                handle.register_post_accumulate_grad_hook(_take_stray)  # type: ignore[no-untyped-call]
-        return handle
-
-    def make_data(self) -> Handle:
-        """Returns the handle for `.data`."""
-        with torch._C.DisableTorchFunctionSubclass():
-            handle = Handle.make(self.owner, self.name_in_model, self)
-            handle.requires_grad_(False)
-        handle.is_data, handle._is_param = True, False
-        self.owner.module_handle(self.name_in_model).note_alias(handle)
-        return handle
-
-    def note_alias(self, alias: Alias) -> None:
-        """Registers a tensor that shows this parameter's memory. `alias.lose` runs when the memory
-        is replaced."""
-        if self.aliases is None:
-            self.aliases = weakref.WeakValueDictionary()
-        self.aliases[id(alias)] = alias
-
-    def lose_aliases(self, kind: type | tuple[type, ...] = object, *, is_gradient: bool) -> None:
-        aliases: MutableMapping[int, Alias] = self.aliases or {}
-        for key, alias in list(aliases.items()):
-            if alias.is_gradient == is_gradient and isinstance(alias, kind):
-                alias.lose()
-                del aliases[key]
-
-    def lose(self) -> None:
-        stamp = cast(Original, self.owner).stamp(self.name_in_model, is_gradient=self.is_gradient)
-        if not self.is_gradient or (stamp is not None and stamp[0] == self.number):
-            self.kept = self.clone()
-
-    def is_same(self, other: Any) -> bool:
-        """Whether both stand for the same bytes."""
-        return isinstance(other, Handle) and (
-            (other.owner, other.name_in_model, other.is_gradient)
-            == (self.owner, self.name_in_model, self.is_gradient)
-            and self.kept is other.kept
-        )
-
-    @property
-    def grad(self) -> torch.Tensor | None:
-        """The gradient summed so far, as a handle that fetches the gradient when read; None without
-        one."""
-        return None if self.is_gradient or self.is_data else self.owner.gradient_of(self)
-
-    @grad.setter
-    def grad(self, value: torch.Tensor | None) -> None:
-        if self.is_gradient or self.is_data:
-            if value is not None:
-                raise UnsupportedError(
-                    f"expected the gradient of {self.name_in_model!r} to be set on the parameter "
-                    "itself, got it for its .grad or .data; use `parameter.grad = value`"
-                )
-        elif value is None:
-            self.owner.forget_gradient(self)
-        else:
-            _set_gradient(self, value, is_other=True)
-
-    @grad.deleter
-    def grad(self) -> None:
-        self.grad = None
-
-    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
-        what = "gradient" if self.is_gradient else "parameter"
-        return (
-            f"<released {what} {self.name_in_model!r}: shape={tuple(self.shape)}, "
-            f"dtype={self.dtype}, device={self.device}>"
-        )
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.unbind(0))
-
-    def __format__(self, spec: str) -> str:
-        return format(repr(self), spec)
-
-    def __reduce_ex__(self, protocol: object) -> Any:
-        raise UnsupportedError(
-            f"{self.name_in_model!r} is on a tier and cannot be pickled or copied with the model; "
-            "save with infinity.checkpoint.export_safetensors(model, directory), or read it inside "
-            "`with infinity.gather(model):`"
-        )
-
-    def __deepcopy__(self, memo: object) -> Any:
-        self.__reduce_ex__(4)
-
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func in PLAIN:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
-        special = _SPECIAL.get(func)
-        if special is not None:
-            answer = special(*args, **kwargs)
-            if answer is not NotImplemented:
-                return answer
-        if "_foreach_" in getattr(func, "__name__", ""):
-            count = max(len(each) for each in args if isinstance(each, (tuple, list)))
-            if count > 1:
-                return _one_by_one(func, args, kwargs, count)
-        owner = _first_handle((args, kwargs)).owner
-        return owner.compute_with(func, args, kwargs, changes=targets(func, args, kwargs))
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        """Refuses an operation that bypasses __torch_function__, because a handle has no bytes."""
-        if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
-            return args[0]
-        handle = _first_handle((args, kwargs or {}))
-        if func.overloadpacket is torch.ops.aten.set_:  # `set_` never reaches __torch_function__.
-            _refuse_parametrization(handle)
-        raise ParameterNotResident(
-            handle.name_in_model,
-            f"{func} reached it below the engine; wrap the code in infinity.gather(model)",
-        )
-
-
-def _first_handle(tree: Any) -> Handle:
-    found = find_handles(tree)
-    assert found
-    return found[0]
-
-
-def find_handles(tree: Any) -> list[Handle]:
-    """Returns every handle in nested tuples, lists and dicts."""
-    if isinstance(tree, Handle):
-        return [tree]
-    if isinstance(tree, (tuple, list)):
-        return [handle for each in tree for handle in find_handles(each)]
-    if isinstance(tree, Mapping):
-        return [handle for each in tree.values() for handle in find_handles(each)]
-    return []
-
-
-def replace_handles(tree: Any, replace: Callable[[Handle], torch.Tensor]) -> Any:
-    """Returns the same nest with every handle replaced."""
-    if isinstance(tree, Handle):
-        return replace(tree)
-    if isinstance(tree, tuple):
-        parts = [replace_handles(each, replace) for each in tree]
-        return type(tree)(*parts) if hasattr(tree, "_fields") else tuple(parts)
-    if isinstance(tree, list):
-        return [replace_handles(each, replace) for each in tree]
-    if isinstance(tree, dict):
-        return {key: replace_handles(value, replace) for key, value in tree.items()}
-    return tree
-
-
-def _one_by_one(
-    func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], count: int
-) -> list[Any] | None:
-    """Runs a function over lists element by element, so that one element at a time is in memory."""
-
-    def part(value: Any, index: int) -> Any:
-        is_list = isinstance(value, (tuple, list)) and len(value) == count
-        return [value[index]] if is_list else value
-
-    answers: list[Any] = []
-    for index in range(count):
-        given = [part(each, index) for each in args]
-        named = {key: part(each, index) for key, each in kwargs.items()}
-        answers += func(*given, **named) or ()
-    return answers or None
-
-
-def targets(
-    func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> list[Handle]:
-    """Returns the handles that `func` writes to, according to its signature."""
-    out = find_handles(kwargs.get("out"))
-    if out or not says_it_writes(func):
-        return out
-    return find_handles(args[0] if args else next(iter(kwargs.values()), None))
-
-
-# -- Gradients -------------------------------------------------------------------------------------
-
-
-def _take_stray(handle: Any) -> None:
-    """Passes on a gradient that reached the handle itself, through a graph made by code that
-    bypassed `__torch_function__`."""
-    with torch._C.DisableTorchFunctionSubclass():
-        gradient = TENSOR.grad.__get__(handle)
-        TENSOR.grad.__set__(handle, None)
-    handle.owner.take_gradient(handle, gradient)
-
-
-def _grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-    """`torch.autograd.grad` for handles. The backward itself fetches the parameters it needs."""
-    if find_handles(outputs):
-        return NotImplemented
-    given = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
-    leaves = [_leaves_of(tensor) for tensor in given]
-    wanted = [leaf for tiles in leaves for leaf in tiles]
-    flat = iter(torch.autograd.grad(outputs, wanted, *args, **kwargs))
-    dim = 1 if kwargs.get("is_grads_batched") else 0
-    return tuple(_joined([next(flat) for _ in tiles], tiles, dim) for tiles in leaves)
-
-
-def _leaves_of(tensor: torch.Tensor) -> list[torch.Tensor]:
-    return tensor.owner.leaves_of(tensor) if isinstance(tensor, Handle) else [tensor]
-
-
-def _joined(
-    parts: list[torch.Tensor | None], leaves: list[torch.Tensor], dim: int
-) -> torch.Tensor | None:
-    """Joins the gradients of tiles into one gradient; a tile without a gradient counts as zero."""
-    first = next((part for part in parts if part is not None), None)
-    if len(parts) == 1 or first is None:
-        return first
-    lead = first.shape[:dim]
-    return torch.cat(
-        [
-            first.new_zeros((*lead, *leaf.shape)) if part is None else part
-            for part, leaf in zip(parts, leaves, strict=True)
-        ],
-        dim,
-    )
-
-
-def _backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-    """`torch.autograd.backward(..., inputs=handles)`."""
-    inputs = kwargs.get("inputs")
-    if inputs is None or find_handles((tensors, args)):
-        return NotImplemented
-    given = (inputs,) if isinstance(inputs, torch.Tensor) else inputs
-    leaves = [leaf for tensor in given for leaf in _leaves_of(tensor)]
-    return torch.autograd.backward(tensors, *args, **{**kwargs, "inputs": leaves})
-
-
-def _register_hook(handle: Handle, hook: Any) -> Any:
-    if handle.is_gradient:
-        return NotImplemented
-    return _leaf_of(handle, "a hook").register_hook(hook)
-
-
-def _view_as(handle: Any, other: Any) -> Any:
-    """Returns a tensor whose node `torch.autograd.graph` can inspect; its values are not used."""
-    if not _was_called_by(_get_grad_fn_or_grad_acc):
-        return NotImplemented
-    leaf = _leaf_of(handle, "a gradient edge")
-    return leaf.view_as(leaf)
-
-
-def _leaf_of(handle: Handle, what: str) -> torch.Tensor:
-    leaves = handle.owner.leaves_of(handle)
-    if len(leaves) != 1:
-        raise UnsupportedError(
-            f"{what} of {handle!r}: the parameter is split into {len(leaves)} tiles, each with a "
-            "gradient of its own; use the tiles, which model.parameters() yields"
-        )
-    return leaves[0]
-
-
-# -- Operations with a meaning of their own --------------------------------------------------------
+from infinity.errors import ParameterNotResident, UnsupportedError
+from infinity.modules import handle_gradients
+from infinity.modules.handle_tensor import (
+    Handle,
+    find_handles,
+    refuse_parametrization,
+    replace_handles,
+    set_gradient,
+    targets,
+)
+from infinity.modules.torch_names import TENSOR, members, was_called_by
+
+__all__ = ["Handle", "find_handles", "replace_handles", "targets"]
 
 
 def _get_data(handle: Handle) -> Handle:
@@ -397,7 +41,7 @@ def _set_data(handle: Any, value: torch.Tensor) -> Any:
     if isinstance(value, Handle) and value.kept is not None:
         value = value.kept
     if handle.is_gradient:
-        _set_gradient(handle, value, is_other=False)
+        set_gradient(handle, value, is_other=False)
     elif handle.is_data:
         handle.kept = value
     else:
@@ -422,29 +66,6 @@ def _set_values(handle: Handle, value: torch.Tensor) -> None:
     handle.make_data().copy_(value)
     # A graph that saved the old value, which is overwritten, must find out.
     torch.autograd.graph.increment_version(handle.owner.leaves_of(handle))
-
-
-def _set_gradient(handle: Handle, value: torch.Tensor, *, is_other: bool) -> None:
-    """Handles `parameter.grad = value` (`is_other`) and `parameter.grad.data = value`."""
-    parameter = handle.owner.module_handle(handle.name_in_model)
-    present = parameter.grad
-    if isinstance(present, Handle) and present.is_same(value):
-        return
-    if not isinstance(value, torch.Tensor) or value.shape != handle.shape:
-        got = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
-        raise ConfigError(
-            f"expected a gradient of {handle.name_in_model!r} with shape {tuple(handle.shape)}, "
-            f"got {got}"
-        )
-    # nn.Module.to(dtype) assigns a rounded copy of the fp32 gradient.
-    is_narrow = present is not None and value.dtype is parameter.dtype is not torch.float32
-    if is_narrow and torch.equal(present.to(value.dtype), value):  # type: ignore[union-attr]
-        return
-    if isinstance(value, Handle) and value.kept is not None:
-        value = value.kept
-    value = value.detach().clone() if isinstance(value, Handle) else value.detach()
-    parameter.lose_aliases(object if is_other else Origin, is_gradient=True)
-    parameter.owner.put_gradient(parameter, value, is_other=is_other)
 
 
 def _set_requires_grad(handle: Handle, value: bool) -> None:
@@ -516,27 +137,11 @@ def _to(handle: Any, *args: Any, **kwargs: Any) -> Any:
 def _detach(handle: Handle) -> Any:
     # nn.Parameter(handle) detaches its argument and would refuse the plain tensor that results with
     # a message about subclasses.
-    if _was_called_by(torch.nn.Parameter.__new__):
-        _refuse_parametrization(handle)
-    if _was_called_by(torch.nn.Module._save_to_state_dict):
+    if was_called_by(torch.nn.Parameter.__new__):
+        refuse_parametrization(handle)
+    if was_called_by(torch.nn.Module._save_to_state_dict):
         return handle.owner.state_value(handle)
     return NotImplemented
-
-
-def _was_called_by(function: Any) -> bool:
-    """Whether `function` is the function that `__torch_function__` received and that called the
-    caller."""
-    frame = sys._getframe(2)
-    while frame.f_code.co_name == "__torch_function__" and frame.f_back is not None:
-        frame = frame.f_back
-    return frame.f_code is function.__code__
-
-
-def _refuse_parametrization(handle: Handle) -> NoReturn:
-    raise UnsupportedError(
-        f"{handle.name_in_model!r} is on a tier, so no other parameter can be made of it; apply "
-        "weight_norm and other parametrizations before infinity.offload"
-    )
 
 
 def _refuse_reshape(handle: Handle, *args: Any, **kwargs: Any) -> Any:
@@ -577,11 +182,11 @@ _RESHAPING = members(
     "detach_ rename_"
 )
 
-_SPECIAL: dict[Any, Callable[..., Any]] = {
-    torch.autograd.grad: _grad,
-    torch.autograd.backward: _backward,
-    torch.Tensor.register_hook: _register_hook,
-    torch.Tensor.view_as: _view_as,
+Handle.functions = {
+    torch.autograd.grad: handle_gradients.grad,
+    torch.autograd.backward: handle_gradients.backward,
+    torch.Tensor.register_hook: handle_gradients.register_hook,
+    torch.Tensor.view_as: handle_gradients.view_as,
     TENSOR.data.__get__: _get_data,
     TENSOR.data.__set__: _set_data,
     TENSOR.requires_grad.__set__: _set_requires_grad,

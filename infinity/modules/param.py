@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from infinity.errors import InfinityError
-from infinity.modules.discover import Alias
+from infinity.modules.discover import Registration
 from infinity.modules.handle import Handle
 from infinity.state.units import TensorSpec, Unit
 
@@ -25,7 +25,7 @@ from infinity.state.units import TensorSpec, Unit
 class OffloadedParam:
     """One parameter of the model: its unit, its handle and its compute parameter.
 
-    aliases: every place in the model's modules that shows the parameter
+    registrations: every place in the model's modules that shows the parameter
     place: the memory of the compute parameter in the unit's region, with its own version counter
     """
 
@@ -34,7 +34,7 @@ class OffloadedParam:
     spec: TensorSpec
     handle: Handle
     compute: nn.Parameter
-    aliases: list[Alias]
+    registrations: list[Registration]
     original: nn.Parameter | None  # The parameter before offload; restored if offload fails.
     version: int = 0  # Version of the compute parameter when the module began to show it.
     changes: int = 0  # Counts the changes that `compute._version` does not count.
@@ -77,12 +77,12 @@ class OffloadedParam:
 
     def show(self, tensor: nn.Parameter | Handle, other: nn.Parameter | Handle) -> None:
         """Registers `tensor` in every module that shows `other`."""
-        for alias in self.aliases:
-            if alias.module._parameters.get(alias.attribute) is other:
-                alias.module._parameters[alias.attribute] = tensor  # type: ignore[assignment]
+        for place in self.registrations:
+            if place.module._parameters.get(place.attribute) is other:
+                place.module._parameters[place.attribute] = tensor  # type: ignore[assignment]
             else:
                 # A parametrization may have moved the parameter into a child module.
-                _replace_below(alias.module, other, tensor)
+                _replace_below(place.module, other, tensor)
 
 
 class ParamTable:
@@ -165,7 +165,7 @@ def _replace_below(module: nn.Module, old: torch.Tensor, new: torch.Tensor) -> N
 
 
 def _rnns_of(params: Iterable[OffloadedParam]) -> list[nn.Module]:
-    owners = {id(alias.module): alias.module for param in params for alias in param.aliases}
+    owners = {id(place.module): place.module for param in params for place in param.registrations}
     return [module for module in owners.values() if isinstance(module, nn.RNNBase)]
 
 

@@ -1,7 +1,8 @@
-"""Functions of PyTorch by name: which of them need bytes, and which of them write."""
+"""Functions of PyTorch by name: those that need no bytes, those that write; the caller of one."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -58,3 +59,12 @@ _WRITING_DUNDERS = frozenset(
         "setitem",
     ]
 )
+
+
+def was_called_by(function: Any) -> bool:
+    """Whether `function` is the function that `__torch_function__` received and that called the
+    caller."""
+    frame = sys._getframe(2)
+    while frame.f_code.co_name == "__torch_function__" and frame.f_back is not None:
+        frame = frame.f_back
+    return frame.f_code is function.__code__

@@ -6,8 +6,11 @@ train them. Without such an optimizer they would silently keep their values.
 
 from __future__ import annotations
 
+import gc
 import weakref
+from collections.abc import Iterable
 
+import torch
 from torch import nn
 
 from infinity.errors import ConfigError
@@ -22,21 +25,49 @@ class UnmanagedParams:
         self._seen: dict[str, tuple[int, int]] = {}  # By name: identity and version.
 
     def refuse_untrained(self) -> None:
-        """Raises ConfigError if a parameter had a gradient at this step and at the last one, and
-        has not changed between them."""
+        """Raises ConfigError, before this step changes anything, if a parameter has a gradient and
+        is in no optimizer of torch, or if it has not changed since the last step although it had a
+        gradient then, too."""
         model = self._model()
         found: dict[str, tuple[int, int]] = {}
+        fresh: dict[int, str] = {}
         for name, parameter in [] if model is None else model.named_parameters():
             if isinstance(parameter, Handle) or not parameter.requires_grad:
                 continue
             if parameter.grad is not None:
                 found[name] = id(parameter), parameter._version
+                if self._seen.get(name, (0, 0))[0] != id(parameter):
+                    fresh[id(parameter)] = name
         untrained = [name for name, state in found.items() if self._seen.get(name) == state]
-        self._seen = found
+        if fresh:
+            trained = _in_optimizers()
+            untrained += [name for number, name in fresh.items() if number not in trained]
         if untrained:
             raise ConfigError(
                 f"{untrained[0]!r} and {len(untrained) - 1} others were added to the model after "
                 "infinity.offload; they receive gradients, but no optimizer changes them. Add "
                 "adapters and heads before infinity.offload, freeze them, or train them with an "
-                "optimizer of torch.optim"
+                "optimizer of torch.optim that exists before the step of infinity's optimizer"
             )
+        self._seen = found
+
+
+def _in_optimizers() -> set[int]:
+    """Returns the identities of all parameters in optimizers of torch.
+
+    Looks through every object of the process, because nothing lists optimizers. Takes a fraction of
+    a second; called when a parameter has its first gradient.
+    """
+    return {
+        id(parameter)
+        for each in gc.get_objects()
+        if issubclass(type(each), torch.optim.Optimizer)
+        for group in getattr(each, "param_groups", ())
+        for parameter in _parameters(group["params"])
+    }
+
+
+def _parameters(items: Iterable[object]) -> Iterable[object]:
+    """Yields the parameters of a group, which may be pairs of a name and a parameter."""
+    for item in items:
+        yield item[1] if isinstance(item, tuple) else item

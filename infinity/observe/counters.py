@@ -3,10 +3,12 @@
 Names end in their unit. `host_in_use_nbytes` is a gauge, everything else only grows:
 
   nvme_read_nbytes, nvme_write_nbytes        bytes requested of the drives
+  shard_read_nbytes                          the part of them read from a checkpoint's own files
   device_in_nbytes, device_out_nbytes        bytes copied host -> device and device -> host
   activation_in_nbytes, activation_out_nbytes  saved layer inputs: copied to the device, and from it
   read_wait_s, write_wait_s, copy_wait_s     time the training thread stood still for a transfer
   ranks_wait_s                               the same, for other ranks
+  decode_s                                   making weights of stored bytes, on the host
   update_s                                   arithmetic of the optimizer, waits not counted
   weights_s                                  bringing weights in and out for updates
   fetches, fetches_late, fetches_unplanned   unit fetches; those waited for; those not predicted
@@ -39,6 +41,7 @@ _LANES = {
     "copy_wait_s": Track.STALLS,
     "ranks_wait_s": Track.STALLS,
     "update_s": Track.UPDATES,
+    "decode_s": Track.STALLS,
 }
 
 

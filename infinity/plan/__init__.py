@@ -6,8 +6,9 @@ of `infinity.simulate.step`, `advice` repeats the prediction with one change, `r
 
 from infinity.plan.advice import Advice, advise
 from infinity.plan.hardware import Hardware, load_hardware
-from infinity.plan.model import ModelShape, load_model, scaled_gpt
+from infinity.plan.model import load_model
 from infinity.plan.predict import Forecast, forecast
+from infinity.plan.shapes import ModelShape, scaled_gpt
 from infinity.simulate.job import Batch
 
 __all__ = [

@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, Field
 
 from infinity.errors import ConfigError
 from infinity.plan.files import Table, read_table
-from infinity.simulate.step import Rates, drive_rates
+from infinity.simulate.rates import Rates, drive_rates
 from infinity.sizes import parse_nbytes
 
 Nbytes = Annotated[int, BeforeValidator(parse_nbytes)]
@@ -111,9 +111,9 @@ class Hardware(Table):
             }
         )  # fmt: skip
 
-    def rates(self) -> Rates:
+    def rates(self, shard_drives: int | None = None) -> Rates:
         """Returns the rates of everything together: N devices move N parts of a unit at the same
-        time."""
+        time. `shard_drives` of the drives hold the checkpoint of a frozen base; None: all."""
         giga, inf = 1e9, float("inf")
         count, device, nvme = self.device.count, self.device, self.nvme
         drives = {}
@@ -136,6 +136,9 @@ class Hardware(Table):
             d2h=inf if device.d2h_gb_per_s is None else count * device.d2h_gb_per_s * giga,
             gather=gather,
             peers=inf if device.gather_gb_per_s is None else device.gather_gb_per_s * giga,
+            checkpoint_read=inf
+            if nvme is None or shard_drives is None
+            else nvme.read_gb_per_s * giga * min(shard_drives, nvme.drives) / nvme.drives,
             sockets=giga * (self.host.sockets_gb_per_s or self.host.sum_gb_per_s / _SOCKETS_SHARE),
             **drives,
         )

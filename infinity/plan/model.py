@@ -9,70 +9,58 @@ token.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from pydantic import Field
 
-from infinity.plan.files import Table, read_table
+from infinity.plan.files import read_table
+from infinity.plan.shapes import (
+    ModelShape,
+    attention,
+    attention_width,
+    feed_forward,
+    norms,
+    numel_of,
+)
 from infinity.state.units import OF_ADAM, Moments, TensorFacts, Unit, layout_unit
 
-
-class LatentAttention(Table):
-    """Multi-head latent attention. Source: DeepSeek-V2 (2024), section 2.1."""
-
-    q_rank: int
-    kv_rank: int
-    nope_head_dim: int
-    rope_head_dim: int
-    v_head_dim: int
-
-
-class Moe(Table):
-    """Blocks after the first `dense_layers` have `experts` of width `expert_ffn`. Each token passes
-    `experts_per_token` of them and all of the `shared_experts`."""
-
-    experts: int
-    experts_per_token: int
-    expert_ffn: int
-    shared_experts: int = 0
-    dense_layers: int = 0
-
-
-class ModelShape(Table):
-    """A causal language model. `gated` feed-forwards have three matrices, others two."""
-
-    name: str
-    source: str = ""
-    layers: int = Field(gt=0)
-    hidden: int = Field(gt=0)
-    ffn: int = Field(gt=0)
-    heads: int = Field(gt=0)
-    kv_heads: int | None = None
-    vocab: int = Field(gt=0)
-    gated: bool = True
-    biases: bool = False
-    tied: bool = False
-    latent_attention: LatentAttention | None = None
-    moe: Moe | None = None
+if TYPE_CHECKING:
+    from infinity.plan.frozen import FrozenBase
 
 
 @dataclass(frozen=True, slots=True)
 class ModuleWork:
     """One forward of a hooked module: its units, the weights that multiply a token, and the width
     of attention scores and mixing (0 without attention, as outside blocks). `is_tile`: a tile of
-    the block before it, used while that block is in use."""
+    the block before it, used while that block is in use.
+
+    `expert_params` of the active parameters are those of routed experts, if that is known.
+    `trained_params`: of an adapter over frozen weights, per token and beside the active parameters;
+    None if all weights are trained. `has_backward` is false where no gradient passes.
+    """
 
     units: tuple[int, ...]
     active_params: int
     attention_width: int = 0
     is_tile: bool = False
+    expert_params: int = 0
+    trained_params: int | None = None
+    has_backward: bool = True
 
     def forward_flops(self, num_tokens: int, sequence_length: int) -> float:
         """Returns the FLOPs of `num_tokens` in sequences of this length. Causal attention covers
         half of the length."""
         attended = self.attention_width * sequence_length / 2
-        return 2.0 * num_tokens * (self.active_params + attended)
+        return 2.0 * num_tokens * (self.active_params + (self.trained_params or 0) + attended)
+
+    def gradient_ratio(self, sequence_length: int) -> float:
+        """Returns the FLOPs of gradients over those of the forward: 2 where all weights are
+        trained, 1 for frozen weights, whose own gradients nobody needs."""
+        if self.trained_params is None:
+            return 2.0
+        attended = self.attention_width * sequence_length / 2
+        both = self.active_params + self.trained_params + attended
+        return (self.active_params + 2 * (self.trained_params + attended)) / both if both else 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +74,7 @@ class PlannedModel:
     num_params: int
     checkpoint_width: int  # Values per token that a checkpointed block saves.
     hf_config: Any = None  # The configuration of a transformers model.
+    frozen: FrozenBase | None = None  # The base of an adapter; None if all weights are trained.
 
     @property
     def active_params(self) -> int:
@@ -98,24 +87,6 @@ def load_model(name: str, dtype: torch.dtype, moments: Moments = OF_ADAM) -> Pla
     return model_of_shape(read_table(ModelShape, "models", name), dtype, moments)
 
 
-def scaled_gpt(num_params: int) -> ModelShape:
-    """Returns a GPT-like shape with about this number of parameters: blocks of 12 hidden^2, and a
-    width of 150 per block, between the shapes of ZeRO-Infinity's table."""
-    hidden = max(256, round((num_params * 150 / 12) ** (1 / 3) / 256) * 256)
-    layers = max(1, round(num_params / (12 * hidden**2)))
-    return ModelShape(
-        name=f"GPT-like, {num_params / 1e9:,.0f} B asked",
-        layers=layers,
-        hidden=hidden,
-        ffn=4 * hidden,
-        heads=hidden // 128,
-        vocab=50304,
-        gated=False,
-        biases=True,
-        tied=True,
-    )
-
-
 def model_of_shape(
     shape: ModelShape, dtype: torch.dtype, moments: Moments = OF_ADAM
 ) -> PlannedModel:
@@ -124,20 +95,23 @@ def model_of_shape(
     hooked_modules: list[ModuleWork] = []
 
     def add_unit(name: str, tensors: dict[str, tuple[int, ...]]) -> int:
-        facts = [_facts(f"{name}.{each}", size, dtype) for each, size in tensors.items()]
+        facts = [
+            facts_of_shape(f"{name}.{each}", size, dtype, is_trainable=True)
+            for each, size in tensors.items()
+        ]
         units.append(layout_unit(len(units), name, facts, moments))
         return len(units) - 1
 
     embedding = add_unit("embedding", {"weight": (shape.vocab, shape.hidden)})
     hooked_modules.append(ModuleWork((embedding,), 0))
     for layer in range(shape.layers):
-        tensors = _attention(shape) | _feed_forward(shape, layer) | _norms(shape)
-        active = sum(_numel(size) for size in tensors.values())
-        if shape.moe is not None and layer >= shape.moe.dense_layers:
-            routed = sum(_numel(s) for name, s in tensors.items() if name.startswith("experts."))
+        tensors = attention(shape) | feed_forward(shape, layer) | norms(shape)
+        active = sum(numel_of(size) for size in tensors.values())
+        if shape.moe is not None and shape.is_sparse(layer):
+            routed = sum(numel_of(s) for name, s in tensors.items() if name.startswith("experts."))
             active -= routed - routed * shape.moe.experts_per_token // shape.moe.experts
         unit = add_unit(f"block {layer}", tensors)
-        hooked_modules.append(ModuleWork((unit,), active, _attention_width(shape)))
+        hooked_modules.append(ModuleWork((unit,), active, attention_width(shape)))
     hooked_modules.append(ModuleWork((add_unit("final norm", {"weight": (shape.hidden,)}),), 0))
     head_params = shape.vocab * shape.hidden
     head = embedding if shape.tied else add_unit("head", {"weight": (shape.vocab, shape.hidden)})
@@ -152,70 +126,12 @@ def model_of_shape(
     )
 
 
-def _facts(name: str, size: tuple[int, ...], dtype: torch.dtype) -> TensorFacts:
+def facts_of_shape(
+    name: str, size: tuple[int, ...], dtype: torch.dtype, *, is_trainable: bool
+) -> TensorFacts:
+    """Returns the facts of a contiguous tensor."""
     strides = torch.empty(size, device="meta").stride()
-    return TensorFacts(name, size, tuple(strides), dtype, is_trainable=True)
-
-
-def _numel(size: tuple[int, ...]) -> int:
-    count = 1
-    for extent in size:
-        count *= extent
-    return count
-
-
-def _attention(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    hidden, heads = shape.hidden, shape.heads
-    latent = shape.latent_attention
-    if latent is not None:
-        key_dim = latent.nope_head_dim + latent.rope_head_dim
-        return {
-            "q_down": (latent.q_rank, hidden),
-            "q_norm": (latent.q_rank,),
-            "q_up": (heads * key_dim, latent.q_rank),
-            "kv_down": (latent.kv_rank + latent.rope_head_dim, hidden),
-            "kv_norm": (latent.kv_rank,),
-            "kv_up": (heads * (latent.nope_head_dim + latent.v_head_dim), latent.kv_rank),
-            "out": (hidden, heads * latent.v_head_dim),
-        }
-    kv_width = hidden // heads * (shape.kv_heads or heads)
-    tensors: dict[str, tuple[int, ...]] = {
-        "q": (hidden, hidden),
-        "k": (kv_width, hidden),
-        "v": (kv_width, hidden),
-        "out": (hidden, hidden),
-    }
-    if shape.biases:
-        tensors |= {"qkv_bias": (hidden + 2 * kv_width,), "out_bias": (hidden,)}
-    return tensors
-
-
-def _attention_width(shape: ModelShape) -> int:
-    """Returns the products per token and position, of scores and of mixing the values."""
-    latent = shape.latent_attention
-    if latent is not None:
-        return shape.heads * (latent.nope_head_dim + latent.rope_head_dim + latent.v_head_dim)
-    return 2 * shape.hidden
-
-
-def _feed_forward(shape: ModelShape, layer: int) -> dict[str, tuple[int, ...]]:
-    hidden, moe = shape.hidden, shape.moe
-    inner = 3 if shape.gated else 2
-    if moe is None or layer < moe.dense_layers:
-        tensors: dict[str, tuple[int, ...]] = {"ffn": (inner, shape.ffn, hidden)}
-        return tensors | ({"ffn_bias": (shape.ffn + hidden,)} if shape.biases else {})
-    tensors = {
-        "router": (moe.experts, hidden),
-        "experts.ffn": (moe.experts, inner, moe.expert_ffn, hidden),
-    }
-    if moe.shared_experts:
-        tensors["shared.ffn"] = (inner, moe.shared_experts * moe.expert_ffn, hidden)
-    return tensors
-
-
-def _norms(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    values = 2 if shape.biases else 1
-    return {"norms": (2, values * shape.hidden)}
+    return TensorFacts(name, size, tuple(strides), dtype, is_trainable)
 
 
 def model_of_config(config: Any) -> PlannedModel:
@@ -266,5 +182,5 @@ def model_of_config(config: Any) -> PlannedModel:
 def _active(size: tuple[int, ...], experts_per_token: int | None) -> int:
     """Returns the weights of a tensor that multiply one token. Experts are stacked in front."""
     if len(size) == 3 and experts_per_token is not None:
-        return _numel(size[1:]) * min(experts_per_token, size[0])
-    return _numel(size)
+        return numel_of(size[1:]) * min(experts_per_token, size[0])
+    return numel_of(size)

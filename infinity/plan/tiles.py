@@ -140,12 +140,31 @@ def _hooked_modules(
     """Returns one use of the rest of the unit, with the attention, then one use of every tile."""
     left = tuple(unit for rest, _ in parts for unit in rest)
     tiles = [unit for _, tiles in parts for unit in tiles]
-    num_params = sum(_numel(units[unit]) for unit in (*left, *tiles))
-    shares = [whole.active_params * _numel(units[unit]) // max(num_params, 1) for unit in tiles]
+    shares = _shares(whole, left, tiles, units)
     if left or whole.attention_width:
-        yield ModuleWork(left, whole.active_params - sum(shares), whole.attention_width)
+        yield replace(
+            whole, units=left, active_params=whole.active_params - sum(shares), expert_params=0
+        )
     for unit, share in zip(tiles, shares, strict=True):
-        yield ModuleWork((unit,), share, is_tile=whole.attention_width > 0)
+        yield ModuleWork(
+            (unit,),
+            share,
+            is_tile=whole.attention_width > 0,
+            trained_params=None if whole.trained_params is None else 0,
+            has_backward=whole.has_backward,
+        )
+
+
+def _shares(
+    whole: ModuleWork, left: tuple[int, ...], tiles: list[int], units: list[Unit]
+) -> list[int]:
+    """Returns the active parameters of every tile: even parts of those of routed experts if they
+    are known, else in proportion to elements."""
+    shared, divided = whole.active_params, (*left, *tiles)
+    if whole.expert_params:
+        shared, divided = whole.expert_params, tuple(tiles)
+    num_params = sum(_numel(units[unit]) for unit in divided)
+    return [shared * _numel(units[unit]) // max(num_params, 1) for unit in tiles]
 
 
 def _numel(unit: Unit) -> int:

@@ -40,10 +40,6 @@ class Timeline:
     start_s: tuple[float, ...]
     finish_s: tuple[float, ...]
 
-    @property
-    def makespan_s(self) -> float:
-        return max(self.finish_s, default=0.0)
-
 
 def simulate(operations: Sequence[Operation]) -> Timeline:
     """Runs the operations. If several are ready for one track, the earliest in the list runs
@@ -88,12 +84,3 @@ def simulate(operations: Sequence[Operation]) -> Timeline:
                     changed.add(operations[follower].track)
         start_ready(now_s, changed)
     return Timeline(tuple(operations), tuple(start_s), tuple(finish_s))
-
-
-def critical_path_s(operations: Sequence[Operation]) -> float:
-    """Returns the duration if every track could run all ready operations at the same time."""
-    finish_s: list[float] = []
-    for operation in operations:
-        begin_s = max((finish_s[before] for before in operation.after), default=0.0)
-        finish_s.append(begin_s + operation.duration_s)
-    return max(finish_s, default=0.0)

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from infinity.config import SwapConfig
 from infinity.config.schema import NvmeTier
 from infinity.simulate.order import Use
-from infinity.simulate.step import StepSpec, UnitLoad
+from infinity.simulate.spec import StepSpec, UnitLoad
 from infinity.state.budgets import Budgets
-from infinity.state.placement import STATE_KINDS, Placement
+from infinity.state.placement import STATE_KINDS, StatePlacement
 from infinity.state.units import StateKind, Unit
 
 
@@ -93,13 +93,13 @@ def num_fibers_of(config: SwapConfig, batch: Batch) -> int:
 
 
 def _loads(
-    config: SwapConfig, units: Sequence[Unit], placement: Placement, batch: Batch
+    config: SwapConfig, units: Sequence[Unit], placement: StatePlacement, batch: Batch
 ) -> Iterator[UnitLoad]:
     is_summed = num_fibers_of(config, batch) > 1
     return (load_of(unit, placement, is_summed) for unit in units)
 
 
-def load_of(unit: Unit, placement: Placement, is_summed: bool) -> UnitLoad:
+def load_of(unit: Unit, placement: StatePlacement, is_summed: bool) -> UnitLoad:
     read: defaultdict[str, int] = defaultdict(int)
     written: defaultdict[str, int] = defaultdict(int)
     for kind in STATE_KINDS:

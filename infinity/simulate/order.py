@@ -17,12 +17,19 @@ class Use:
     """The forward of a hooked module, for all micro-batches that pass a block together: the units
     it needs, and its FLOPs. `saved_nbytes` of its input are saved for the backward, on the tier
     that the job names. Uses of one `block` are consecutive: the block's own units, then its tiles.
+
+    `gradient_ratio` is the FLOPs of gradients over the forward's: 2, and 1 for frozen weights.
+    Without `has_backward`, no gradient passes the use. `passing_nbytes` of a tile that serves all
+    micro-batches are copied to the device for it, and from the device after it.
     """
 
     units: tuple[int, ...]
     forward_flops: float
     saved_nbytes: int = 0
     block: int | None = None
+    gradient_ratio: float = 2.0
+    has_backward: bool = True
+    passing_nbytes: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,14 +46,17 @@ class Move:
 
 
 def moves(
-    uses: Sequence[Use], *, num_fibers: int, tile_micro_batches: int, backward_ratio: float
-) -> list[Move]:
+    uses: Sequence[Use], *, num_fibers: int, tile_micro_batches: int, backward_ratio: float,
+    repeats_in_place: bool = False,
+) -> list[Move]:  # fmt: skip
     """Returns the moves of one pass. `num_fibers` micro-batches pass block by block, and
     `tile_micro_batches` pass a block with tiles together. `backward_ratio`: see `StepSpec`; above
-    2, the forward of a block is repeated."""
+    2, the forward of a block is repeated. `repeats_in_place`: a tile repeats its forward right
+    before its own backward, so that the backward of a block uses each tile once."""
     numbers = groupby(range(len(uses)), key=lambda index: uses[index].block)
     stretches = [(block is not None, list(indexes)) for block, indexes in numbers]
-    order = _OrderBuilder(uses, num_fibers, -(-num_fibers // tile_micro_batches), backward_ratio)
+    num_groups = -(-num_fibers // tile_micro_batches)
+    order = _OrderBuilder(uses, num_fibers, num_groups, backward_ratio, repeats_in_place)
     found: list[Move] = []
     for is_block, stretch in stretches:
         if is_block:
@@ -71,6 +81,11 @@ class _OrderBuilder:
     num_fibers: int
     num_groups: int
     backward_ratio: float
+    repeats_in_place: bool
+
+    def _ratio(self, index: int) -> float:
+        """Returns the FLOPs of a use's backward, with what it repeats, over its forward's."""
+        return self.backward_ratio - 2.0 + self.uses[index].gradient_ratio
 
     def forward(self, stretch: list[int]) -> Iterator[Move]:
         for index in stretch:
@@ -78,7 +93,8 @@ class _OrderBuilder:
 
     def backward(self, stretch: list[int]) -> Iterator[Move]:
         for index in reversed(stretch):
-            yield Move(index, True, self.backward_ratio / self.num_fibers, has_gradients=True)
+            if self.uses[index].has_backward:
+                yield Move(index, True, self._ratio(index) / self.num_fibers, has_gradients=True)
 
     def block_forward(self, stretch: list[int]) -> Iterator[Move]:
         first, *tiles = stretch
@@ -92,8 +108,10 @@ class _OrderBuilder:
         held, repeated = self.uses[first].units, max(self.backward_ratio - 2.0, 0.0)
         groups = self.num_groups if tiles else 1
         for _ in range(groups):
-            yield Move(first, True, self.backward_ratio / groups, has_gradients=True)
-            for tile in tiles if repeated else ():
+            yield Move(first, True, self._ratio(first) / groups, has_gradients=True)
+            in_place = repeated if self.repeats_in_place else 0.0
+            for tile in tiles if repeated > in_place else ():
                 yield Move(tile, True, repeated / groups, held)
             for tile in reversed(tiles):
-                yield Move(tile, True, (self.backward_ratio - repeated) / groups, held, True)
+                ratio = self._ratio(tile) - repeated + in_place
+                yield Move(tile, True, ratio / groups, held, True)

@@ -12,16 +12,16 @@ import torch
 
 from infinity.config import SwapConfig
 from infinity.simulate.job import Batch, load_of, num_fibers_of
-from infinity.simulate.step import Divided, UnitLoad
+from infinity.simulate.spec import Divided, UnitLoad
 from infinity.state.partition import Partition
-from infinity.state.placement import Placement
+from infinity.state.placement import StatePlacement
 from infinity.state.units import STATE_ITEM_NBYTES, StateKind, TensorSpec
 
 
 def rank_loads(
     config: SwapConfig,
     partition: Partition,
-    placement: Placement,
+    placement: StatePlacement,
     batch: Batch,
     *,
     is_collective: bool,

@@ -17,7 +17,9 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from infinity.config.schema import UpdateOn
-from infinity.simulate.step import Prediction, Rates, StepSpec, predict
+from infinity.simulate.rates import Rates
+from infinity.simulate.spec import StepSpec
+from infinity.simulate.step import Prediction, predict
 from infinity.sizes import MIB, format_nbytes
 
 Place = Literal["host", "device"]

@@ -12,7 +12,7 @@ from infinity.config import SwapConfig
 from infinity.errors import CapacityError, ConfigError
 from infinity.sizes import MIB, align_up, format_nbytes
 from infinity.state.placement import (
-    Placement,
+    StatePlacement,
     least_chunk_nbytes,
     place,
     plan_staging_slots,
@@ -39,7 +39,8 @@ class Budgets:
     memory for weights that are read ahead. `ring_nbytes`: all staging slots of the optimizer,
     `num_staging_slots` slots for chunks of `chunk_nbytes`. `needed_for_sums_nbytes`: the working
     memory of `infinity.forward_backward`; `least_for_sums_nbytes`: the smallest host budget that
-    has it.
+    has it. `decoded_from_nbytes`: the stored bytes of the largest unit that is decoded when it is
+    attached.
     """
 
     shares_host_memory: bool
@@ -48,7 +49,7 @@ class Budgets:
     host_nbytes: int
     reduce_buffer_nbytes: int
     reduce_buffer_spills: bool
-    placement: Placement
+    placement: StatePlacement
     working_nbytes: int
     is_tight: bool
     window_nbytes: int
@@ -57,11 +58,15 @@ class Budgets:
     ring_nbytes: int
     needed_for_sums_nbytes: int
     least_for_sums_nbytes: int
+    decoded_from_nbytes: int
 
     @property
     def device_window_nbytes(self) -> int | None:
         """Device memory for weights that rest elsewhere; None: unlimited."""
-        return _device_window_nbytes(self.shares_host_memory, self.device_nbytes, self.placement)
+        window_nbytes = _device_window_nbytes(
+            self.shares_host_memory, self.device_nbytes, self.placement
+        )
+        return None if window_nbytes is None else window_nbytes - self.decoded_from_nbytes
 
     def has_room_ahead(self, next_nbytes: int) -> bool:
         """Returns whether `next_nbytes` of weights can be fetched beside those in use."""
@@ -84,6 +89,14 @@ class _Request:
     serving_nbytes: int
     given_nbytes: int
     summed_nbytes: int
+    host_held_nbytes: int
+
+    @property
+    def decoded_from_nbytes(self) -> int:
+        """The stored bytes of one unit, which are on the device while they are decoded there."""
+        return max(
+            (unit.stored.nbytes for unit in self.units if unit.stored is not None), default=0
+        )
 
     @property
     def spills(self) -> bool:
@@ -99,7 +112,7 @@ class _Request:
             + smallest_working_nbytes(
                 self.units,
                 self.preferences,
-                held_nbytes=self.held_nbytes,
+                held_nbytes=self.host_held_nbytes,
                 chunk_nbytes=self.config.schedule.update_chunk,
                 staged_nbytes=_staged_nbytes(self),
                 gathered_nbytes=self.gathered_nbytes,
@@ -122,6 +135,7 @@ def compute_budgets(
     serving_nbytes: int = 0,
     given_nbytes: int = 0,
     summed_nbytes: int = 0,
+    host_held_nbytes: int | None = None,
 ) -> Budgets:
     """Divides the tiers of a machine among the state of `units` and the memory to work in.
 
@@ -130,7 +144,8 @@ def compute_budgets(
     weights of the largest unit, gathered from shards; `serving_nbytes`: memory to serve other ranks
     from, lent once; `given_nbytes`: the most gradients that other ranks send during a backward;
     `summed_nbytes`: sums of gradients of `infinity.forward_backward` before they are sent, reserved
-    if the configuration has micro-batches.
+    if the configuration has micro-batches. `host_held_nbytes`: the same as `held_nbytes` in host
+    memory, where frozen weights may be quantised, or quantised and decoded (None: as much).
 
     Raises ConfigError for a tier that is not configured, CapacityError for a budget that is too
     small.
@@ -143,6 +158,7 @@ def compute_budgets(
     request = _Request(
         config, units, preferences, held_nbytes, shares_host_memory, device_nbytes,
         gathered_nbytes, serving_nbytes, given_nbytes, summed_nbytes,
+        held_nbytes if host_held_nbytes is None else host_held_nbytes,
     )  # fmt: skip
     alone, with_sums = request.least_nbytes
     smallest = alone if config.schedule.micro_batch is None else with_sums
@@ -159,6 +175,9 @@ def compute_budgets(
     # With less free memory than this, what is kept for later is in the way of what is needed now.
     is_tight = working_nbytes - (smallest - alone) < 3 * alone
     chunk_nbytes, num_slots, ring_nbytes = _staging_ring(request, placement, working_nbytes)
+    # On the host, what is read ahead must leave room for what is decoded from it.
+    decodes_on_host = shares_host_memory and request.decoded_from_nbytes > 0
+    decoding_nbytes = request.host_held_nbytes if decodes_on_host else 0
     return Budgets(
         shares_host_memory=shares_host_memory,
         device_nbytes=device_nbytes,
@@ -169,12 +188,13 @@ def compute_budgets(
         placement=placement,
         working_nbytes=working_nbytes,
         is_tight=is_tight,
-        window_nbytes=0 if is_tight else _window_nbytes(config, working_nbytes),
+        window_nbytes=0 if is_tight else _window_nbytes(config, working_nbytes - decoding_nbytes),
         chunk_nbytes=chunk_nbytes,
         num_staging_slots=num_slots,
         ring_nbytes=ring_nbytes,
         needed_for_sums_nbytes=with_sums - serving_nbytes,
         least_for_sums_nbytes=least_for_sums_nbytes,
+        decoded_from_nbytes=request.decoded_from_nbytes,
     )
 
 
@@ -200,7 +220,7 @@ def _staged_nbytes(request: _Request) -> int:
 def _comfortable_nbytes(request: _Request, smallest: int) -> int:
     """Working memory that lets fetches, gradients and updates run ahead of each other."""
     weights_nbytes = max(
-        request.held_nbytes, *(resting_nbytes(u, StateKind.PARAMETERS) for u in request.units)
+        request.host_held_nbytes, *(resting_nbytes(u, StateKind.PARAMETERS) for u in request.units)
     )
     gradients_nbytes = max(resting_nbytes(unit, StateKind.GRADIENTS) for unit in request.units)
     return max(
@@ -255,6 +275,7 @@ def _only_on_host_nbytes(request: _Request) -> int:
         for unit in request.units
         for state_kind in StateKind
         if state_kind.kind in kinds
+        and not (state_kind is StateKind.PARAMETERS and unit.stored is not None)
     )
 
 
@@ -282,11 +303,11 @@ def _refuse_small_host(
     )
 
 
-def _place(request: _Request, host_nbytes: int, smallest: int, comfortable: int) -> Placement:
+def _place(request: _Request, host_nbytes: int, smallest: int, comfortable: int) -> StatePlacement:
     """Places all state, with comfortable working memory if that fits, else with the smallest."""
     device_nbytes = request.device_nbytes
     if device_nbytes is not None and not request.shares_host_memory:
-        device_nbytes -= request.held_nbytes
+        device_nbytes -= request.held_nbytes + request.decoded_from_nbytes
     error: CapacityError | None = None
     for reserved_nbytes in (min(comfortable, max(smallest, host_nbytes // 2)), smallest):
         try:
@@ -303,22 +324,23 @@ def _place(request: _Request, host_nbytes: int, smallest: int, comfortable: int)
 
 
 def _device_window_nbytes(
-    shares_host_memory: bool, device_nbytes: int | None, placement: Placement
+    shares_host_memory: bool, device_nbytes: int | None, placement: StatePlacement
 ) -> int | None:
     if shares_host_memory or device_nbytes is None:
         return None
     return device_nbytes - placement.placed_nbytes["device"]
 
 
-def _refuse_small_device(request: _Request, placement: Placement) -> None:
+def _refuse_small_device(request: _Request, placement: StatePlacement) -> None:
     window_nbytes = _device_window_nbytes(
         request.shares_host_memory, request.device_nbytes, placement
     )
-    if window_nbytes is not None and request.held_nbytes > window_nbytes:
+    needed_nbytes = request.held_nbytes + request.decoded_from_nbytes
+    if window_nbytes is not None and needed_nbytes > window_nbytes:
         largest = max(request.units, key=lambda unit: unit.weight_nbytes)
         raise CapacityError(
             "device",
-            needed_nbytes=request.held_nbytes,
+            needed_nbytes=needed_nbytes,
             available_nbytes=window_nbytes,
             key="tiers.device.capacity",
             detail=f"the weights in use at once do not fit one device (largest unit "
@@ -327,7 +349,7 @@ def _refuse_small_device(request: _Request, placement: Placement) -> None:
 
 
 def _staging_ring(
-    request: _Request, placement: Placement, working_nbytes: int
+    request: _Request, placement: StatePlacement, working_nbytes: int
 ) -> tuple[int, int, int]:
     """(bytes of a chunk, staging slots, bytes of the ring) of the optimizer's pipeline."""
     units = request.units
@@ -335,7 +357,7 @@ def _staging_ring(
     weights_nbytes = max(weights_nbytes, request.gathered_nbytes)
     granule_nbytes, travelling = least_chunk_nbytes(units), placement.travelling()
     chunk_nbytes, num_slots = plan_staging_slots(
-        working_nbytes - max(weights_nbytes, request.held_nbytes),
+        working_nbytes - max(weights_nbytes, request.host_held_nbytes),
         request.config.schedule.update_chunk,
         unit_nbytes=max(unit.state_numel for unit in units) * STATE_ITEM_NBYTES,
         travelling_nbytes=sum(staging_nbytes(units, travelling, granule_nbytes).values()),

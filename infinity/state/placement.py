@@ -2,10 +2,12 @@
 
 `[placement]` gives, per state kind, an ordered list of tiers. Units are placed in model order, each
 on the first tier of the list that still has space; so a kind that does not fit the host is divided:
-the first units rest on the host, the others on NVMe. Trained units come before
-frozen ones: they are written as well as read, and adapters are small. Kinds that may not go to NVMe
-are placed first, so that a kind that may go there never takes their space; of the other kinds,
-those that travel more often come first, because a resident byte of theirs saves more traffic.
+the first units rest on the host, the others on NVMe. Frozen weights that can be read in place rest
+in their checkpoint ("checkpoint"), whatever the list says. Kinds that may not go to NVMe are placed
+first, so that a kind that may go there never takes their space; of the other kinds, those that
+travel more often come first, because a resident byte of theirs saves more traffic. Frozen weights
+come after all state of trained units: that is written as well as read, and drives write slower than
+they read and wear out.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ _BUDGET_KEYS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class StatePlacement:
     """Tier names by (unit index, state kind), and the bytes placed on each tier."""
 
     tiers: Mapping[tuple[int, StateKind], str]
@@ -61,7 +63,7 @@ def place(
     *,
     host_nbytes: int,
     device_nbytes: int | None,
-) -> Placement:
+) -> StatePlacement:
     """Chooses a tier for every state kind of every unit.
 
     `preferences` maps kind to tier names. `host_nbytes` and `device_nbytes` are what may be filled
@@ -72,25 +74,34 @@ def place(
         "host": max(host_nbytes, 0),
         "device": float("inf") if device_nbytes is None else max(device_nbytes, 0),
         "nvme": float("inf"),
+        "checkpoint": float("inf"),
     }
     tiers: dict[tuple[int, StateKind], str] = {}
     placed_nbytes = dict.fromkeys(free_nbytes, 0)
-    trained_first = sorted(units, key=lambda unit: not unit.state_numel)
-    for state_kind in sorted(
-        _PLACING_ORDER, key=lambda state_kind: "nvme" in preferences[state_kind.kind]
-    ):
-        for unit in trained_first:
-            needed_nbytes = resting_nbytes(unit, state_kind)
-            if needed_nbytes == 0:
-                continue
-            order = preferences[state_kind.kind]
-            tier = next((tier for tier in order if free_nbytes[tier] >= needed_nbytes), None)
-            if tier is None:
-                raise _no_room(units, state_kind, unit, order, free_nbytes)
-            tiers[unit.index, state_kind] = tier
-            free_nbytes[tier] -= needed_nbytes
-            placed_nbytes[tier] += needed_nbytes
-    return Placement(tiers, placed_nbytes)
+    for state_kind, unit in _in_order(units, preferences):
+        needed_nbytes = resting_nbytes(unit, state_kind)
+        if needed_nbytes == 0:
+            continue
+        order = preferences[state_kind.kind]
+        if state_kind is StateKind.PARAMETERS and unit.stored is not None:
+            order = ("checkpoint",)
+        tier = next((tier for tier in order if free_nbytes[tier] >= needed_nbytes), None)
+        if tier is None:
+            raise _no_room(units, state_kind, unit, order, free_nbytes)
+        tiers[unit.index, state_kind] = tier
+        free_nbytes[tier] -= needed_nbytes
+        placed_nbytes[tier] += needed_nbytes
+    return StatePlacement(tiers, placed_nbytes)
+
+
+def _in_order(
+    units: Sequence[Unit], preferences: Mapping[str, Sequence[str]]
+) -> list[tuple[StateKind, Unit]]:
+    """Returns every state kind of every unit in the order of placement (a stable sort)."""
+    pairs = [(state_kind, unit) for state_kind in _PLACING_ORDER for unit in units]
+    return sorted(
+        pairs, key=lambda pair: ("nvme" in preferences[pair[0].kind], not pair[1].state_numel)
+    )
 
 
 def resting_nbytes(unit: Unit, state_kind: StateKind) -> int:
@@ -169,6 +180,8 @@ def smallest_working_nbytes(
     piece that travels.
     """
     streamed = {kind for kind, order in preferences.items() if set(order) != {"host"}}
+    if any(unit.stored is not None for unit in units):
+        streamed.add("parameters")
     are_weights_away = "parameters" in streamed or gathered_nbytes > 0
     weights_nbytes = _most(units, StateKind.PARAMETERS) if "parameters" in streamed else 0
     weights_nbytes = max(weights_nbytes, gathered_nbytes)

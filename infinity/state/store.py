@@ -8,19 +8,21 @@ can address where it rests, without a copy.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from infinity.observe import Counters, Track
-from infinity.state.placement import Placement
+from infinity.state.placement import StatePlacement
+from infinity.state.stored import StoredWeights
 from infinity.state.units import StateKind, Unit
 from infinity.storage.protocol import Priority, Ticket
+from infinity.storage.shards import ShardFiles
 from infinity.storage.volume import Extent, Volume
 from infinity.tiers.device import FINISHED, DeviceAdapter
-from infinity.tiers.host import Block, HostTier
+from infinity.tiers.host import Block, HostBlocks
 
 
 class Transfer(Protocol):
@@ -51,7 +53,17 @@ class DeviceLocation:
     memory: torch.Tensor
 
 
-StateLocation = HostLocation | NvmeLocation | DeviceLocation
+@dataclass(frozen=True, slots=True)
+class CheckpointLocation:
+    """Rests in somebody else's files, which are never written."""
+
+    stored: StoredWeights
+
+
+StateLocation = HostLocation | NvmeLocation | DeviceLocation | CheckpointLocation
+
+# Fills the bytes of a unit's weights.
+FirstValues = Callable[[torch.Tensor], None]
 
 
 def rewritten_nbytes(unit: Unit, kind: StateKind) -> int | None:
@@ -63,41 +75,113 @@ def rewritten_nbytes(unit: Unit, kind: StateKind) -> int | None:
 
 
 def show(
-    counters: Counters, volume: Volume, ticket: Ticket, lane: Track, what: str, asked_ns: int
+    counters: Counters,
+    files: Volume | ShardFiles,
+    ticket: Ticket,
+    lane: Track,
+    what: str,
+    asked_ns: int,
 ) -> None:
-    """Lets a trace know of a transfer of the volume, if there is one."""
+    """Lets a trace know of a transfer of the files, if there is one."""
     if counters.tracer.is_on:
-        counters.tracer.watch(ticket, lambda file: f"{lane} {volume.path_of(file)}", what, asked_ns)
+        counters.tracer.watch(ticket, lambda file: f"{lane} {files.path_of(file)}", what, asked_ns)
 
 
-class StateStore:
-    """The locations of all state. Owns the blocks, extents and device memory of it."""
+class StateStore(Protocol):
+    """The state of units, wherever it rests.
+
+    Local: `LocalStore`. Over ranks: `distributed.store.DistributedStore`. The training thread reads
+    and writes.
+    """
+
+    @property
+    def units(self) -> tuple[Unit, ...]:
+        """The units by index."""
+
+    @property
+    def volume(self) -> Volume | None:
+        """The volume with the state on NVMe; None when no state rests there."""
+
+    @property
+    def shards(self) -> ShardFiles | None:
+        """The files of units that rest in a checkpoint; None without such units."""
+
+    def location(self, unit: Unit, kind: StateKind) -> StateLocation | None:
+        """The location of a state kind of a unit; None when the unit has none of it."""
+
+    def placed(self) -> Mapping[tuple[int, StateKind], StateLocation]:
+        """The location of each state kind of each unit, by (index, kind)."""
+
+    def host_view(self, unit: Unit, kind: StateKind) -> torch.Tensor | None:
+        """The resting bytes themselves, uint8 (nbytes,), where the host can address them."""
+
+    def put_first(self, unit: Unit, fill: FirstValues) -> bool:
+        """Leaves first values with the store; see `LocalStore.put_first`. False: it takes none."""
+
+    def unwritten(self) -> list[Unit]:
+        """The units whose first values are not on NVMe yet."""
+
+    def read(
+        self,
+        unit: Unit,
+        kind: StateKind,
+        block: Block,
+        *,
+        priority: Priority,
+        offset_nbytes: int = 0,
+        nbytes: int | None = None,
+    ) -> Transfer:
+        """Starts reading a range of the state into the start of `block`. Whole pages only."""
+
+    def write(
+        self,
+        unit: Unit,
+        kind: StateKind,
+        block: Block,
+        *,
+        offset_nbytes: int = 0,
+        nbytes: int | None = None,
+    ) -> Transfer:
+        """Starts writing the start of `block` to a range of the state. Whole pages only.
+
+        The block must stay lent and unchanged until the transfer is done.
+        """
+
+
+class LocalStore:
+    """The locations of this process's state. Owns the blocks, extents and device memory of it."""
 
     def __init__(
         self,
         units: Sequence[Unit],
-        placement: Placement,
+        placement: StatePlacement,
         *,
-        host: HostTier,
+        host: HostBlocks,
         volume: Volume | None,
         device: DeviceAdapter,
         counters: Counters,
+        shards: ShardFiles | None = None,
     ) -> None:
         self.units = tuple(units)
+        self.shards = shards  # The files of units that rest in a checkpoint.
         self._host = host
         self._volume = volume
         self._device = device
         self._counters = counters
         self._locations: dict[tuple[int, StateKind], StateLocation] = {}
+        self._first_values: dict[int, FirstValues] = {}  # By unit; until its weights are written.
         self._settle(placement)
 
-    def _settle(self, placement: Placement) -> None:
+    def _settle(self, placement: StatePlacement) -> None:
         """Allocates the space of all state. Fresh state reads as zeros on every tier."""
         on_nvme: list[tuple[Unit, StateKind]] = []
         for (index, kind), tier in placement.tiers.items():
             unit = self.units[index]
             nbytes = unit.nbytes(kind)
-            if tier == "nvme":
+            if tier == "checkpoint":
+                assert unit.stored is not None
+                self._locations[index, kind] = CheckpointLocation(unit.stored)
+            elif tier == "nvme":
                 on_nvme.append((unit, kind))
             elif tier == "device":
                 self._locations[index, kind] = DeviceLocation(self._device.allocate(nbytes))
@@ -134,6 +218,19 @@ class StateStore:
             return location.memory
         return None
 
+    def put_first(self, unit: Unit, fill: FirstValues) -> bool:
+        """Gives a unit's weights on NVMe their first values, which are written together with the
+        values that follow. Until then a read calls `fill` on the block; `fill` overwrites all of
+        it. Returns False, and keeps nothing, where the weights rest elsewhere."""
+        if not isinstance(self.location(unit, StateKind.PARAMETERS), NvmeLocation):
+            return False
+        self._first_values[unit.index] = fill
+        return True
+
+    def unwritten(self) -> list[Unit]:
+        """The units whose first values are not on NVMe yet."""
+        return [self.units[index] for index in self._first_values]
+
     def read(
         self,
         unit: Unit,
@@ -147,6 +244,10 @@ class StateStore:
         """Starts reading a range of the state into the start of `block`. Whole pages only."""
         location = self._locations[unit.index, kind]
         length = unit.nbytes(kind) - offset_nbytes if nbytes is None else nbytes
+        if kind is StateKind.PARAMETERS and unit.index in self._first_values:
+            assert length == unit.weight_nbytes
+            self._first_values[unit.index](self._host.tensor(block, nbytes=length))
+            return FINISHED
         if isinstance(location, NvmeLocation):
             assert self._volume is not None
             self._counters.add("nvme_read_nbytes", length)
@@ -162,9 +263,24 @@ class StateStore:
             )
             show(self._counters, self._volume, ticket, Track.READS, what, asked_ns)
             return ticket
+        if isinstance(location, CheckpointLocation):
+            assert offset_nbytes == 0 and length == location.stored.nbytes
+            return self._read_shards(unit, location.stored, block, priority)
         return self._copy(
             location, offset_nbytes, self._host.tensor(block, nbytes=length), inward=False
         )
+
+    def _read_shards(
+        self, unit: Unit, stored: StoredWeights, block: Block, priority: Priority
+    ) -> Transfer:
+        assert self.shards is not None
+        self._counters.add("nvme_read_nbytes", stored.nbytes)
+        self._counters.add("shard_read_nbytes", stored.nbytes)
+        asked_ns = time.monotonic_ns()
+        what = f"parameters of {unit.name}"
+        ticket = self.shards.read(stored.runs, address=block.address, priority=priority, label=what)
+        show(self._counters, self.shards, ticket, Track.READS, what, asked_ns)
+        return ticket
 
     def write(
         self,
@@ -193,6 +309,9 @@ class StateStore:
                 address=block.address,
                 priority=Priority.WRITE_BACK,
             )
+            if kind is StateKind.PARAMETERS and unit.index in self._first_values:
+                assert length == unit.weight_nbytes
+                del self._first_values[unit.index]
             what = f"{kind.value} of {unit.name}"
             show(self._counters, self._volume, ticket, Track.WRITES, what, asked_ns)
             return ticket

@@ -5,7 +5,8 @@ contiguous run of bytes, so that a unit is a handful of large transfers and not 
 ones. Everything here is a pure function of shapes and dtypes.
 
 Layout of a unit (docs/formats/unit.md):
-  parameters   every tensor in its own dtype, trainable ones first, then, on a page of their own,
+  parameters   every tensor in its own dtype (or, where frozen, as its checkpoint stores it:
+               state/stored.py), trainable ones first, then, on a page of their own,
                the frozen ones; each tensor starts at a multiple of TENSOR_ALIGNMENT_NBYTES
   moments, gradients
                fp32 arrays over the trainable tensors only, all with the same element offsets; which
@@ -28,6 +29,7 @@ from infinity.errors import UnsupportedError
 from infinity.ops.dynamic_8bit import BLOCK_NUMEL
 from infinity.sizes import PAGE_NBYTES, align_down, align_up
 from infinity.state import moments_8bit
+from infinity.state.stored import StoredWeights
 
 TENSOR_ALIGNMENT_NBYTES = 256
 # The same alignment in fp32 elements: a cut at such a place leaves vector kernels' lanes as they
@@ -124,6 +126,7 @@ class Unit:
     master_dtype: torch.dtype | None  # int16: a residual; fp32: the whole value; None: no master.
     moments: Moments = OF_ADAM
     kinds: frozenset[StateKind] | None = None  # Those that rest on this rank; None: all of them.
+    stored: StoredWeights | None = None  # Frozen weights that rest in the checkpoint's own files.
 
     @property
     def has_residual(self) -> bool:
@@ -158,12 +161,16 @@ class Unit:
         if self.kinds is not None and kind not in self.kinds:
             return 0
         if kind is StateKind.PARAMETERS:
-            return self.weight_nbytes
+            return self.weight_nbytes if self.stored is None else self.stored.nbytes
         numel = self.state_numel if numel is None else numel
         if self.is_8bit(kind):
             return moments_8bit.kind_nbytes(numel)
         dtype = self.dtype(kind)
         return 0 if dtype is None else dtype.itemsize * numel
+
+    def spec(self, name: str) -> TensorSpec:
+        """Returns the parameter with this name in the model."""
+        return next(spec for spec in self.tensors if spec.name == name)
 
     def trainable(self) -> Iterator[TensorSpec]:
         return (tensor for tensor in self.tensors if tensor.state_offset >= 0)

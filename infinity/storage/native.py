@@ -58,8 +58,8 @@ class NativeEngine:
     def __exit__(self, *unused: object) -> None:
         self.close()
 
-    def open(self, path: str, *, direct: bool) -> int:
-        file = self._core.open(os.fspath(path), direct)
+    def open(self, path: str, *, direct: bool, read_only: bool = False) -> int:
+        file = self._core.open(os.fspath(path), direct, read_only)
         if not self._has_reported_buffers:
             self._has_reported_buffers = True
             self._report_buffers()

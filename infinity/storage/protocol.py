@@ -91,10 +91,13 @@ class StorageEngine(Protocol):
 
     name: str
 
-    def open(self, path: str, *, direct: bool) -> int:
-        """Opens an existing file for reading and writing and returns its id, never used twice.
+    def open(self, path: str, *, direct: bool, read_only: bool = False) -> int:
+        """Opens an existing file and returns its id, never used twice.
 
-        Raises StorageError; with `direct`, EINVAL says that the file system has no O_DIRECT.
+        A file is opened for reading and writing, or with `read_only` for reading alone. Then a read
+        may end behind the end that the file had when it was opened: the bytes behind the end are
+        left as they are. Raises StorageError; with `direct`, EINVAL says that the file system has
+        no O_DIRECT.
         """
         ...
 

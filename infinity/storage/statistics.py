@@ -5,8 +5,6 @@ Numbers only grow; subtract two snapshots to see what happened in between.
 
 from __future__ import annotations
 
-import bisect
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -39,18 +37,6 @@ class LatencyHistogram:
     def num_samples(self) -> int:
         return sum(self.counts)
 
-    def quantile_s(self, share: float) -> float:
-        """The latency that `share` of the samples do not exceed, rounded up to its bucket's end.
-
-        0.0 without samples; infinity when it lies in the open last bucket.
-        """
-        running = list(itertools.accumulate(self.counts))
-        if not running[-1]:
-            return 0.0
-        bucket = bisect.bisect_left(running, max(1, share * running[-1]))
-        bounds = self.bounds_s()
-        return bounds[bucket] if bucket < len(bounds) else float("inf")
-
     def __add__(self, other: LatencyHistogram) -> LatencyHistogram:
         return LatencyHistogram(
             tuple(a + b for a, b in zip(self.counts, other.counts, strict=True))
@@ -67,7 +53,8 @@ class FileStats:
     """Statistics of one file, hence of one swap path. Reads and writes count blocks, not requests.
 
     `busy_s` is the time with at least one block in flight, `in_flight_s` the time in flight summed
-    over blocks. Latencies run from the issue of a block to its completion.
+    over blocks; `in_flight_s / busy_s` is the mean queue depth while the device was busy. Latencies
+    run from the issue of a block to its completion.
     """
 
     file: int
@@ -84,11 +71,6 @@ class FileStats:
     max_in_flight: int = 0
     read_latency: LatencyHistogram = LatencyHistogram()
     write_latency: LatencyHistogram = LatencyHistogram()
-
-    @property
-    def mean_in_flight(self) -> float:
-        """The mean queue depth at the device while it was busy, in blocks."""
-        return self.in_flight_s / self.busy_s if self.busy_s else 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,25 +12,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import logging
 import threading
-import warnings
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Sequence
 
-from infinity.errors import CapacityError, ConfigError, StorageError, UnsupportedError
-from infinity.sizes import MIB, PAGE_NBYTES, format_nbytes
-from infinity.storage.bandwidth import SAMPLE_NBYTES, measure_bandwidth
-from infinity.storage.checksums import (
-    CHECKSUM_NBYTES,
-    CheckedRead,
-    DigestedWrite,
-    ExpectedRange,
-    PageChecksums,
-    digest,
-)
+from infinity.errors import ConfigError, StorageError
+from infinity.sizes import MIB, PAGE_NBYTES
+from infinity.storage.checksums import CheckedRead, ExpectedRange
+from infinity.storage.frozen_content import Adopted, FileRange, FrozenContent, changed_runs, maps_of
 from infinity.storage.generations import (
     NOWHERE,
     GenerationMap,
@@ -40,63 +28,18 @@ from infinity.storage.generations import (
 )
 from infinity.storage.protocol import Operation, Priority, Segment, StorageEngine, Ticket
 from infinity.storage.swap_directory import SwapDirectory
-from infinity.storage.volume_layout import (
-    SPARES_REMEDY,
-    Extent,
-    PathSpace,
-    share_with_spares,
-    slice_extents,
-    stripe,
+from infinity.storage.volume_checksums import BufferChecksums
+from infinity.storage.volume_layout import Extent, share_with_spares, slice_extents, stripe
+from infinity.storage.volume_paths import (
+    OpenPath,
+    VolumePath,
+    check_growths,
+    find_weights,
+    spaces_of,
+    uses_direct_io,
 )
 
-__all__ = ["Adopted", "Extent", "FileRange", "Frozen", "Volume", "VolumePath"]
-
-_log = logging.getLogger(__name__)
-_warned_buffered: set[str] = set()
-
-
-@dataclass(frozen=True, slots=True)
-class VolumePath:
-    """One swap directory. `capacity_nbytes` None takes the free space less a reserve.
-
-    `direct` "auto" uses O_DIRECT where the file system has it, "always" insists on it, "never" goes
-    through the page cache. `weight` is the path's bandwidth in GB/s, or a number proportional to it
-    where every path has one. None measures it, when there are several paths.
-    """
-
-    path: str
-    capacity_nbytes: int | None = None
-    direct: Literal["auto", "always", "never"] = "auto"
-    weight: float | None = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class FileRange:
-    """A range of the swap file at `path`."""
-
-    path: str
-    offset_nbytes: int
-    nbytes: int
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Frozen:
-    """The contents of the volume at one moment, with a label. Its maps are never changed."""
-
-    label: str
-    maps: tuple[GenerationMap, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Adopted:
-    """Swap files of a job that has ended, which this job continues to use.
-
-    `jobs`: the job of the files, by path as configured. `contents`: by label, the ranges of the
-    files that are frozen.
-    """
-
-    jobs: Mapping[str, str]
-    contents: Mapping[str, Sequence[FileRange]]
+__all__ = ["Adopted", "Extent", "Volume", "VolumePath"]
 
 
 class Volume:
@@ -136,25 +79,25 @@ class Volume:
         self.num_spares = num_spares
         self._jobs = adopted.jobs if adopted is not None else {}
         self._scratch: list[Extent] = []  # What a commit does not keep.
-        self._directories: list[SwapDirectory] = []
-        self._files: list[list[int]] = []  # Of each path, by generation.
+        self._open: list[OpenPath] = []
         # Of the current bytes of each path, whichever generations they are in.
-        self._checksums: list[PageChecksums] | None = [] if verify or num_spares else None
-        # A write needs its checksum when something is frozen, not before: beside the transfer.
-        self._digester = ThreadPoolExecutor(1) if num_spares and not verify else None
+        self._checksums: BufferChecksums | None = None
+        if verify or num_spares:
+            self._checksums = BufferChecksums(is_deferred=not verify)
         self._reserving = threading.Lock()
         self._lock = threading.Lock()  # guards the four below
         self._maps = tuple(GenerationMap() for _ in paths)
-        self._frozen: list[Frozen] = []
+        self._frozen: list[FrozenContent] = []
         self._pending_writes: list[Ticket] = []
         self._failure: StorageError | None = None
         self._is_closed = False
         try:
             for path in self._paths:
                 self._open_path(path)
-            self._weights = self._find_weights()
+            self._weights = find_weights(self._open, self._engine)
+            swap_paths = [each.directory.swap_paths for each in self._open]
             for label, ranges in adopted.contents.items() if adopted is not None else ():
-                self._frozen.append(Frozen(label, self._maps_of(ranges)))
+                self._frozen.append(FrozenContent(label, maps_of(ranges, swap_paths)))
         except BaseException:
             self.close()
             raise
@@ -178,13 +121,11 @@ class Volume:
     @property
     def file_paths(self) -> tuple[str, ...]:
         """The swap file of each path; the first one where there are spares."""
-        return tuple(directory.swap_path for directory in self._directories)
+        return tuple(each.directory.swap_path for each in self._open)
 
     def path_of(self, file: int) -> str:
         """The swap directory, as configured, behind a file id of `Ticket.passages`."""
-        return next(
-            path.path for path, files in zip(self._paths, self._files, strict=True) if file in files
-        )
+        return next(each.path.path for each in self._open if file in each.files)
 
     def reserve(
         self, sizes_nbytes: Sequence[int], *, spared_nbytes: Sequence[int | None] | None = None
@@ -206,10 +147,10 @@ class Volume:
     ) -> list[tuple[Extent, ...]]:
         kept = sizes_nbytes if spared_nbytes is None else spared_nbytes
         heads = [(head or 0) if self.num_spares else 0 for head in kept]
-        rooms = self._spaces()
+        rooms = spaces_of(self._open, self._weights)
         spaces = share_with_spares(rooms, sizes_nbytes, heads, num_spares=self.num_spares)
         pieces = stripe(sizes_nbytes, spaces, stripe_nbytes=self._stripe_nbytes)
-        ends = [directory.size_nbytes for directory in self._directories]
+        ends = [each.directory.size_nbytes for each in self._open]
         spared: list[list[tuple[int, int]]] = [[] for _ in self._paths]
         for extents, head_nbytes in zip(pieces, heads, strict=True):
             for extent in extents:
@@ -224,14 +165,15 @@ class Volume:
             if head is None
         ]
         growths = [
-            end - directory.size_nbytes + self.num_spares * sum(nbytes for _, nbytes in ranges)
-            for end, directory, ranges in zip(ends, self._directories, spared, strict=True)
+            end - each.directory.size_nbytes + self.num_spares * sum(nbytes for _, nbytes in ranges)
+            for end, each, ranges in zip(ends, self._open, spared, strict=True)
         ]
-        self._check_growths(growths, rooms)
-        for directory, end_nbytes, ranges in zip(self._directories, ends, spared, strict=True):
-            directory.grow(end_nbytes, spared=ranges)
-        for checksums, end_nbytes in zip(self._checksums or (), ends, strict=False):
-            checksums.grow(end_nbytes)
+        check_growths(self._open, growths, rooms, num_spares=self.num_spares)
+        for each, end_nbytes, ranges in zip(self._open, ends, spared, strict=True):
+            each.directory.grow(end_nbytes, spared=ranges)
+        if self._checksums is not None:
+            for index, end_nbytes in enumerate(ends):
+                self._checksums.grow(index, end_nbytes)
         return pieces
 
     def read(
@@ -272,7 +214,7 @@ class Volume:
     def sync(self) -> None:
         """fdatasync of every path, after the writes whose tickets are done."""
         self._check_usable()
-        for file in (file for files in self._files for file in files):
+        for file in self._files():
             try:
                 self._engine.sync(file)
             except StorageError as error:
@@ -283,12 +225,12 @@ class Volume:
     # -- Freezing ------------------------------------------------------------------------------
 
     @property
-    def frozen(self) -> tuple[Frozen, ...]:
+    def frozen(self) -> tuple[FrozenContent, ...]:
         """The frozen contents. With more than `num_spares` of them no write has a target."""
         with self._lock:
             return tuple(self._frozen)
 
-    def freeze(self, label: str = "") -> Frozen:
+    def freeze(self, label: str = "") -> FrozenContent:
         """Keeps the present bytes of every buffer until `thaw`; later writes go elsewhere.
 
         The tickets of all writes are done. The bytes are durable only after a sync.
@@ -300,47 +242,38 @@ class Volume:
                 maps[extent.path_index].put(
                     GenerationRun(NOWHERE, extent.offset_nbytes, extent.nbytes)
                 )
-            frozen = Frozen(label, maps)
+            frozen = FrozenContent(label, maps)
             self._frozen.append(frozen)
         return frozen
 
-    def restore(self, frozen: Frozen) -> None:
+    def restore(self, frozen: FrozenContent) -> None:
         """Sets every buffer back to the bytes of `frozen`, which stays frozen. No byte moves.
 
         No request is in flight, and the caller drops what was read since. Scratch is unchanged.
         """
         self._check_usable()
+        assert self._checksums is not None
         with self._lock:
             for index, (current, kept) in enumerate(zip(self._maps, frozen.maps, strict=True)):
                 before = current.copy()
                 current.assign(kept, where_nowhere=0)
-                self._forget_checksums(index, before, current)
-
-    def _forget_checksums(self, index: int, before: GenerationMap, after: GenerationMap) -> None:
-        """Drops the checksums of ranges whose current bytes changed; see `put_checksums`."""
-        assert self._checksums is not None
-        for run in after.of(0, self._directories[index].size_nbytes):
-            for part, is_same in split_by_frozen(run, [before]):
-                if not is_same:
-                    self._checksums[index].forget(part.offset_nbytes, part.nbytes)
+                size_nbytes = self._open[index].directory.size_nbytes
+                for run in changed_runs(before, current, size_nbytes):
+                    self._checksums.forget(index, run)  # See `put_checksums`.
 
     def put_checksums(self, extents: Sequence[Extent], checksums: bytes) -> None:
         """Sets the checksums of a restored buffer, as `checksums` gave them when it was frozen."""
         assert self._checksums is not None
-        at = 0
-        for extent in extents:
-            nbytes = extent.nbytes // PAGE_NBYTES * CHECKSUM_NBYTES
-            self._checksums[extent.path_index].put(
-                extent.offset_nbytes, checksums[at : at + nbytes]
-            )
-            at += nbytes
+        self._checksums.put(extents, checksums)
 
-    def thaw(self, frozen: Frozen) -> None:
+    def thaw(self, frozen: FrozenContent) -> None:
         """Drops frozen contents: their space may be written again. Idempotent."""
         with self._lock:
             self._frozen = [each for each in self._frozen if each is not frozen]
 
-    def locate(self, extents: Sequence[Extent], frozen: Frozen | None = None) -> list[FileRange]:
+    def locate(
+        self, extents: Sequence[Extent], frozen: FrozenContent | None = None
+    ) -> list[FileRange]:
         """Returns the file ranges of a buffer, in order: the current ones, or those of `frozen`.
 
         The path of a range that `frozen` does not have is empty.
@@ -348,7 +281,7 @@ class Volume:
         found: list[FileRange] = []
         maps = self._maps if frozen is None else frozen.maps
         for extent in extents:
-            paths = self._directories[extent.path_index].swap_paths
+            paths = self._open[extent.path_index].directory.swap_paths
             with self._lock:
                 runs = maps[extent.path_index].of(extent.offset_nbytes, extent.nbytes)
             for run in runs:
@@ -356,29 +289,13 @@ class Volume:
                 found.append(FileRange(path, run.offset_nbytes, run.nbytes))
         return found
 
-    def _maps_of(self, ranges: Sequence[FileRange]) -> tuple[GenerationMap, ...]:
-        """The maps by which just these ranges are frozen."""
-        places = {
-            swap_path: (index, generation)
-            for index, directory in enumerate(self._directories)
-            for generation, swap_path in enumerate(directory.swap_paths)
-        }
-        maps = tuple(GenerationMap(NOWHERE) for _ in self._directories)
-        for each in ranges:
-            index, generation = places[each.path]
-            maps[index].put(GenerationRun(generation, each.offset_nbytes, each.nbytes))
-        return maps
-
     def checksums(self, extents: Sequence[Extent]) -> bytes:
         """CRC32C of each page as last written to a buffer, 4 bytes each in native order.
 
         Only with spares or `verify`. The tickets of the writes are done.
         """
         assert self._checksums is not None
-        return b"".join(
-            self._checksums[extent.path_index].of(extent.offset_nbytes, extent.nbytes)
-            for extent in extents
-        )
+        return self._checksums.of(extents)
 
     def close(self, *, remove: bool = True) -> None:
         """Waits for what is in flight, removes its own files, releases the locks. Idempotent.
@@ -389,11 +306,11 @@ class Volume:
             return
         self._is_closed = True
         with contextlib.ExitStack() as stack:  # One failure does not keep the others from closing.
-            if self._digester is not None:
-                stack.callback(self._digester.shutdown)
-            for directory in self._directories:
-                stack.callback(directory.close, remove=remove)
-            for file in (file for files in self._files for file in files):
+            if self._checksums is not None:
+                stack.callback(self._checksums.close)
+            for each in self._open:
+                stack.callback(each.directory.close, remove=remove)
+            for file in self._files():
                 stack.callback(self._close_file, file)
 
     def _close_file(self, file: int) -> None:
@@ -403,107 +320,19 @@ class Volume:
             if error.errno != errno.EBADF:  # EBADF: the engine was closed first.
                 raise
 
+    def _files(self) -> list[int]:
+        return [file for each in self._open for file in each.files]
+
     def _open_path(self, path: VolumePath) -> None:
         directory = SwapDirectory(
             path.path, num_spares=self.num_spares, adopt=self._jobs.get(path.path)
         )
-        self._directories.append(directory)
-        is_direct = path.direct != "never"
-        refusal = directory.refusal_of_direct_io() if is_direct else None
-        if refusal is not None:
-            if path.direct == "always":
-                raise UnsupportedError(
-                    f"direct I/O was asked for and is not possible in {path.path!r}: {refusal}. "
-                    "Use another file system (ext4, XFS), or direct='auto'"
-                )
-            _warn_of_buffering(path.path, refusal)
-            is_direct = False
-        files: list[int] = []
-        self._files.append(files)  # First: what is opened is closed, also when the next one fails.
-        files.extend(self._engine.open(each, direct=is_direct) for each in directory.swap_paths)
+        opened = OpenPath(path, directory)
+        self._open.append(opened)  # First: what is open is closed, also when the next one fails.
+        direct = uses_direct_io(path, directory)
+        opened.files.extend(self._engine.open(each, direct=direct) for each in directory.swap_paths)
         if self._checksums is not None:
-            self._checksums.append(PageChecksums(is_fresh=path.path not in self._jobs))
-
-    def _find_weights(self) -> tuple[float, ...]:
-        """Measures the paths without a weight. When one of them has no room for it, all are equal:
-        a guess for one would be no better than that."""
-        given = [path.weight for path in self._paths]
-        if len(given) == 1:
-            return (given[0] or 1.0,)
-        if not all(
-            weight is not None or self._has_room_to_measure(index)
-            for index, weight in enumerate(given)
-        ):
-            _log.info("swap paths too small to be measured are striped evenly")
-            return tuple(weight or 1.0 for weight in given)
-        found = []
-        for weight, directory, files in zip(given, self._directories, self._files, strict=True):
-            if weight is None:
-                with directory.scratch(SAMPLE_NBYTES):
-                    weight = measure_bandwidth(self._engine, files[0]) / 1e9
-                _log.info("swap path %r moves %.2f GB/s", directory.path, weight)
-            found.append(weight)
-        return tuple(found)
-
-    def _has_room_to_measure(self, index: int) -> bool:
-        capacity_nbytes = self._paths[index].capacity_nbytes
-        free_nbytes = self._directories[index].free_nbytes()
-        return all(
-            nbytes is None or nbytes >= SAMPLE_NBYTES for nbytes in (capacity_nbytes, free_nbytes)
-        )
-
-    def _spaces(self) -> list[PathSpace]:
-        """The bytes by which each path may grow. Paths on one device share its space by weight."""
-        spaces = []
-        together = list(zip(self._paths, self._directories, self._weights, strict=True))
-        for path, directory, weight in together:
-            sharing = [
-                other_weight
-                for other, there, other_weight in together
-                if there.device == directory.device and other.capacity_nbytes is None
-            ]
-            free_nbytes = directory.free_nbytes()
-            if free_nbytes is not None:
-                free_nbytes += directory.adopted_nbytes
-            if path.capacity_nbytes is not None:
-                room_nbytes = max(0, path.capacity_nbytes - directory.size_nbytes)
-                if free_nbytes is not None:
-                    room_nbytes = min(room_nbytes, free_nbytes)
-            elif free_nbytes is None:
-                room_nbytes = 1 << 62
-            else:
-                room_nbytes = int(free_nbytes * (weight / sum(sharing)))
-            spaces.append(PathSpace(directory.size_nbytes, room_nbytes, weight))
-        return spaces
-
-    def _check_growths(self, growths: Sequence[int], rooms: Sequence[PathSpace]) -> None:
-        """A path has room for its own file and its spares; two paths on one device fill it
-        together."""
-        together = list(zip(self._directories, growths, rooms, strict=True))
-        for directory, growth_nbytes, room in together:
-            free_nbytes = directory.free_nbytes()
-            same = [other for other, _, _ in together if other.device == directory.device]
-            on_device = sum(each for other, each, _ in together if other in same)
-            if free_nbytes is not None:
-                free_nbytes += sum(other.adopted_nbytes for other in same)
-            if growth_nbytes > room.room_nbytes:
-                self._refuse(directory, growth_nbytes, room.room_nbytes, "the swap path")
-            if free_nbytes is not None and on_device > free_nbytes:
-                self._refuse(directory, on_device, free_nbytes, "the device")
-
-    def _refuse(
-        self, directory: SwapDirectory, needed_nbytes: int, room_nbytes: int, what: str
-    ) -> None:
-        spares = f", {self.num_spares} spare generations included" if self.num_spares else ""
-        raise CapacityError(
-            "nvme",
-            needed_nbytes=needed_nbytes,
-            available_nbytes=room_nbytes,
-            key="tiers.nvme.capacity",
-            remedy=SPARES_REMEDY if self.num_spares else "",
-            detail=f"{what} of {directory.path!r} is too full "
-            f"({format_nbytes(room_nbytes)} free{spares})",
-        )
+            self._checksums.add_path(is_fresh=path.path not in self._jobs)
 
     def _submit(
         self,
@@ -525,7 +354,7 @@ class Volume:
         runs = [self._runs(operation, extent) for extent, _ in parts]
         segments = [
             Segment(
-                self._files[extent.path_index][run.generation],
+                self._open[extent.path_index].files[run.generation],
                 run.offset_nbytes,
                 address + at + run.offset_nbytes - extent.offset_nbytes,
                 run.nbytes,
@@ -538,7 +367,7 @@ class Volume:
         # Taken before the read is queued: later writes are carried out after it, or elsewhere.
         expected = [
             ExpectedRange(
-                self._directories[extent.path_index].swap_paths[run.generation],
+                self._open[extent.path_index].directory.swap_paths[run.generation],
                 run.offset_nbytes,
                 address + at + run.offset_nbytes - extent.offset_nbytes,
                 run.nbytes,
@@ -562,12 +391,7 @@ class Volume:
             with self._lock:
                 maps = [frozen.maps[path_index] for frozen in self._frozen]
             runs = [part for run in runs for part, held in split_by_frozen(run, maps) if held]
-        table = self._checksums[path_index]
-        return [
-            (GenerationRun(run.generation, *part), table.of(*part))
-            for run in runs
-            for part in table.known(run.offset_nbytes, run.nbytes)
-        ]
+        return self._checksums.known(path_index, runs)
 
     def _runs(self, operation: Operation, extent: Extent) -> list[GenerationRun]:
         """The files that an extent is read from, or may be written to."""
@@ -607,29 +431,18 @@ class Volume:
     ) -> Ticket:
         """Recorded once the write is queued: a refused one leaves the old bytes, where they are,
         and their checksums."""
-        found: list[bytes] | None = None
-        if self._verify:  # Who reads next must find them.
-            found = [digest(address + at, extent.nbytes) for extent, at in parts]
+        checksums = self._checksums
+        # With `verify` before the write: who reads next must find them.
+        digests = None if checksums is None else checksums.digests(parts, address)
         ticket = self._engine.submit("write", segments, priority)
-        if found is not None:
-            self._put_digests(parts, found)
-        elif self._digester is not None:
-            ticket = DigestedWrite(ticket, self._digester.submit(self._digest, parts, address))
+        if checksums is not None:
+            ticket = checksums.record(ticket, parts, address, digests)
         if self.num_spares:
             with self._lock:
                 for (extent, _), targets in zip(parts, runs, strict=True):
                     for run in targets:
                         self._maps[extent.path_index].put(run)
         return ticket
-
-    def _digest(self, parts: Sequence[tuple[Extent, int]], address: int) -> None:
-        """One after the other, in the order of the writes."""
-        self._put_digests(parts, [digest(address + at, extent.nbytes) for extent, at in parts])
-
-    def _put_digests(self, parts: Sequence[tuple[Extent, int]], found: Sequence[bytes]) -> None:
-        assert self._checksums is not None
-        for (extent, _), checksums in zip(parts, found, strict=True):
-            self._checksums[extent.path_index].put(extent.offset_nbytes, checksums)
 
     def _check_usable(self) -> None:
         if self._is_closed:
@@ -655,16 +468,3 @@ class Volume:
             except StorageError as error:
                 if error.errno != errno.ECANCELED:  # Torn by request, as its caller knows.
                     self._failure = self._failure or error
-
-
-def _warn_of_buffering(path: str, refusal: str) -> None:
-    message = (
-        f"swap path {path!r} goes through the page cache, because direct I/O is not possible: "
-        f"{refusal}. Expect 40-100 times the CPU use and less bandwidth; ext4 and XFS support it, "
-        "direct='never' silences this"
-    )
-    if path in _warned_buffered:
-        return
-    _warned_buffered.add(path)
-    _log.warning("%s", message)
-    warnings.warn(message, RuntimeWarning, stacklevel=4)

@@ -417,7 +417,8 @@ class GradientStore:
         return known.norm
 
     def _norm(self, spec: TensorSpec, array: torch.Tensor) -> torch.Tensor:
-        return torch.linalg.vector_norm(shaped(flat_of(array, spec), spec))
+        norm: torch.Tensor = torch.linalg.vector_norm(shaped(flat_of(array, spec), spec))
+        return norm
 
     def read(self, unit: Unit, spec: TensorSpec) -> torch.Tensor:
         """A copy of one gradient: fp32, the parameter's shape, on the host."""
@@ -487,6 +488,8 @@ class GradientStore:
         known.norm = known.scale = None
         known.note_change()
         location = self._store.location(unit, StateKind.GRADIENTS)
-        on_device = isinstance(location, DeviceLocation)
-        array = location.memory.view(torch.float32) if on_device else self._array(unit)
+        if isinstance(location, DeviceLocation):
+            array = location.memory.view(torch.float32)
+        else:
+            array = self._array(unit)
         flat_of(array, spec).zero_()

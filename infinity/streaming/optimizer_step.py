@@ -7,8 +7,8 @@ anyway, and the traffic of the optimizer overlaps with the compute of the units 
 Chunks go round a ring of *staging slots*, parts of one host block. A staging slot is free, or
 holds a chunk that
 is being read ahead, or one that is being written back. Chunks are read ahead in the order in which
-units are expected to be used. Pieces that rest where the host can address them are updated in place
-and need no staging slot.
+units are expected to be used. State that rests where the host can address it is updated in place
+and needs no staging slot. `chunk_update.py` has the arithmetic.
 
 Note [Pending units]
   Nobody sees the state of a pending unit: every way to its weights, moments or gradients goes
@@ -20,22 +20,18 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 import torch
 
 from infinity.errors import CapacityError, InfinityError, StorageError
 from infinity.observe import Counters
-from infinity.ops.dynamic_8bit import State8Bit
-from infinity.ops.optimizers import Settings, step_
-from infinity.ops.span import StateSpan
-from infinity.state.moments_8bit import states_within
 from infinity.state.placement import STATE_KINDS, staging_nbytes
 from infinity.state.store import StateStore, Transfer
-from infinity.state.units import Chunk, Slice, StateKind, Unit, chunk_unit
+from infinity.state.units import Chunk, StateKind, Unit, chunk_unit
 from infinity.storage.protocol import Priority
-from infinity.streaming.device_update import can_update_on_device, update_on_device
+from infinity.streaming.chunk_update import StagedChunk, StagingSlot, update_chunk
 from infinity.streaming.gradients import GradientStore
 from infinity.streaming.step_record import StepRecord, UpdatedWeights, UpdateSettings
 from infinity.tiers.host import Block
@@ -50,23 +46,6 @@ class _Pending:
 
     record: StepRecord
     chunks: tuple[Chunk, ...]
-
-
-@dataclass(eq=False, slots=True)
-class _StagingSlot:
-    """Room for one chunk of every piece that travels, and what is happening in it."""
-
-    parts: dict[StateKind, Block]
-    transfers: list[Transfer] = field(default_factory=list)
-
-
-@dataclass(eq=False, slots=True)
-class _InFlightChunk:
-    """One chunk in memory, or on its way there: arrays of the chunk's length, by piece."""
-
-    chunk: Chunk
-    slot: _StagingSlot | None
-    arrays: dict[StateKind, torch.Tensor]
 
 
 class Updater:
@@ -105,10 +84,8 @@ class Updater:
         # What travels, and the room that a staging slot has for it.
         self._travelling = staging_nbytes(store.units, travelling, settings.chunk_nbytes)
         self._block: Block | None = None
-        self._staging_slots: deque[_StagingSlot] = deque()  # Free or being written, oldest first.
-        self._started: dict[
-            tuple[int, int], _InFlightChunk
-        ] = {}  # By unit and start; oldest first.
+        self._staging_slots: deque[StagingSlot] = deque()  # Free or being written, oldest first.
+        self._started: dict[tuple[int, int], StagedChunk] = {}  # By unit and start; oldest first.
         self._pending: dict[int, _Pending] = {}
         self._is_applying = False
         self._torn: BaseException | None = None  # Why a unit's update stopped between its chunks.
@@ -236,15 +213,15 @@ class Updater:
         is_changed = False
         try:
             for index, chunk in enumerate(chunks):
-                stage = self._due(chunk)
+                staged = self._due(chunk)
                 try:
                     self._start_more(chunks[index + 1 :])
-                    self._await_reads(stage)
+                    self._await_reads(staged)
                     is_changed = True
-                    self._compute(stage, weights, record)
-                    self._write_back(stage)
+                    self._compute(staged, weights, record)
+                    self._write_back(staged)
                 finally:
-                    self._return_slot(stage)
+                    self._return_slot(staged)
         except BaseException as error:
             if is_changed:
                 self._tear(error)
@@ -257,7 +234,7 @@ class Updater:
                 write_now=not is_needed,
             )
 
-    # -- Berths ----------------------------------------------------------------------------------
+    # -- Staging slots ---------------------------------------------------------------------------
 
     def _take_ring(self, *, or_none: bool = False) -> bool:
         """Takes the ring's block if it is not there. With `or_none`, only if there is room."""
@@ -276,7 +253,7 @@ class Updater:
             for kind, nbytes in self._travelling.items():
                 parts[kind] = self._pool.carve(self._block, offset_nbytes, nbytes)
                 offset_nbytes += nbytes
-            self._staging_slots.append(_StagingSlot(parts))
+            self._staging_slots.append(StagingSlot(parts))
         return True
 
     def _require_ring(self, count: int) -> tuple[int, Block]:
@@ -293,11 +270,11 @@ class Updater:
     def _ring_nbytes(self, count: int) -> int:
         return count * sum(self._travelling.values())
 
-    def _due(self, chunk: Chunk) -> _InFlightChunk:
-        """The stage of a chunk that is needed now: read ahead already, or started here."""
-        stage = self._started.pop(_key(chunk), None)
-        if stage is not None:
-            return stage
+    def _due(self, chunk: Chunk) -> StagedChunk:
+        """Returns a chunk that is needed now: read ahead already, or started here."""
+        staged = self._started.pop(_key(chunk), None)
+        if staged is not None:
+            return staged
         if self._travelling and not self._staging_slots:
             self._unstart(1)  # Read ahead for later; what is due goes first.
         return self._start(chunk)
@@ -315,18 +292,18 @@ class Updater:
     def _unstart(self, count: int | None = None) -> None:
         """Gives up reads ahead, the last started first; all of them without `count`."""
         while self._started and count != 0:
-            _, stage = self._started.popitem()
-            if stage.slot is not None:
+            _, staged = self._started.popitem()
+            if staged.slot is not None:
                 with contextlib.suppress(StorageError):  # Nobody asked for these bytes yet.
-                    self._wait(stage.slot.transfers, "read_wait_s", "a read ahead is given up")
-            self._return_slot(stage)
+                    self._wait(staged.slot.transfers, "read_wait_s", "a read ahead is given up")
+            self._return_slot(staged)
             count = None if count is None else count - 1
 
-    def _return_slot(self, stage: _InFlightChunk) -> None:
+    def _return_slot(self, staged: StagedChunk) -> None:
         """The staging slot goes to the end of the queue; what is in flight there is waited for
         later."""
-        if stage.slot is not None:
-            self._staging_slots.append(stage.slot)
+        if staged.slot is not None:
+            self._staging_slots.append(staged.slot)
 
     def _wait(self, transfers: list[Transfer], counter: str, what: str) -> None:
         """All of them, even if one failed: the memory is not ours before. Raises the first
@@ -376,7 +353,7 @@ class Updater:
 
     # -- Chunks ----------------------------------------------------------------------------------
 
-    def _start(self, chunk: Chunk) -> _InFlightChunk:
+    def _start(self, chunk: Chunk) -> StagedChunk:
         """Starts reading the pieces of a chunk that have to travel."""
         slot = None
         if self._travelling:
@@ -387,20 +364,20 @@ class Updater:
             except BaseException:
                 self._staging_slots.append(slot)
                 raise
-        stage = _InFlightChunk(chunk, slot, {})
+        staged = StagedChunk(chunk, slot, {})
         try:
             for kind in STATE_KINDS:
                 dtype = chunk.unit.dtype(kind)
                 if dtype is not None:
-                    stage.arrays[kind] = self._bring(stage, kind).view(dtype)
+                    staged.arrays[kind] = self._bring(staged, kind).view(dtype)
         except BaseException:
-            self._return_slot(stage)
+            self._return_slot(staged)
             raise
-        return stage
+        return staged
 
-    def _bring(self, stage: _InFlightChunk, kind: StateKind) -> torch.Tensor:
+    def _bring(self, staged: StagedChunk, kind: StateKind) -> torch.Tensor:
         """The chunk's bytes of a piece: where they rest, or being read into the staging slot."""
-        chunk, slot = stage.chunk, stage.slot
+        chunk, slot = staged.chunk, staged.slot
         offset_nbytes, nbytes = chunk.offset_nbytes(kind), chunk.nbytes(kind)
         host_view = self._store.host_view(chunk.unit, kind)
         if host_view is not None:
@@ -419,105 +396,32 @@ class Updater:
         )
         return self._pool.tensor(block)[:nbytes]
 
-    def _await_reads(self, stage: _InFlightChunk) -> None:
-        if stage.slot is not None:
-            what = f"update of {stage.chunk.unit.name} needs its state"
-            self._wait(stage.slot.transfers, "read_wait_s", what)
+    def _await_reads(self, staged: StagedChunk) -> None:
+        if staged.slot is not None:
+            what = f"update of {staged.chunk.unit.name} needs its state"
+            self._wait(staged.slot.transfers, "read_wait_s", what)
 
-    def _compute(self, stage: _InFlightChunk, weights: torch.Tensor, record: StepRecord) -> None:
-        what = f"update of {stage.chunk.unit.name}"
+    def _compute(self, staged: StagedChunk, weights: torch.Tensor, record: StepRecord) -> None:
+        what = f"update of {staged.chunk.unit.name}"
         with self._counters.timed("update_s", what), torch.no_grad():
-            # The native update takes spans of one rule, setting and format at a time.
-            groups: dict[tuple[Settings, torch.dtype], list[Slice]] = {}
-            for part in stage.chunk.slices:
-                group = record.settings[part.tensor], part.tensor.facts.dtype
-                groups.setdefault(group, []).append(part)
-            for (settings, _), slices in groups.items():
-                moments = [StateKind(name) for name in settings.state_names]
-                spans = [span for part in slices for span in _spans(stage, weights, part, moments)]
-                if settings.step == 1:  # Whatever an optimizer before this one has left.
-                    for span in spans:
-                        _forget(span, settings)
-                self._step(spans, settings, record.clip_factor)
-                if stage.chunk.unit.master_dtype is torch.float32:
-                    for part in slices:
-                        master = stage.arrays[StateKind.MASTER][_range(stage, part)]
-                        _weight_slice(weights, part).copy_(master)
+            update_chunk(staged, weights, record, self._on_device)
 
-    def _step(
-        self, spans: list[StateSpan], settings: Settings, clip_factor: torch.Tensor | None
-    ) -> None:
-        if self._on_device is None or not can_update_on_device(spans, settings):
-            step_(spans, settings, grad_scale=clip_factor)
-        else:
-            grad_scale = 1.0 if clip_factor is None else float(clip_factor)
-            update_on_device(self._on_device, spans, settings, grad_scale)
-
-    def _write_back(self, stage: _InFlightChunk) -> None:
-        chunk = stage.chunk
+    def _write_back(self, staged: StagedChunk) -> None:
+        chunk = staged.chunk
         for kind in (*chunk.unit.moments.kinds, StateKind.MASTER):
-            if kind not in stage.arrays or self._store.host_view(chunk.unit, kind) is not None:
+            if kind not in staged.arrays or self._store.host_view(chunk.unit, kind) is not None:
                 continue
-            assert stage.slot is not None
-            stage.slot.transfers.append(
+            assert staged.slot is not None
+            staged.slot.transfers.append(
                 self._store.write(
                     chunk.unit,
                     kind,
-                    stage.slot.parts[kind],
+                    staged.slot.parts[kind],
                     offset_nbytes=chunk.offset_nbytes(kind),
                     nbytes=chunk.nbytes(kind),
                 )
             )
 
 
-def _spans(
-    stage: _InFlightChunk, weights: torch.Tensor, part: Slice, kinds: Sequence[StateKind]
-) -> Iterator[StateSpan]:
-    """A slice's arrays: fp32 weight, or bf16 weight with its residual, or fp32 master; and the
-    moments in `kinds`. One span, or with moments of eight bits one for every granule."""
-    unit = stage.chunk.unit
-    whole = _range(stage, part)
-    weight = _weight_slice(weights, part)
-    if unit.master_dtype is torch.float32:
-        weight = stage.arrays[StateKind.MASTER][whole]
-    master = stage.arrays[StateKind.MASTER][whole] if weight.dtype is torch.bfloat16 else None
-    gradient = stage.arrays[StateKind.GRADIENTS][whole]
-    moments = [stage.arrays[kind] for kind in kinds]
-    if not moments or not unit.moments.is_8bit:
-        yield StateSpan(weight, gradient, tuple(moment[whole] for moment in moments), master)
-        return
-    numel = stage.chunk.stop - stage.chunk.start
-    granules = (states_within(moment, numel, whole.start, whole.stop) for moment in moments)
-    for of_granule in zip(*granules, strict=True):
-        start = of_granule[0][0] - whole.start
-        states = tuple(state for _, state in of_granule)
-        each = slice(start, start + states[0].numel())
-        residual = None if master is None else master[each]
-        yield StateSpan(weight[each], gradient[each], states, residual)
-
-
-def _range(stage: _InFlightChunk, part: Slice) -> slice:
-    """Where a slice's elements are in the chunk's arrays."""
-    start = part.state_start - stage.chunk.start
-    return slice(start, start + part.stop - part.start)
-
-
-def _forget(span: StateSpan, settings: Settings) -> None:
-    """Zero moments."""
-    for state, name in zip(span.states, settings.state_names, strict=True):
-        if isinstance(state, State8Bit):
-            state.zero_(name)
-        else:
-            state.zero_()
-
-
 def _key(chunk: Chunk) -> tuple[int, int]:
     return chunk.unit.index, chunk.start
-
-
-def _weight_slice(weights: torch.Tensor, part: Slice) -> torch.Tensor:
-    """Elements of one tensor in the unit's weight bytes, in the tensor's own dtype."""
-    dtype = part.tensor.facts.dtype
-    start = part.tensor.weight_offset_nbytes + part.start * dtype.itemsize
-    stop = part.tensor.weight_offset_nbytes + part.stop * dtype.itemsize
-    return weights[start:stop].view(dtype)

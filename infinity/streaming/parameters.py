@@ -14,6 +14,13 @@ A unit's weights are, at any moment, in one of these states:
 `use_count` counts the uses in progress; a held unit is ATTACHED and never evicted. A unit that
 rests on the host always has its block; one that rests on the device is always ATTACHED.
 
+Note [Stored weights]
+  A frozen unit may rest in a checkpoint's own files (`Unit.stored`). Its host block holds the bytes
+  of the files, which may be quantised, and attaching decodes them: on a device with memory of its
+  own after the copy, into the region; on the host into a second block (`decoded`), whose pages the
+  region shows. The decoded block lives while the unit is ATTACHED, and costs no read to make again,
+  so it is the first to go when room is needed. The block of stored bytes may go at any time.
+
 Note [Feeders]
   A `WeightProvider` may fill a unit's device region from another unit, its feeder, and from
   elsewhere (the shards that other ranks have). Such a unit needs no host block: what is read ahead
@@ -41,10 +48,10 @@ from typing import NoReturn
 
 import torch
 
-from infinity.errors import CapacityError, StorageError
+from infinity.errors import CapacityError, StorageError, UnsupportedError
 from infinity.observe import Counters
 from infinity.state.store import DeviceLocation, HostLocation, StateStore, Transfer
-from infinity.state.units import StateKind, Unit
+from infinity.state.units import StateKind, Unit, weight_of
 from infinity.storage.protocol import Priority
 from infinity.streaming.access_order import AccessOrder
 from infinity.streaming.eviction import choose_victim
@@ -73,6 +80,8 @@ class Weights:
     state: WeightState = WeightState.ABSENT
     use_count: int = 0
     block: Block | None = None
+    decoded: Block | None = None  # While ATTACHED or checked out, if made from stored bytes here.
+    is_decoding: bool = False  # Its blocks are in use while room is made for another.
     reading: Transfer | None = None
     writing: Transfer | None = None
     arrival: Arrival | None = None  # While ARRIVING.
@@ -82,6 +91,19 @@ class Weights:
     dirty_nbytes: int = 0  # The head of the block that is newer than where it rests.
     is_checked_out: bool = False
     awaits_update: bool = False  # These bytes are a step behind: the device must not see them.
+
+
+def tensor_in(region: Region, unit: Unit, name: str) -> torch.Tensor:
+    """Returns a parameter of the unit over its device region."""
+    spec = unit.spec(name)
+    facts = spec.facts
+    return region.tensor(spec.weight_offset_nbytes, facts.shape, facts.stride, facts.dtype)
+
+
+def tensor_among(weights: torch.Tensor, unit: Unit, name: str) -> torch.Tensor:
+    """Returns a parameter of the unit, in its shape, among weight bytes (uint8) of the unit."""
+    spec = unit.spec(name)
+    return weight_of(weights, spec).as_strided(spec.facts.shape, spec.facts.stride)
 
 
 class WeightCache:
@@ -110,7 +132,14 @@ class WeightCache:
         self.orders = {"train": AccessOrder(feeders), "eval": AccessOrder(feeders)}
         self._order = self.orders["train"]
         self.weights = [self._weights_of(unit) for unit in store.units]
-        self._nbytes = [unit.weight_nbytes for unit in store.units]
+        # Host bytes of the weights; also of full units whose weights rest in shards of other units.
+        self._nbytes = [
+            unit.weight_nbytes if unit.stored is None else unit.stored.nbytes
+            for unit in store.units
+        ]
+        stored = [unit.stored.nbytes for unit in store.units if unit.stored is not None]
+        if stored:
+            device.prepare_decoding(max(stored))
 
     def _weights_of(self, unit: Unit) -> Weights:
         location = self._store.location(unit, StateKind.PARAMETERS)
@@ -199,7 +228,7 @@ class WeightCache:
 
     def _require(self, weights: Weights) -> Block:
         unit = weights.unit
-        return self._pool.require(unit.weight_nbytes, f"parameters of {unit.name}")
+        return self._pool.require(self._nbytes[unit.index], f"parameters of {unit.name}")
 
     def _start_read(self, weights: Weights, block: Block, priority: Priority) -> None:
         weights.block = block
@@ -293,9 +322,48 @@ class WeightCache:
             self._refuse_device(weights.unit)
         if weights.writing is not None and self._device.shares_host_memory:
             self._finish_write(weights)  # The pages leave the address the write reads from.
-        weights.copying = self._device.attach(weights.region, weights.block)
+        weights.copying = self._fill_region(weights, weights.block)
         self._attached_nbytes += weights.unit.weight_nbytes
         weights.state = WeightState.ATTACHED
+
+    def _fill_region(self, weights: Weights, block: Block) -> Copy:
+        unit, region = weights.unit, weights.region
+        stored = unit.stored
+        if stored is None:
+            return self._device.attach(region, block)
+        if self._device.shares_host_memory:
+            return self._device.attach(region, self._decode(weights, block))
+        return self._device.attach_decoded(
+            region,
+            block,
+            lambda content: stored.decode(content, lambda name: tensor_in(region, unit, name)),
+        )
+
+    def _decode(self, weights: Weights, block: Block) -> Block:
+        """Makes the weights of the stored bytes in `block`, in another block."""
+        unit = weights.unit
+        assert unit.stored is not None and weights.decoded is None
+        weights.is_decoding = True
+        try:
+            decoded = self._pool.require(unit.weight_nbytes, f"decoded parameters of {unit.name}")
+        finally:
+            weights.is_decoding = False
+        memory = self._pool.tensor(decoded)
+        try:
+            with self._counters.timed("decode_s", f"parameters of {unit.name} are decoded"):
+                unit.stored.decode(
+                    self._pool.tensor(block), lambda name: tensor_among(memory, unit, name)
+                )
+        except BaseException:
+            self._pool.free(decoded)
+            raise
+        weights.decoded = decoded
+        return decoded
+
+    def _drop_decoded(self, weights: Weights) -> None:
+        if weights.decoded is not None:
+            self._pool.free(weights.decoded)
+            weights.decoded = None
 
     def _detach(self, weights: Weights) -> None:
         assert (
@@ -304,6 +372,7 @@ class WeightCache:
             and not weights.rests_on_device
         )
         self._device.detach(weights.region)  # A copy that is still under way reads the block.
+        self._drop_decoded(weights)
         self._attached_nbytes -= weights.unit.weight_nbytes
         weights.state = WeightState.ABSENT if weights.block is None else WeightState.READY
 
@@ -369,7 +438,7 @@ class WeightCache:
             weights = self.weights[index]
             feeder = self._feeder_of(weights)
             read = weights if feeder is None else feeder
-            ahead_nbytes += read.unit.weight_nbytes
+            ahead_nbytes += self._nbytes[read.unit.index]
             if ahead_nbytes > self._window_nbytes:
                 return
             is_absent = weights.state is WeightState.ABSENT and read.state is WeightState.ABSENT
@@ -386,11 +455,12 @@ class WeightCache:
 
     def _read_ahead(self, weights: Weights, priority: Priority) -> bool:
         """Starts a read if room can be had without dropping anything needed sooner."""
-        unit = weights.unit
+        unit, nbytes = weights.unit, self._nbytes[weights.unit.index]
         label = f"parameters of {unit.name}"
-        while (block := self._pool.try_allocate(unit.weight_nbytes, label)) is None:
-            there = self._evictable()
-            victim = self._choose(there, unit.weight_nbytes, nearer_than=unit.index)
+        while (block := self._pool.try_allocate(nbytes, label)) is None:
+            if self._reclaim_decoded(nbytes, nearer_than=unit.index):
+                continue
+            victim = self._choose(self._evictable(), nbytes, nearer_than=unit.index)
             if victim is None:
                 return False
             self._evict(self.weights[victim])
@@ -414,8 +484,28 @@ class WeightCache:
                 continue
             if weights.fills is not None:
                 continue
-            if weights.use_count == 0 or not self._device.shares_host_memory:
+            if weights.unit.stored is not None:
+                # What is attached is the decoded block: the stored bytes are not in use.
+                if not weights.is_decoding:
+                    yield weights.unit.index
+            elif weights.use_count == 0 or not self._device.shares_host_memory:
                 yield weights.unit.index
+
+    def _reclaim_decoded(self, wanted_nbytes: int, *, nearer_than: int | None = None) -> bool:
+        """Frees a decoded block that is not in use. Returns whether there was one."""
+        idle = [
+            weights.unit.index
+            for weights in self.weights
+            if weights.decoded is not None
+            and not weights.use_count
+            and not weights.is_decoding
+            and weights.state is WeightState.ATTACHED
+        ]
+        victim = self._choose(idle, wanted_nbytes, nearer_than=nearer_than)
+        if victim is None:
+            return False
+        self._detach(self.weights[victim])
+        return True
 
     def _feeding(self) -> Iterable[int]:
         """Feeders whose host block could be freed if what they fill were called off."""
@@ -445,6 +535,8 @@ class WeightCache:
 
     def reclaim(self, wanted_nbytes: int) -> bool:
         """Frees a block that is needed late. Called by the pool when it is out of room."""
+        if self._reclaim_decoded(wanted_nbytes):
+            return True
         victim = self._choose(self._evictable(), wanted_nbytes)
         if victim is None:
             victim = self._choose(self._feeding(), wanted_nbytes)
@@ -470,7 +562,8 @@ class WeightCache:
     def _evict(self, weights: Weights) -> None:
         if weights.state is WeightState.READING:
             self._finish_read(weights)  # A read in flight owns the block until it is over.
-        if weights.state is WeightState.ATTACHED and self._device.shares_host_memory:
+        is_shown = self._device.shares_host_memory and weights.decoded is None
+        if weights.state is WeightState.ATTACHED and is_shown:
             self._detach(weights)
         self._start_write(weights)
         self._finish_write(weights)
@@ -497,14 +590,70 @@ class WeightCache:
         """Between a step's decision and the update of the unit, its weights are out of date."""
         self.weights[unit].awaits_update = is_awaited
 
+    def refuse_change(self, unit: int) -> None:
+        """Raises UnsupportedError for weights that rest in files which are not written."""
+        stored = self.weights[unit].unit.stored
+        if stored is not None:
+            names = list(dict.fromkeys(name for name, _, _ in stored.pieces))
+            raise UnsupportedError(
+                f"{', '.join(map(repr, names[:3]))} of {self.weights[unit].unit.name!r} cannot be "
+                f"changed: the frozen weights rest in {stored.runs[0].path}, which is only read. "
+                'To change them, offload with placement.frozen = "copy"'
+            )
+
+    def _differs(self, weights: Weights) -> bool:
+        """Returns whether the attached weights are other than the stored ones. Code may write a
+        parameter without changing it."""
+        unit, stored = weights.unit, weights.unit.stored
+        assert stored is not None
+        block, self_made = weights.block, weights.block is None
+        weights.is_decoding = True
+        try:
+            if block is None:
+                block = self._require(weights)
+        finally:
+            weights.is_decoding = False
+        try:
+            if self_made:
+                kind, urgency = StateKind.PARAMETERS, Priority.STATE
+                self._store.read(unit, kind, block, priority=urgency).wait()
+            content = self._pool.tensor(block)
+            pieces = stored.decoded_pieces(content, lambda name: unit.spec(name).facts.dtype)
+            for name, piece, expected in pieces:
+                shown = piece.target(tensor_in(weights.region, unit, name)).contiguous().cpu()
+                if not torch.equal(shown.view(torch.uint8), expected.view(torch.uint8)):
+                    return True
+            return False
+        finally:
+            if self_made:
+                self._pool.free(block)
+
+    def _check_out_decoded(self, weights: Weights) -> torch.Tensor:
+        """The weights made of stored bytes, in a block that `check_in` frees."""
+        self._settle(weights)
+        if weights.state is WeightState.ATTACHED:
+            self._detach(weights)
+        if weights.state is WeightState.ABSENT:
+            self._start_read(weights, self._require(weights), Priority.STATE)
+        if weights.state is WeightState.READING:
+            self._finish_read(weights)
+        self._finish_copy(weights)
+        assert weights.block is not None
+        decoded = self._decode(weights, weights.block)
+        weights.is_checked_out = True
+        return self._pool.tensor(decoded)
+
     def check_out(self, unit: int, *, read: bool) -> torch.Tensor:
         """The unit's weights as host bytes to change: uint8, shape (weight_nbytes,).
 
         With `read` false the caller overwrites all of it, so nothing is fetched. Nobody may hold
-        the unit. Ends with `check_in`.
+        the unit. Ends with `check_in`. Stored weights can be looked at, not changed.
         """
         weights = self.weights[unit]
         assert not weights.use_count and not weights.is_checked_out, weights.unit.name
+        if weights.unit.stored is not None:
+            assert read, "stored weights are not overwritten"
+            return self._check_out_decoded(weights)
         if weights.rests_on_device and self._device.shares_host_memory:
             weights.is_checked_out = True
             host_view = self._store.host_view(weights.unit, StateKind.PARAMETERS)
@@ -541,6 +690,10 @@ class WeightCache:
         weights = self.weights[unit]
         assert weights.is_checked_out
         weights.is_checked_out = False
+        if weights.unit.stored is not None:
+            assert dirty_nbytes == 0, "stored weights are not changed"
+            self._drop_decoded(weights)
+            return
         if weights.rests_on_host or (weights.rests_on_device and weights.block is None):
             return
         if not is_valid:
@@ -594,6 +747,14 @@ class WeightCache:
         """
         weights = self.weights[unit]
         assert not weights.use_count and weights.state is WeightState.ATTACHED
+        if weights.unit.stored is not None:
+            try:
+                is_changed = self._differs(weights)
+            finally:
+                self._detach(weights)  # The next use decodes the stored weights again.
+            if is_changed:
+                self.refuse_change(unit)
+            return
         if weights.rests_on_device:
             return
         self._finish_copy(weights)
@@ -662,4 +823,5 @@ class WeightCache:
                         transfer.wait()
             if weights.state is WeightState.ATTACHED and not weights.rests_on_device:
                 self._device.detach(weights.region)
+                self._drop_decoded(weights)
             weights.reading = weights.writing = None

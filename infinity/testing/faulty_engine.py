@@ -68,11 +68,11 @@ class FaultyEngine(WrappedEngine):
         with self._lock:
             return sum(self._counts.values())
 
-    def open(self, path: str, *, direct: bool) -> int:
+    def open(self, path: str, *, direct: bool, read_only: bool = False) -> int:
         fault = self._next_fault("open")
         if fault is not None and fault.errno:
             raise StorageError(fault.errno, operation="open", path=path)
-        return super().open(path, direct=direct)
+        return super().open(path, direct=direct, read_only=read_only)
 
     def submit(
         self, operation: Operation, segments: Sequence[Segment], priority: Priority

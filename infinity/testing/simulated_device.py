@@ -29,7 +29,7 @@ import torch
 
 from infinity.observe import Counters
 from infinity.tiers.device import Copy, Region, ResizedRegion, all_of, tensor_over
-from infinity.tiers.host import Block, HostTier
+from infinity.tiers.host import Block, HostBlocks
 from infinity.tiers.streams import StreamDevice
 
 _POISON_BYTE = 0xFF  # All ones is a NaN in every IEEE format.
@@ -350,7 +350,7 @@ class SimulatedDevice(StreamDevice):
         self.attached_nbytes = 0
         self.attached_high_water_nbytes = 0
 
-    def open(self, host: HostTier, counters: Counters) -> None:
+    def open(self, host: HostBlocks, counters: Counters) -> None:
         super().__init__("simulated", host, counters, self.streams)
         free = host.free
 

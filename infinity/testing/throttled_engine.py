@@ -41,8 +41,8 @@ class ThrottledEngine(WrappedEngine):
         self._limit_of: dict[int, str] = {}  # by file
         self._free_at_s: dict[str, float] = {}  # when each drive has served what it was given
 
-    def open(self, path: str, *, direct: bool) -> int:
-        file = super().open(path, direct=direct)
+    def open(self, path: str, *, direct: bool, read_only: bool = False) -> int:
+        file = super().open(path, direct=direct, read_only=read_only)
         for start in self._limits:
             if path.startswith(start):
                 self._limit_of[file] = start

@@ -16,8 +16,8 @@ class WrappedEngine:
         self._paths: dict[int, str] = {}
         self.name = f"{name}({engine.name})"
 
-    def open(self, path: str, *, direct: bool) -> int:
-        file = self._engine.open(path, direct=direct)
+    def open(self, path: str, *, direct: bool, read_only: bool = False) -> int:
+        file = self._engine.open(path, direct=direct, read_only=read_only)
         self._paths[file] = path
         return file
 

@@ -9,7 +9,7 @@ copied into a resized storage instead.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -25,7 +25,7 @@ from infinity.tiers.device import (
     all_of,
     tensor_over,
 )
-from infinity.tiers.host import Block, HostTier
+from infinity.tiers.host import Block, HostBlocks
 from infinity.tiers.ranges import rounded_nbytes
 
 
@@ -53,7 +53,7 @@ class WindowRegion:
 class CpuDevice:
     """The device tier of a machine without a GPU. Training thread only."""
 
-    host: HostTier
+    host: HostBlocks
     counters: Counters
     name: str = "cpu"
     shares_host_memory: bool = True
@@ -84,6 +84,14 @@ class CpuDevice:
             region.take_memory()
             all_of(region).copy_(self.host.tensor(block, nbytes=region.nbytes))
         return FINISHED
+
+    def attach_decoded(
+        self, region: Region, block: Block, decode: Callable[[torch.Tensor], None]
+    ) -> Copy:
+        raise AssertionError("what is decoded on the host is decoded into a host block")
+
+    def prepare_decoding(self, nbytes: int) -> None:
+        return None
 
     def end_use(self, region: Region) -> None:
         return None

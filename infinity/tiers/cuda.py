@@ -18,7 +18,7 @@ from infinity.errors import UnsupportedError
 from infinity.observe import Counters
 from infinity.storage.arena import Arena
 from infinity.tiers.device import ResizedRegion
-from infinity.tiers.host import HostTier
+from infinity.tiers.host import HostBlocks
 from infinity.tiers.streams import StreamDevice
 
 _log = logging.getLogger("infinity")
@@ -86,7 +86,7 @@ class AcceleratorStreams:
 class CudaDevice(StreamDevice):
     """The device tier on one CUDA device, the current one unless `index` says which."""
 
-    def __init__(self, host: HostTier, counters: Counters, index: int | None = None) -> None:
+    def __init__(self, host: HostBlocks, counters: Counters, index: int | None = None) -> None:
         if not torch.cuda.is_available():
             raise UnsupportedError(
                 "tiers.device.kind is 'cuda' but PyTorch sees no CUDA device; "

@@ -14,7 +14,7 @@ Note [Ordering]
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -69,6 +69,16 @@ class DeviceAdapter(Protocol):
     def attach(self, region: Region, block: Block) -> Copy:
         """Starts bringing the block's bytes in. The block stays lent until `Copy.wait` or,
         where memory is shared, until `detach`."""
+
+    def attach_decoded(
+        self, region: Region, block: Block, decode: Callable[[torch.Tensor], None]
+    ) -> Copy:
+        """Starts filling the region with what `decode` makes of the block's bytes (uint8, shape
+        (block.nbytes,), on the device). `decode` writes to the region's tensors. For devices with
+        memory of their own. The block stays lent until `Copy.wait`."""
+
+    def prepare_decoding(self, nbytes: int) -> None:
+        """Takes the device memory for `attach_decoded`: the bytes of the largest block."""
 
     def end_use(self, region: Region) -> None:
         """What was issued so far in this thread's stream is all that it does with the region for

@@ -19,7 +19,7 @@ from infinity.tiers.ranges import Range, RangeAllocator
 
 @dataclass(eq=False, slots=True)
 class Block:
-    """A range of the arena with one owner until `HostTier.free`.
+    """A range of the arena with one owner until `HostBlocks.free`.
 
     `is_mapped_away` is set by the device adapter while the pages stand in a window: the arena's own
     address of the range must not be touched then.
@@ -32,7 +32,7 @@ class Block:
     is_mapped_away: bool = False
 
 
-class HostTier:
+class HostBlocks:
     """Lends blocks of the arena. Thread-safe. All sizes are bytes."""
 
     def __init__(self, arena: Arena, counters: Counters) -> None:
@@ -48,10 +48,6 @@ class HostTier:
     @property
     def free_nbytes(self) -> int:
         return self._ranges.free_nbytes
-
-    @property
-    def in_use_nbytes(self) -> int:
-        return self.capacity_nbytes - self._ranges.free_nbytes
 
     def allocate(self, nbytes: int, label: str) -> Block | None:
         """A block of at least `nbytes`, or None when no hole is large enough. Not zeroed."""

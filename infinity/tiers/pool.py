@@ -18,13 +18,13 @@ from collections.abc import Callable
 import torch
 
 from infinity.errors import CapacityError
-from infinity.tiers.host import Block, HostTier
+from infinity.tiers.host import Block, HostBlocks
 
 
 class HostPool:
     """Allocation with reclaim over the host tier."""
 
-    def __init__(self, host: HostTier, *, is_tight: bool = False) -> None:
+    def __init__(self, host: HostBlocks, *, is_tight: bool = False) -> None:
         self._host = host
         self.is_tight = is_tight
         self._reclaimers: list[Callable[[int], bool]] = []
@@ -58,7 +58,7 @@ class HostPool:
         return any(reclaim(wanted_nbytes) for reclaim in self._reclaimers)
 
     def carve(self, block: Block, offset_nbytes: int, nbytes: int) -> Block:
-        """A part of a lent block; see HostTier.carve."""
+        """A part of a lent block; see HostBlocks.carve."""
         return self._host.carve(block, offset_nbytes, nbytes)
 
     def tensor(self, block: Block) -> torch.Tensor:

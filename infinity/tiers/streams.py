@@ -41,7 +41,7 @@ import torch
 
 from infinity.observe import Counters, Track
 from infinity.tiers.device import Copy, Region, ResidentRegion, ResizedRegion, all_of
-from infinity.tiers.host import Block, HostTier
+from infinity.tiers.host import Block, HostBlocks
 
 
 class Event(Protocol):
@@ -186,7 +186,7 @@ class StreamDevice:
 
     shares_host_memory = False
 
-    def __init__(self, name: str, host: HostTier, counters: Counters, streams: Streams) -> None:
+    def __init__(self, name: str, host: HostBlocks, counters: Counters, streams: Streams) -> None:
         self.name = name
         self.host = host
         self.counters = counters
@@ -195,6 +195,7 @@ class StreamDevice:
         self._in = streams.new_stream()
         self._out = streams.new_stream()
         self._clock: _DeviceClock | None = None  # Made when a trace needs it: it waits once.
+        self._stored: ResizedRegion | None = None  # Bytes that are decoded into regions.
         self._copying = threading.RLock()
         # Copies that nobody need remember: what they keep is safe until they are over.
         self._under_way: deque[StreamCopy] = deque()
@@ -217,6 +218,23 @@ class StreamDevice:
         assert isinstance(region, StreamRegion)
         on_host = self.host.tensor(block, nbytes=region.nbytes)
         return self._issue(self._in, on_host, all_of(region.memory))
+
+    def attach_decoded(
+        self, region: Region, block: Block, decode: Callable[[torch.Tensor], None]
+    ) -> Copy:
+        self.take(region)
+        assert isinstance(region, StreamRegion) and self._stored is not None
+        staging = self._stored  # The next unit's bytes come after this decoding, on one stream.
+        stored = all_of(staging)[: block.nbytes]
+        self._issue(self._in, self.host.tensor(block), stored)
+        self.streams.run(self._in, lambda: decode(stored), used=[staging], made=region.memory)
+        event = self.streams.new_event()
+        event.record(self._in)
+        return StreamCopy(self.streams, event, owner=None, keep=None, traced=None)
+
+    def prepare_decoding(self, nbytes: int) -> None:
+        self._stored = self.streams.empty_region(self._in, nbytes)
+        self._stored.take_memory()
 
     def end_use(self, region: Region) -> None:
         if isinstance(region, StreamRegion):

@@ -7,31 +7,30 @@ epoch, the order of the others. Tokens are read back with pread, so that their p
 resident.
 
 Bytes are joined without changes. If a Hugging Face tokenizer has an end-of-text token, it follows
-each file. The module uses numpy and does not import torch.
+each file. Files of conversations, JSON lines with `messages`, become marked sequences instead: see
+`infinity.training.chat`. The module uses numpy and does not import torch.
 """
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from infinity.config import PYTHON_STDLIB, Data, DataSource
-from infinity.errors import ConfigError, StorageError
+from infinity.errors import ConfigError
 from infinity.sizes import MIB
+from infinity.training.chat import conversations, is_chat_file
 from infinity.training.text import Utf8, is_utf8, refuse_other_formats
+from infinity.training.token_file import Ids, TokenFile
 
 _log = logging.getLogger(__name__)
-
-Ids = npt.NDArray[np.integer[Any]]
 
 _READ_NBYTES = MIB
 # Below the directory of the standard library, but not part of it.
@@ -42,7 +41,8 @@ def collect_files(sources: Sequence[DataSource]) -> list[Path]:
     """Returns every file of every source once, sorted within each source.
 
     Hidden files and directories are skipped. Raises ConfigError that names a missing source, a
-    source without a matching file, or the first file that is no text.
+    source without a matching file, or the first file that is no text. All files are conversations,
+    or none is.
     """
     files: dict[Path, None] = {}
     for source in sources:
@@ -52,6 +52,14 @@ def collect_files(sources: Sequence[DataSource]) -> list[Path]:
                 f"data.paths: no file below {source.location} matches {source.pattern!r}"
             )
         files.update(dict.fromkeys(found))
+    chats = [file for file in files if is_chat_file(file)]
+    if chats and len(chats) == len(files):
+        return list(files)
+    if chats:
+        other = next(file for file in files if file not in chats)
+        raise ConfigError(
+            f"data.paths: {chats[0]} holds conversations and {other} does not; expected one kind"
+        )
     as_json = [file for file in files if refuse_other_formats(file)]
     if as_json:
         _log.warning(
@@ -140,58 +148,6 @@ def open_tokenizer(which: Path | str) -> Tokenizer:
     return ByteTokenizer() if which == "bytes" else HuggingFaceTokenizer(Path(which))
 
 
-class TokenFile:
-    """Token ids in a temporary file without a name, which disappears with the process."""
-
-    def __init__(self, *, vocab_size: int, directory: str | os.PathLike[str] | None = None) -> None:
-        self.dtype = np.dtype(
-            np.uint8 if vocab_size <= 1 << 8 else np.uint16 if vocab_size <= 1 << 16 else np.uint32
-        )
-        self.num_tokens = 0
-        self._sha256 = hashlib.sha256()
-        self._directory = directory
-        try:
-            self._file: IO[bytes] = tempfile.TemporaryFile(  # noqa: SIM115, closed by close().
-                dir=directory, prefix=".tokens-"
-            )
-        except OSError as error:
-            raise self._failed("create", error) from None
-
-    def append(self, ids: Ids) -> None:
-        content = memoryview(ids.astype(self.dtype, copy=False).tobytes())
-        self._sha256.update(content)
-        try:
-            while content:
-                content = content[os.write(self._file.fileno(), content) :]
-        except OSError as error:
-            raise self._failed("write", error) from None
-        self.num_tokens += len(ids)
-
-    def read(self, start: int, count: int) -> Ids:
-        """Returns the ids [start, start + count) as a new array of the file's dtype."""
-        assert start >= 0 and start + count <= self.num_tokens, (
-            start,
-            count,
-            self.num_tokens,
-        )
-        itemsize = self.dtype.itemsize
-        content = os.pread(self._file.fileno(), count * itemsize, start * itemsize)
-        assert len(content) == count * itemsize, "the token file was shortened"
-        return np.frombuffer(content, dtype=self.dtype)
-
-    @property
-    def sha256(self) -> str:
-        """Returns the digest of all tokens so far, as they lie in the file."""
-        return self._sha256.hexdigest()
-
-    def close(self) -> None:
-        self._file.close()
-
-    def _failed(self, operation: str, error: OSError) -> StorageError:
-        where = os.fspath(self._directory or tempfile.gettempdir())
-        return StorageError(error.errno or 0, operation=f"{operation} tokens", path=str(where))
-
-
 def tokenize(
     files: Sequence[Path],
     tokenizer: Tokenizer,
@@ -214,14 +170,7 @@ def tokenize(
                 break
             chunks = _Chunks(path, left_nbytes)
             for ids in tokenizer.encode_file(iter(chunks)):
-                if len(ids) and int(ids.max()) >= vocab_size:
-                    bad = int(ids[ids >= vocab_size][0])
-                    raise ConfigError(
-                        f"{path}: token {bad} ({tokenizer.token(bad)}) of tokenizer "
-                        f"{tokenizer.name} is outside the model's vocabulary of {vocab_size}; the "
-                        f"tokenizer has {tokenizer.vocab_size} tokens. Use the model's own "
-                        "tokenizer, or a model whose vocab_size is large enough"
-                    )
+                _refuse_strangers(ids, tokenizer, vocab_size, path)
                 tokens.append(ids)
             if left_nbytes is not None:
                 left_nbytes -= chunks.read_nbytes
@@ -234,6 +183,55 @@ def tokenize(
         tokens.close()
         raise
     return tokens
+
+
+def tokenize_conversations(
+    files: Sequence[Path],
+    tokenizer: Tokenizer,
+    *,
+    vocab_size: int,
+    sequence_length: int,
+    max_nbytes: int | None = None,
+    directory: str | os.PathLike[str] | None = None,
+) -> TokenFile:
+    """Writes the marked sequences of all conversations, each `sequence_length` entries.
+
+    Raises ConfigError as `tokenize` and `infinity.training.chat.conversations` do.
+    """
+    tokens = TokenFile(vocab_size=vocab_size, is_marked=True, directory=directory)
+    left_nbytes = max_nbytes
+    try:
+        for path in files:
+            if left_nbytes is not None and left_nbytes <= 0:
+                break
+            for marks in conversations(
+                path, tokenizer, sequence_length=sequence_length, max_nbytes=left_nbytes
+            ):
+                _refuse_strangers(np.where(marks < 0, ~marks, marks), tokenizer, vocab_size, path)
+                tokens.append(marks)
+            if left_nbytes is not None:
+                left_nbytes -= path.stat().st_size
+        if tokens.num_tokens == 0:
+            raise ConfigError(
+                f"data.paths: {len(files)} files were read, but no conversation in them has a "
+                f"message of an assistant, e.g. {files[0]}"
+            )
+    except BaseException:
+        tokens.close()
+        raise
+    return tokens
+
+
+def _refuse_strangers(ids: Ids, tokenizer: Tokenizer, vocab_size: int, path: Path) -> None:
+    """Raises ConfigError for an id without an embedding."""
+    if len(ids) and int(ids.max()) >= vocab_size:
+        bad = int(ids[ids >= vocab_size][0])
+        raise ConfigError(
+            f"{path}: token {bad} ({tokenizer.token(bad)}) of tokenizer {tokenizer.name} is "
+            f"outside the model's vocabulary of {vocab_size}; the tokenizer has "
+            f"{tokenizer.vocab_size} tokens. Use the model's own tokenizer, or a model whose "
+            "vocab_size is large enough"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -262,8 +260,8 @@ class Batches:
     """Batches of sequences. The seed and its number alone determine a batch.
 
     A batch is (batch_size, sequence_length) int64. Labels are the ids themselves, because Hugging
-    Face models shift them. The remainder of an epoch that does not fill a batch is skipped in that
-    epoch.
+    Face models shift them; with `is_marked`, `infinity.training.marks.split_marks` gives both. The
+    remainder of an epoch that does not fill a batch is skipped in that epoch.
     """
 
     def __init__(
@@ -291,6 +289,7 @@ class Batches:
         self.batches_per_epoch = len(split.train) // batch_size
         self.num_tokens = tokens.num_tokens
         self.tokens_sha256 = tokens.sha256
+        self.is_marked = tokens.is_marked
         self._tokens = tokens
         self._seed = seed
         self._shuffle = shuffle
@@ -334,13 +333,24 @@ def open_batches(
     directory: str | os.PathLike[str] | None = None,
 ) -> Batches:
     """Does everything from `[data]` to batches. Raises ConfigError as its parts do."""
-    tokens = tokenize(
-        collect_files(data.paths),
-        tokenizer,
-        vocab_size=vocab_size,
-        max_nbytes=data.max_bytes,
-        directory=directory,
-    )
+    files = collect_files(data.paths)
+    if is_chat_file(files[0]):
+        tokens = tokenize_conversations(
+            files,
+            tokenizer,
+            vocab_size=vocab_size,
+            sequence_length=data.sequence_length,
+            max_nbytes=data.max_bytes,
+            directory=directory,
+        )
+    else:
+        tokens = tokenize(
+            files,
+            tokenizer,
+            vocab_size=vocab_size,
+            max_nbytes=data.max_bytes,
+            directory=directory,
+        )
     try:
         return Batches(
             tokens,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ from infinity.errors import NonFiniteError
 from infinity.modules.tiling.split import named_parameters_of
 from infinity.training.data import Batches
 from infinity.training.learning_rate import lr_ratio
+from infinity.training.marks import count_learned, split_marks
 from infinity.training.nonfinite import first_nonfinite_module
 from infinity.training.ranks import JobRank
 
@@ -96,7 +97,8 @@ class Loop:
     """Takes one step at a time. Owns the schedule; model, optimizer and batches belong to the
     caller.
 
-    `num_steps` determines the next batch, too; a resumed run sets it.
+    `num_steps` determines the next batch, too; a resumed run sets it. With `is_step_at_once` all
+    micro-batches of a step pass a block together, not just those of one batch.
     """
 
     def __init__(
@@ -108,6 +110,7 @@ class Loop:
         train: Train,
         device: torch.device,
         micro_batch: int | None = None,
+        is_step_at_once: bool = False,
         job: JobRank = JobRank(),  # noqa: B008  Frozen.
     ) -> None:
         self._job = job
@@ -117,12 +120,15 @@ class Loop:
         self._train = train
         self._device = device
         self._micro_batch = micro_batch
+        self._is_step_at_once = is_step_at_once
         self.scheduler = make_scheduler(optimizer, train)
         # Caches of keys and values serve generation only; not all architectures have them.
-        takes_cache = "use_cache" in inspect.signature(model.forward).parameters
+        base = model.get_base_model() if hasattr(model, "get_base_model") else model
+        takes_cache = "use_cache" in inspect.signature(base.forward).parameters
         self._options = {"use_cache": False} if takes_cache else {}
         self.num_steps = 0
         self._num_skipped = 0  # In a row.
+        self._num_learned: int | None = None  # In this step, of conversations.
 
     def step(self) -> StepOutcome:
         """Makes one optimizer step over `accumulation` micro-batches.
@@ -167,18 +173,39 @@ class Loop:
         the number of tokens of this rank."""
         losses = []
         num_tokens = 0
-        for ids in self._batches_of_step():
-            losses.append(self._backward(ids))
+        batches: Iterable[list[torch.Tensor]] = ([ids] for ids in self._batches_of_step())
+        if self._is_step_at_once:
+            batches = [list(self._batches_of_step())]
+        self._num_learned = self._learned_of_step() if self._batches.is_marked else None
+        for part in batches:
+            losses.append(self._backward(part))
             if not math.isfinite(losses[-1]):
                 break
-            num_tokens += ids.numel()
+            num_tokens += sum(ids.numel() for ids in part)
         mean = self._mean_of_ranks(sum(losses) / len(losses))
         if not math.isfinite(mean):
             is_here = not math.isfinite(losses[-1])
             raise self._nonfinite(
-                f"the loss ({losses[-1] if is_here else mean})", step, ids, is_here
+                f"the loss ({losses[-1] if is_here else mean})", step, part[-1], is_here
             )
         return mean, num_tokens
+
+    def _learned_of_step(self) -> int:
+        """Returns the number of learned tokens in the step's batches, over all ranks."""
+        count = self._train.gradient_accumulation_steps * self._job.count
+        first = self.num_steps * count
+        numbers = range(first, first + count)
+        return sum(
+            count_learned(torch.from_numpy(self._batches.train_batch(number))) for number in numbers
+        )
+
+    def _divisor(self, part: torch.Tensor, num_rows: int) -> float:
+        """Returns the divisor of the mean loss of `part`, which has some of the `num_rows` of its
+        batch: the gradients of a step add up to that of its mean over tokens."""
+        if self._num_learned is not None:
+            return self._num_learned / (count_learned(part) * self._job.count)
+        # Equal parts are divided by their number, with the bits of plain accumulation.
+        return self._train.gradient_accumulation_steps * (num_rows / len(part))
 
     def _mean_of_ranks(self, loss: float) -> float:
         """Returns the mean over all ranks, the same on every rank. One loss that is not finite
@@ -188,40 +215,42 @@ class Loop:
         return sum(engine_of(self._model).all_gather_numbers("the loss", loss)) / self._job.count
 
     def evaluate(self) -> float:
-        """Returns the mean loss over the held-out batches, with equal weight for every sequence."""
+        """Returns the mean loss over the held-out batches, with equal weight for every sequence,
+        or every learned token of conversations."""
         total, count = 0.0, 0
         self._model.eval()
         try:
             with torch.no_grad():
                 for batch in self._batches.held_out_batches(self._train.eval_batches):
-                    total += self._loss(torch.from_numpy(batch)).item() * len(batch)
-                    count += len(batch)
+                    ids = torch.from_numpy(batch)
+                    weight = count_learned(ids) if self._batches.is_marked else len(ids)
+                    total += self._loss(ids).item() * weight
+                    count += weight
         finally:
             self._model.train()
         return total / count
 
-    def _backward(self, ids: torch.Tensor) -> float:
-        """Adds the gradients of one batch and returns its mean loss. If the loss is not finite, the
-        gradients may be missing or useless."""
+    def _backward(self, batches: list[torch.Tensor]) -> float:
+        """Adds the gradients of some batches and returns their mean loss. If the loss is not
+        finite, the gradients may be missing or useless."""
+        scale = self._train.gradient_accumulation_steps / len(batches)
         if self._micro_batch is not None:
-            return self._backward_by_layers(ids)
-        loss = self._loss(ids)
+            return self._backward_by_layers(batches) * scale
+        (ids,) = batches
+        loss, divisor = self._loss(ids), self._divisor(ids, len(ids))
         value = float(loss.item())
         if math.isfinite(value):
-            (loss / self._train.gradient_accumulation_steps).backward()
-        return value
+            (loss / divisor).backward()
+        return value if self._num_learned is None else value / divisor * scale
 
-    def _backward_by_layers(self, ids: torch.Tensor) -> float:
-        parts = ids.split(self._micro_batch or len(ids))
+    def _backward_by_layers(self, batches: list[torch.Tensor]) -> float:
+        """Returns the sum of the shares that the batches have in the step's mean loss."""
+        parts = [(part, len(ids)) for ids in batches for part in ids.split(self._micro_batch or 1)]
 
-        def share_of(part: torch.Tensor) -> torch.Tensor:
-            # Equal parts are divided by their number, with the bits of plain accumulation.
-            return self._loss(part) / (
-                self._train.gradient_accumulation_steps * (len(ids) / len(part))
-            )
+        def share_of(part: tuple[torch.Tensor, int]) -> torch.Tensor:
+            return self._loss(part[0]) / self._divisor(*part)
 
-        losses = infinity.forward_backward(self._model, share_of, parts)
-        return sum(loss.item() for loss in losses) * self._train.gradient_accumulation_steps
+        return sum(loss.item() for loss in infinity.forward_backward(self._model, share_of, parts))
 
     def _batches_of_step(self) -> Iterator[torch.Tensor]:
         """Yields this rank's batches. Ranks alternate: a step of N ranks uses the same batches as N
@@ -233,7 +262,10 @@ class Loop:
 
     def _loss(self, ids: torch.Tensor) -> torch.Tensor:
         ids = ids.to(self._device)
-        loss: torch.Tensor = self._model(input_ids=ids, labels=ids, **self._options).loss
+        labels = ids
+        if self._batches.is_marked:
+            ids, labels = split_marks(ids)
+        loss: torch.Tensor = self._model(input_ids=ids, labels=labels, **self._options).loss
         return loss
 
     def _nonfinite(self, what: str, step: int, ids: torch.Tensor, is_here: bool) -> NonFiniteError:

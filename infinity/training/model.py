@@ -16,10 +16,10 @@ import torch
 import infinity
 from infinity.bounded import MAX_TEXT_NBYTES, MalformedError, read_json, table_of
 from infinity.checkpoint import WeightSource, weight_source
-from infinity.checkpoint.huggingface.import_checks import refuse_quantised
 from infinity.config import Model, SwapConfig
 from infinity.config.extras import require_transformers
 from infinity.errors import ConfigError
+from infinity.training.adapter import attach_adapter
 from infinity.training.model_numbers import check_numbers
 
 _log = logging.getLogger("infinity")
@@ -66,7 +66,8 @@ def plan_model(model: Model, *, reads_weights: bool = True) -> ModelPlan:
 
 
 def build_model(plan: ModelPlan, config: SwapConfig) -> Any:
-    """Builds the causal LM on meta, with real buffers, for `infinity.offload`.
+    """Builds the causal LM on meta, with real buffers, for `infinity.offload`; with `[adapter]`,
+    the adapter around it, which has memory and values.
 
     Checks every name and shape of the checkpoint against the model. Raises ConfigError if the
     architecture has no causal LM, cannot checkpoint activations, or does not match the weights.
@@ -91,6 +92,9 @@ def build_model(plan: ModelPlan, config: SwapConfig) -> Any:
         _take_generation_config(model, plan)
     if config.train.activation_checkpointing:
         checkpoint_activations(model)
+    if config.adapter is not None:
+        seed = config.model.seed
+        return attach_adapter(model, config.adapter, base=config.model.path, seed=seed)
     return model
 
 
@@ -155,7 +159,6 @@ def _config_of_directory(path: Path) -> Any:
         hf_config = AutoConfig.from_pretrained(path, local_files_only=True)
     except Exception as error:  # A broken file makes transformers raise any exception.
         raise ConfigError(f"model.path: {file} cannot be used: {error}") from error
-    refuse_quantised(path)
     return hf_config
 
 

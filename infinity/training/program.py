@@ -42,6 +42,7 @@ from infinity.checkpoint.run.load import Loaded, load
 from infinity.checkpoint.run.save import async_save, commit, copy_behind
 from infinity.config import SwapConfig
 from infinity.errors import ConfigError, InfinityError, NonFiniteError
+from infinity.training.adapter import adapter_nbytes, save_adapter
 from infinity.training.allocator import give_back, keep_freed_memory
 from infinity.training.data import Batches, Tokenizer, open_batches, open_tokenizer
 from infinity.training.interrupt import Interrupt
@@ -58,7 +59,7 @@ from infinity.training.resume import (
     plan_resume,
 )
 from infinity.training.sample import encode_prompt, generate
-from infinity.training.settle import Choice, choices, settle
+from infinity.training.settle import AutoValue, choices, settle
 from infinity.training.tracing import TracePlan, Tracing
 
 _STOP_NOTICE = "\nstopping after this step, then writing {}; once more to stop at once\n"
@@ -144,7 +145,10 @@ def _prepare(config: SwapConfig, stack: ExitStack, resume: Loaded | None, rank: 
         output = OutputDirectory(config, resumed=resume.path if resume is not None else None)
         stack.callback(output.close)
     if config.output.export and output is not None:
-        export_nbytes = plan_export(model, max_shard_nbytes=config.output.max_shard_size).nbytes
+        if config.adapter is not None:
+            export_nbytes = adapter_nbytes(model)
+        else:
+            export_nbytes = plan_export(model, max_shard_nbytes=config.output.max_shard_size).nbytes
         check_space(output.path, export_nbytes)
     batches = open_batches(
         data,
@@ -194,7 +198,7 @@ class _Run:
         self._saving: Saving | None = None  # The checkpoint that is being copied.
         self._is_output_lost = False  # A warning was printed.
 
-    def note(self, settled: list[Choice]) -> None:
+    def note(self, settled: list[AutoValue]) -> None:
         """Prints the choices that the model made for "auto" values of the file."""
         for choice in settled:
             self._reporter.note(str(choice))
@@ -234,6 +238,7 @@ class _Run:
             train=self._train,
             device=next(self._model.parameters()).device,
             micro_batch=self._config.schedule.micro_batch,
+            is_step_at_once=self._config.adapter is not None,
             job=self._job.rank,
         )
         self._model.train()
@@ -319,7 +324,7 @@ class _Run:
     def _export_and_sample(self, interrupt: Interrupt) -> None:
         goes_on = interrupt.received is not None and self._config.checkpoint is not None
         if self._config.output.export and self._loop.num_steps and not goes_on:
-            self._export("the model")
+            self._export("the model" if self._config.adapter is None else "the adapter")
         sample = self._train.sample
         if sample is not None and interrupt.received is None:
             with self._phase("sample_s"):
@@ -450,13 +455,15 @@ class _Run:
 
     def _export(self, what: str) -> None:
         output = self._config.output.directory
+        tokenizer = getattr(self._job.tokenizer, "tokenizer", None)
+        shard_nbytes = self._config.output.max_shard_size
         with self._phase("export_s"):
-            export_safetensors(
-                self._model,
-                output,
-                max_shard_nbytes=self._config.output.max_shard_size,
-                tokenizer=getattr(self._job.tokenizer, "tokenizer", None),
-            )
+            if self._config.adapter is not None:
+                save_adapter(self._model, output, tokenizer=tokenizer)
+            else:
+                export_safetensors(
+                    self._model, output, max_shard_nbytes=shard_nbytes, tokenizer=tokenizer
+                )
         self.summary.export_directory = str(output)
         self._reporter.note(f"wrote {what} to {output}")
 

@@ -31,7 +31,7 @@ LINKS = {
     "device_in_nbytes": "host to device",
     "device_out_nbytes": "device to host",
 }
-WAITS = ("read_wait_s", "write_wait_s", "copy_wait_s")
+WAITS = ("read_wait_s", "write_wait_s", "copy_wait_s", "ranks_wait_s")
 # The stalls of the steps and the phases of a run, each with the title of its line.
 _STEP_TIMES = {
     "compute_s": "compute",
@@ -39,6 +39,7 @@ _STEP_TIMES = {
     "update_s": "update",
     "write_wait_s": "writes",
     "copy_wait_s": "copies",
+    "ranks_wait_s": "waiting for other ranks",
 }
 _PHASES = (
     "setup_s", "steps_s", "evaluation_s", "commit_s", "checkpoint_s", "export_s", "sample_s",
@@ -85,7 +86,8 @@ class MetricsRecord:
 
     @property
     def stall_share(self) -> float:
-        """The part of the step in which the training thread waited for a transfer."""
+        """The part of the step in which the training thread waited for a transfer or for
+        other ranks."""
         return min(sum(self.waited_s.values()) / self.elapsed_s, 1.0)
 
     @property

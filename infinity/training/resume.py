@@ -145,6 +145,9 @@ def identity_of(config: SwapConfig, batches: Batches, *, num_ranks: int = 1) -> 
     if table["schedule"]["micro_batch"] is not None:  # It decides which random numbers are drawn.
         facts["schedule.micro_batch"] = table["schedule"]["micro_batch"]
     facts["model.config"] = table["model"]["config"]
+    if config.adapter is not None:
+        own = {"resume"}  # Its values are in the checkpoint.
+        facts |= {f"adapter.{k}": v for k, v in table["adapter"].items() if k not in own}
     facts["the SHA-256 of the tokens"] = batches.tokens_sha256
     return {_IDENTITY: facts}
 

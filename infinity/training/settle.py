@@ -25,7 +25,7 @@ _HEADER_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64":
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class AutoValue:
     """The value of an "auto", and the reason."""
 
     key: str
@@ -36,11 +36,14 @@ class Choice:
         return f"{self.key} is {self.value}: {self.reason}"
 
 
-def choices(config: SwapConfig) -> list[Choice]:
+def choices(config: SwapConfig) -> list[AutoValue]:
     """Returns every "auto" of the file that the model decides, in the order of the sections."""
     found = []
     if config.model is not None and config.precision.compute == "auto":
         found.append(_compute_of(config.model))
+    if config.adapter and config.train and config.schedule.micro_batch is None:
+        reason = "a step of an adapter fetches each block once for all its batches"
+        found.append(AutoValue("schedule.micro_batch", str(config.train.batch_size), reason))
     if config.data is not None and config.data.tokenizer == "auto":
         found.append(_tokenizer_of(config.model.path if config.model is not None else None))
     return found
@@ -51,8 +54,11 @@ def settle(config: SwapConfig) -> SwapConfig:
     values = {choice.key: choice.value for choice in choices(config)}
     changed: dict[str, Any] = {}
     if "precision.compute" in values:
-        update = {"compute": values["precision.compute"]}
+        update: dict[str, Any] = {"compute": values["precision.compute"]}
         changed["precision"] = config.precision.model_copy(update=update)
+    if "schedule.micro_batch" in values:
+        update = {"micro_batch": int(values["schedule.micro_batch"])}
+        changed["schedule"] = config.schedule.model_copy(update=update)
     if "data.tokenizer" in values and config.data is not None:
         which: Path | Literal["bytes"] = "bytes"
         if values["data.tokenizer"] != "bytes":
@@ -61,26 +67,26 @@ def settle(config: SwapConfig) -> SwapConfig:
     return config.model_copy(update=changed) if changed else config
 
 
-def _compute_of(model: Model) -> Choice:
+def _compute_of(model: Model) -> AutoValue:
     key = "precision.compute"
     table = model.config if model.config is not None else _table_of(model.path)
     dtype, where = _dtype_in(table), "[model.config]" if model.path is None else "config.json"
     if dtype is None and model.path is not None:
         dtype, where = _dtype_of_weights(model.path), "the weights"
     if dtype is None:
-        return Choice(key, "float32", "the model names no dtype")
+        return AutoValue(key, "float32", "the model names no dtype")
     if dtype in _TRAINED:
-        return Choice(key, _TRAINED[dtype], f"as {where} of the model says")
-    return Choice(key, "float32", f"{where} of the model says {dtype}, which cannot be trained")
+        return AutoValue(key, _TRAINED[dtype], f"as {where} of the model says")
+    return AutoValue(key, "float32", f"{where} of the model says {dtype}, which cannot be trained")
 
 
-def _tokenizer_of(path: Path | None) -> Choice:
+def _tokenizer_of(path: Path | None) -> AutoValue:
     key = "data.tokenizer"
     if path is None:
-        return Choice(key, "bytes", "the model has no directory that a tokenizer could be in")
+        return AutoValue(key, "bytes", "the model has no directory that a tokenizer could be in")
     if any((path / name).is_file() for name in _TOKENIZER_FILES):
-        return Choice(key, str(path), "the model's own")
-    return Choice(
+        return AutoValue(key, str(path), "the model's own")
+    return AutoValue(
         key, "bytes", f"{path} has no tokenizer; name a directory that has, if bytes are not meant"
     )
 

@@ -38,7 +38,10 @@ _BY_BEGINNING = {
     b"SQLite format 3\0": "SQLite", b"GGUF": "GGUF", b"{\\rtf": "RTF",
 }  # fmt: skip
 _PROSE = frozenset((".txt", ".text", ".md", ".rst"))  # Endings that declare text.
-_REMEDY = "data.paths takes plain text in UTF-8. Write the text that is to be learned to .txt files"
+_REMEDY = (
+    "data.paths takes plain text in UTF-8, or JSON lines that each have a list of messages. Write "
+    "the text that is to be learned to .txt files"
+)
 
 
 def refuse_other_formats(path: Path) -> bool:

@@ -145,7 +145,10 @@ Judgement judge(Block& block, std::int64_t result) noexcept {
                            : "the kernel accepted the write but moved no byte");
   }
   INF_ASSERT(result <= block.nbytes);
-  if (result < block.nbytes) {
+  const bool ends_file =
+      block.file->is_read_only &&
+      block.offset_nbytes + static_cast<std::uint64_t>(result) == block.file->size_nbytes;
+  if (result < block.nbytes && !ends_file) {
     const std::uint32_t alignment = block.file->alignment_nbytes;
     const auto moved = static_cast<std::uint32_t>(result) / alignment * alignment;
     if (moved == 0 && ++block.num_stalls == 2) {

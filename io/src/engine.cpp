@@ -105,10 +105,11 @@ Result<Lane*> Engine::lane_of(std::uint64_t device) {
   return lanes_.back().lane.get();
 }
 
-Result<std::int32_t> Engine::open_file(const std::string& path, bool direct) {
+Result<std::int32_t> Engine::open_file(const std::string& path, bool direct, bool read_only) {
   std::lock_guard lock(mutex_);
   if (is_closed_) return Error{EBADF, Operation::kOpen, -1, 0, 0, "the engine is closed"};
-  const int fd = ::open(path.c_str(), O_RDWR | O_CLOEXEC | (direct ? O_DIRECT : 0));
+  const int access = read_only ? O_RDONLY : O_RDWR;
+  const int fd = ::open(path.c_str(), access | O_CLOEXEC | (direct ? O_DIRECT : 0));
   if (fd < 0) return Error{errno, Operation::kOpen};
   struct stat status {};
   if (fstat(fd, &status) != 0) {
@@ -126,6 +127,8 @@ Result<std::int32_t> Engine::open_file(const std::string& path, bool direct) {
   file->fd = fd;
   file->path = path;
   file->direct = direct;
+  file->is_read_only = read_only;
+  if (read_only) file->size_nbytes = static_cast<std::uint64_t>(status.st_size);
   if (direct) {
     const DirectAlignment asked = direct_alignment(fd);
     const std::uint32_t strictest = std::max(asked.memory_nbytes, asked.offset_nbytes);
@@ -195,8 +198,12 @@ Error Engine::collect(Operation operation, std::span<const Segment> segments, Fi
 Error Engine::check(Operation operation, std::span<const Segment> segments,
                     const Files& files) const {
   for (const Segment& segment : segments) {
+    const File& file = *find_in(files, segment.file);
     const char* detail = misplacement(segment, options_.arena);
-    if (detail == nullptr) detail = misalignment(segment, *find_in(files, segment.file));
+    if (detail == nullptr) detail = misalignment(segment, file);
+    if (detail == nullptr && file.is_read_only && operation == Operation::kWrite) {
+      detail = "the file was opened for reading";
+    }
     if (detail == nullptr) continue;
     return {EINVAL, operation, segment.file, segment.offset_nbytes, segment.nbytes, detail};
   }

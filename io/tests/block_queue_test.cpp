@@ -4,6 +4,8 @@
 
 #include "check.h"
 
+namespace block_queue_test {
+
 using namespace infinity::io;
 
 namespace {
@@ -108,4 +110,4 @@ TEST(PromotedPartGoesBehindTheOthersOfItsNewClass) {
   CHECK(take(queue) == &parts[1]);
 }
 
-int main() { return check::run_all_tests(); }
+}  // namespace block_queue_test

@@ -6,6 +6,8 @@
 #include "check.h"
 #include "order.h"
 
+namespace block_test {
+
 using namespace infinity::io;
 
 namespace {
@@ -269,4 +271,16 @@ TEST(ArenaHoldsOnlyWhatLiesInsideIt) {
   CHECK(!arena.holds(0x1000, ~std::uint64_t{0}));
 }
 
-int main() { return check::run_all_tests(); }
+TEST(ReadUpToTheEndOfAReadOnlyFileIsDone) {
+  Subject subject(8192);
+  subject.file.is_read_only = true;
+  subject.file.size_nbytes = 1000 * 4096 + 5000;
+  CHECK(judge(subject.block, 5000).verdict == Verdict::kDone);
+  Subject cut(8192);
+  cut.file.is_read_only = true;
+  cut.file.size_nbytes = 1000 * 4096 + 5000;
+  CHECK(judge(cut.block, 4500).verdict == Verdict::kAgain);  // The file is shorter now.
+  CHECK(judge(cut.block, 0).verdict == Verdict::kFailed);
+}
+
+}  // namespace block_test

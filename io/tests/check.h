@@ -1,14 +1,16 @@
-// The smallest test harness that says what failed: TEST(name) { CHECK(...); } and run_all_tests().
+// The smallest test harness that says what failed: TEST(name) { CHECK(...); } and run_tests().
 #pragma once
 
 #include <cstdio>
 #include <cstdlib>
+#include <string_view>
 #include <vector>
 
 namespace check {
 
 struct Test {
   const char* name;
+  std::string_view file;
   void (*body)();
 };
 
@@ -17,25 +19,31 @@ inline std::vector<Test>& tests() {
   return all;
 }
 
-inline bool add(const char* name, void (*body)()) {
-  tests().push_back({name, body});
+inline bool add(const char* name, std::string_view file, void (*body)()) {
+  tests().push_back({name, file, body});
   return true;
 }
 
-inline int run_all_tests() {
+// Runs the tests of the source file `subject`.cpp, or of every file for an empty name. Returns the
+// exit status of the program: a name that no file has is a failure.
+inline int run_tests(std::string_view subject = {}) {
+  std::size_t num_run = 0;
   for (const Test& test : tests()) {
+    const std::string_view name = test.file.substr(test.file.rfind('/') + 1);
+    if (!subject.empty() && name.substr(0, name.rfind('.')) != subject) continue;
     std::printf("%s\n", test.name);
     std::fflush(stdout);
     test.body();
+    ++num_run;
   }
-  return 0;
+  return num_run > 0 ? 0 : 1;
 }
 
 }  // namespace check
 
-#define TEST(name)                                                            \
-  static void name();                                                         \
-  [[maybe_unused]] static const bool name##_added = check::add(#name, &name); \
+#define TEST(name)                                                                      \
+  static void name();                                                                   \
+  [[maybe_unused]] static const bool name##_added = check::add(#name, __FILE__, &name); \
   static void name()
 
 #define CHECK(condition)                                                             \

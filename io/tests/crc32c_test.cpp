@@ -8,6 +8,8 @@
 
 #include "check.h"
 
+namespace crc32c_test {
+
 using namespace infinity::io;
 
 namespace {
@@ -107,4 +109,4 @@ TEST(OneFlippedBitIsFoundOnItsPage) {
   }
 }
 
-int main() { return check::run_all_tests(); }
+}  // namespace crc32c_test

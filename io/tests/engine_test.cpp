@@ -6,6 +6,8 @@
 
 #include "fixtures.h"
 
+namespace engine_test {
+
 using namespace fixtures;
 
 TEST(WhatWasWrittenIsReadBack) {
@@ -200,4 +202,4 @@ TEST(AnEmptyRequestIsDoneAtOnce) {
   });
 }
 
-int main() { return check::run_all_tests(); }
+}  // namespace engine_test

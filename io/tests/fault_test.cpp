@@ -5,6 +5,8 @@
 
 #include "fixtures.h"
 
+namespace fault_test {
+
 using namespace fixtures;
 
 namespace {
@@ -129,4 +131,4 @@ TEST(EveryAnswerOfTheKernelMayBeBad) {
   });
 }
 
-int main() { return check::run_all_tests(); }
+}  // namespace fault_test

@@ -30,6 +30,7 @@ constexpr std::chrono::seconds kTimeLimit{300};
 class Memory {
  public:
   explicit Memory(std::size_t nbytes) : nbytes_(nbytes) {
+    CHECK(nbytes % sizeof(std::uint64_t) == 0);
     bytes_ = static_cast<unsigned char*>(
         mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
     CHECK(bytes_ != MAP_FAILED);
@@ -42,9 +43,12 @@ class Memory {
   [[nodiscard]] std::uintptr_t address() const { return reinterpret_cast<std::uintptr_t>(bytes_); }
   [[nodiscard]] ArenaRange range() const { return {address(), nbytes_}; }
 
+  // Eight bytes at a time: under a sanitizer the bytes of a whole file one by one cost more than
+  // what is tested.
   void fill(unsigned seed) {
-    for (std::size_t i = 0; i < nbytes_; ++i) {
-      bytes_[i] = static_cast<unsigned char>((i * 2654435761U + seed) >> 13);
+    for (std::size_t at = 0; at < nbytes_; at += sizeof(std::uint64_t)) {
+      const std::uint64_t word = (at + seed + 1) * 0x9E3779B97F4A7C15U;
+      std::memcpy(bytes_ + at, &word, sizeof(word));
     }
   }
 

@@ -2,6 +2,8 @@
 
 #include "check.h"
 
+namespace histogram_test {
+
 using namespace infinity::io;
 using namespace std::chrono_literals;
 
@@ -40,4 +42,4 @@ TEST(HistogramsAdd) {
   CHECK(one.counts[Histogram::bucket_of(1s)] == 1);
 }
 
-int main() { return check::run_all_tests(); }
+}  // namespace histogram_test

@@ -5,6 +5,8 @@
 
 #include "check.h"
 
+namespace order_test {
+
 using namespace infinity::io;
 
 namespace {
@@ -63,4 +65,4 @@ TEST(ReadsDoNotConflictWithReads) {
   CHECK(!conflict(write, beside) && !conflict(write, other_file));
 }
 
-int main() { return check::run_all_tests(); }
+}  // namespace order_test

@@ -10,6 +10,8 @@
 
 #include "fixtures.h"
 
+namespace queue_test {
+
 using namespace fixtures;
 
 namespace {
@@ -476,4 +478,4 @@ TEST(StatisticsSurviveTheFileAndTheEngine) {
   });
 }
 
-int main() { return check::run_all_tests(); }
+}  // namespace queue_test

@@ -11,6 +11,8 @@
 #include "infinity_io/block.h"
 #include "order.h"
 
+namespace split_fuzz {
+
 using namespace infinity::io;
 
 namespace {
@@ -259,6 +261,6 @@ TEST(RandomRequestsAreCutAndJudgedRight) {
   }
 }
 
-int main() { return check::run_all_tests(); }
-
 #endif
+
+}  // namespace split_fuzz

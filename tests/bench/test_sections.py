@@ -19,13 +19,13 @@ from infinity.observe import Counters
 from infinity.sizes import MIB
 from infinity.storage.volume import Volume, VolumePath
 from infinity.testing.simulated_device import SimulatedDevice
-from infinity.tiers.host import HostTier
+from infinity.tiers.host import HostBlocks
 
 
 def simulated(lab: Lab, kind: type[SimulatedDevice] = SimulatedDevice) -> SimulatedDevice:
     counters = Counters()
     device = kind(0, delay_s=0.001)
-    device.open(HostTier(lab.arena, counters), counters)
+    device.open(HostBlocks(lab.arena, counters), counters)
     return device
 
 

@@ -26,7 +26,8 @@ import torch
 from infinity.checkpoint.huggingface.safetensors_file import tensor_bytes
 from infinity.checkpoint.run.directory import list_checkpoints, step_of
 from tests.checkpoint.harness import durable, run
-from tests.checkpoint.test_copy import elsewhere, save
+from tests.checkpoint.test_copy import save
+from tests.support.file_systems import seem_elsewhere
 
 EVERY = 2
 EFFECTS_OF_A_SHARE = {"copied": 200, "linked": 60}
@@ -54,7 +55,7 @@ def live(
     if is_linked:
         options["checkpoint"] = durable(checkpoints, durability="step", keep=2)
         if life % 4 >= 2:  # Those of this life are copied, as to another file system.
-            elsewhere(checkpoints)
+            seem_elsewhere(checkpoints)
     places = [swap / "commits", swap / "copying", checkpoints]
     there = sorted((path for place in places for path in list_checkpoints(place)), key=step_of)
     newest = there[-1] if there else directory / "begin"

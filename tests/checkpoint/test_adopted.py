@@ -12,7 +12,7 @@ import pytest
 import infinity
 from infinity.errors import CorruptionError
 from infinity.testing import SimulatedDevice
-from tests.forked import context
+from tests.support.forked import context
 
 from .harness import Run, assert_same, durable, run
 from .killed_run import ROOM, section, train

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from infinity.engine import durability
 from infinity.errors import ConfigError, CorruptionError, InfinityError, StorageError
 from infinity.storage.protocol import Priority
 from infinity.testing.wrapped_engine import WrappedEngine
+from tests.support.file_systems import seem_elsewhere
 
 from .harness import Run, assert_same, content, durable, run
 from .test_linked import flip, table
@@ -26,19 +27,8 @@ from .test_linked import flip, table
 def far(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A directory that counts as one of another file system."""
     directory = tmp_path / "far"
-    elsewhere(directory, monkeypatch.setattr)
+    seem_elsewhere(directory, monkeypatch.setattr)
     return directory
-
-
-def elsewhere(directory: Path, setattr_: Callable[..., None] = setattr) -> None:
-    real = durability._file_systems
-
-    def found(paths: Any) -> set[int]:
-        paths = list(paths)
-        near = [path for path in paths if not path.is_relative_to(directory)]
-        return real(near) | ({-1} if len(near) < len(paths) else set())
-
-    setattr_(durability, "_file_systems", found)
 
 
 class Drive(WrappedEngine):

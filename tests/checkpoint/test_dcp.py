@@ -30,7 +30,7 @@ from infinity.checkpoint.dcp import export_state
 from infinity.errors import ConfigError, CorruptionError, StorageError
 from infinity.testing.models import Mlp
 from tests.checkpoint.harness import Net, assert_same, content, run
-from tests.forked import Script
+from tests.support.forked import Script
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 KINDS = ("fp32", "bf16", "fp16", "conv", "frozen", "tied", "mixed")

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import infinity
-from tests.forked import TIME_LIMIT_S, run_script
+from tests.support.forked import TIME_LIMIT_S, run_script
 
 LINKED_KILLS = int(os.environ.get("INFINITY_KILLS", "6"))
 LIVES = """

@@ -15,7 +15,7 @@ import infinity
 from infinity.checkpoint.run.linked import CHECKSUMS_NAME, TABLE_NAME
 from infinity.errors import CapacityError, ConfigError, CorruptionError, StorageError
 from infinity.testing.faulty_engine import Fault, FaultyEngine
-from tests.storage.test_kernel_faults import ext4_on_loop
+from tests.support.file_systems import ext4_on_loop
 
 from .harness import assert_same, content, durable, run
 from .test_exact import ELSEWHERE

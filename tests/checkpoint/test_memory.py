@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from tests.forked import run_script
+from tests.support.forked import run_script
 
 _MIB = 1 << 20
 
@@ -13,7 +13,7 @@ import json, sys
 from pathlib import Path
 import torch
 import infinity
-from tests.memory import growth_nbytes
+from tests.support.memory import growth_nbytes
 
 directory = Path(sys.argv[1])
 with torch.device("meta"):

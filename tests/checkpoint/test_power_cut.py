@@ -21,10 +21,11 @@ from infinity.checkpoint import Saving
 from infinity.checkpoint.run.directory import list_checkpoints, step_of
 from infinity.checkpoint.run.manifest import MANIFEST_NAME
 from infinity.storage.volume import Volume
+from tests.support.file_systems import seem_elsewhere
 
 from .harness import assert_same, durable, run
 from .power_cut import Disk, Event, Named, Recorder, Renamed, Returned, Synced, Wrote
-from .test_copy import elsewhere, save
+from .test_copy import save
 
 STEPS = 9
 CUTS = int(os.environ.get("INFINITY_POWER_CUTS", "100"))
@@ -158,7 +159,7 @@ def test_a_run_goes_on_from_what_a_cut_leaves(recording, tmp_path):
 
 def test_every_cut_of_a_copy_leaves_a_committed_step(tmp_path, place, monkeypatch):
     """Checkpoints on another file system, and the mutation check of what only they need."""
-    elsewhere(tmp_path / "root" / "checkpoints", monkeypatch.setattr)
+    seem_elsewhere(tmp_path / "root" / "checkpoints", monkeypatch.setattr)
     copied = Recording(tmp_path / "root", is_copied=True)
     assert cut_often(copied.events, copied, place, CUTS) == []
     for what in ("copied.pages", "copying"):

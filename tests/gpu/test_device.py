@@ -331,6 +331,6 @@ def test_devices_of_several_ranks_exchange(on_device: bool) -> None:
 
         return CudaDevice(host, counters)
 
-    from tests.loopback import Loopback, cuda_event
+    from tests.support.loopback import Loopback, cuda_event
 
     exchanges.run(make, Loopback(2, cuda_event), on_device=on_device)

@@ -49,10 +49,14 @@ def on_meta(name: str, config: dict[str, Any]) -> Any:
         return MODELS[name]()
 
 
-def from_files(name: str, config: dict[str, Any], directory: Path) -> Any:
+def saved(name: str, directory: Path) -> Path:
     if not directory.exists():
         MODELS[name]().save_pretrained(directory)
-    return infinity.offload(on_meta(name, config), config, weights=directory)
+    return directory
+
+
+def from_files(name: str, config: dict[str, Any], directory: Path) -> Any:
+    return infinity.offload(on_meta(name, config), config, weights=saved(name, directory))
 
 
 WAYS: dict[str, Callable[[str, dict[str, Any], Path], Any]] = {
@@ -65,36 +69,98 @@ WAYS: dict[str, Callable[[str, dict[str, Any], Path], Any]] = {
 }
 
 
+def from_function(name: str, config: dict[str, Any], _: Path) -> Any:
+    values = dict(MODELS[name]().named_parameters())
+    return infinity.offload(
+        on_meta(name, config), config, weights=lambda wanted: values[wanted].detach()
+    )
+
+
+WAYS["from a function"] = from_function
+WAYS["adapters over files"] = lambda name, config, directory: infinity.offload(
+    adapted(on_meta(name, config)), config, weights=saved(name, directory)
+)
+
+
+def configured(capacity: str, swap: Path, **more: Any) -> dict[str, Any]:
+    return {
+        "tiers": {
+            "host": {"capacity": capacity, "huge_pages": False},
+            "nvme": [{"path": str(swap), "capacity": "64MiB"}],
+        },
+        "schedule": {"tile": 0},
+    } | more
+
+
+def train(model: Any) -> list[torch.Tensor]:
+    """Two steps, and the state that follows from them."""
+    optimizer = infinity.AdamW(model, lr=1e-3)
+    return continue_with(model, optimizer)
+
+
+def continue_with(model: Any, optimizer: Any) -> list[torch.Tensor]:
+    for _ in range(2):
+        model(input_ids=IDS, labels=IDS).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def check_capacities(run: Callable[[str], list[torch.Tensor]]) -> None:
+    """What a refusal names works, a byte less is refused, and more changes no bit."""
+    with pytest.raises(CapacityError, match="smallest host budget that works") as refused:
+        run("64KiB")
+    needed_nbytes = refused.value.needed_nbytes
+    least = run(f"{needed_nbytes}B")
+    # More than the least, and less than is comfortable.
+    for more in (run(f"{int(2.4 * needed_nbytes)}B"), run("64MiB")):
+        assert all(map(torch.equal, least, more))
+    with pytest.raises(CapacityError, match="smallest host budget that works"):
+        run(f"{needed_nbytes - 1}B")
+
+
+@pytest.mark.parametrize("moments", ["float32", "8bit"])
 @pytest.mark.parametrize("compute", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     ("name", "way"),
     [(name, way) for name in MODELS for way in WAYS if name == "llama" or way == "random"],
 )
 def test_the_budget_that_a_refusal_names_trains(
-    name: str, way: str, compute: str, tmp_path: Path
+    name: str, way: str, compute: str, moments: str, tmp_path: Path
 ) -> None:
-    def train(capacity: str) -> None:
-        config = {
-            "tiers": {
-                "host": {"capacity": capacity, "huge_pages": False},
-                "nvme": [{"path": str(tmp_path / "swap"), "capacity": "64MiB"}],
-            },
-            "schedule": {"tile": 0},
-            "precision": {"compute": compute},
-        }
+    precision = {"compute": compute, "moments": moments}
+
+    def run(capacity: str) -> list[torch.Tensor]:
+        config = configured(capacity, tmp_path / "swap", precision=precision)
         torch.manual_seed(0)
         model = WAYS[way](name, config, tmp_path / "files")
         with infinity.engine_of(model):
-            optimizer = infinity.AdamW(model, lr=1e-3)
-            for _ in range(2):
-                model(input_ids=IDS, labels=IDS).loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
+            return train(model)
 
-    with pytest.raises(CapacityError, match="smallest host budget that works") as refused:
-        train("64KiB")
-    needed_nbytes = refused.value.needed_nbytes
-    train(f"{needed_nbytes}B")
-    train(f"{int(2.4 * needed_nbytes)}B")  # More than the least, and less than is comfortable.
-    with pytest.raises(CapacityError, match="smallest host budget that works"):
-        train(f"{needed_nbytes - 1}B")
+    check_capacities(run)
+
+
+@pytest.mark.parametrize("durability", ["none", "checkpoint"])
+@pytest.mark.parametrize("compute", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", MODELS)
+def test_the_budget_that_a_refusal_names_resumes(
+    name: str, compute: str, durability: str, tmp_path: Path
+) -> None:
+    kept = {"durability": durability}
+    more = {"checkpoint": kept, "precision": {"compute": compute}}
+    first = configured("64MiB", tmp_path / "swap", **more)
+    model = infinity.offload(MODELS[name](), first)
+    with infinity.engine_of(model):
+        optimizer = infinity.AdamW(model, lr=1e-3)
+        continue_with(model, optimizer)
+        saved_at = infinity.checkpoint.save(tmp_path / "run", model, optimizer)
+
+    def run(capacity: str) -> list[torch.Tensor]:
+        config = configured(capacity, tmp_path / "swap", **more)
+        model = infinity.offload(on_meta(name, config), config, resume=saved_at)
+        with infinity.engine_of(model):
+            optimizer = infinity.AdamW(model, lr=1e-3)
+            infinity.checkpoint.load(saved_at, model, optimizer)
+            return continue_with(model, optimizer)
+
+    check_capacities(run)

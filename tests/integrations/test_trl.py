@@ -5,6 +5,7 @@ One module, because importing TRL takes as long as all of its tests.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,13 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    PreTrainedTokenizerFast,
+    TrainerCallback,
+)
 
 import infinity
 from infinity.errors import ConfigError, UnsupportedError
@@ -59,15 +66,17 @@ def tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def make_model(*, lora: bool, tied: bool = False) -> Any:
+def make_model(
+    *, lora: bool, tied: bool = False, dropout: float = 0.1, width: int = 32, layers: int = 2
+) -> Any:
     torch.manual_seed(7)
     config = LlamaConfig(
-        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
+        hidden_size=width, intermediate_size=3 * width // 2, num_hidden_layers=layers, num_attention_heads=2,
         num_key_value_heads=2, vocab_size=32, max_position_embeddings=64, pad_token_id=0,
         eos_token_id=1, bos_token_id=1, tie_word_embeddings=tied,
     )  # fmt: skip
     model = LlamaForCausalLM(config)
-    return get_peft_model(model, LORA) if lora else model
+    return get_peft_model(model, dataclasses.replace(LORA, lora_dropout=dropout)) if lora else model
 
 
 def texts(count: int, start: int) -> list[str]:
@@ -99,13 +108,40 @@ def dpo(model: Any, directory: Path, reference: Any) -> Any:
     )  # fmt: skip
 
 
+def kto(model: Any, directory: Path, reference: Any) -> Any:
+    labels = [index % 3 > 0 for index in range(24)]
+    columns = {"prompt": texts(24, 0), "completion": texts(24, 3), "label": labels}
+    return trl.KTOTrainer(
+        model=model, ref_model=reference, args=trl.KTOConfig(max_length=24, **common(directory)),
+        train_dataset=datasets.Dataset.from_dict(columns), processing_class=tokenizer(),
+    )  # fmt: skip
+
+
+def reward(model: Any, directory: Path, reference: Any) -> Any:
+    """With a head of its own on the model's decoder."""
+    columns = {"chosen": texts(24, 3), "rejected": texts(24, 5)}
+    return trl.RewardTrainer(
+        model=model, args=trl.RewardConfig(max_length=24, **common(directory)),
+        train_dataset=datasets.Dataset.from_dict(columns), processing_class=tokenizer(),
+    )  # fmt: skip
+
+
+def make_scorer() -> Any:
+    torch.manual_seed(7)
+    config = make_model(lora=False).config
+    config.num_labels = 1
+    model = LlamaForSequenceClassification(config)
+    lora = dataclasses.replace(LORA, lora_dropout=0.0, task_type="SEQ_CLS")
+    return get_peft_model(model, lora)
+
+
 def grpo(model: Any, directory: Path, reference: Any) -> Any:
-    def reward(completion_ids: list[list[int]], **unused: Any) -> list[float]:
+    def score(completion_ids: list[list[int]], **unused: Any) -> list[float]:
         return [float(sum(ids) % 7) for ids in completion_ids]
 
     args = trl.GRPOConfig(num_generations=2, max_completion_length=4, beta=0.0, **common(directory))
     return trl.GRPOTrainer(
-        model=model, args=args, reward_funcs=reward, processing_class=tokenizer(),
+        model=model, args=args, reward_funcs=score, processing_class=tokenizer(),
         train_dataset=datasets.Dataset.from_dict({"prompt": texts(24, 0)}),
     )  # fmt: skip
 
@@ -142,7 +178,8 @@ def test_a_trainer_of_trl_gives_the_same_run(
     if has_reference:
         reference = infinity.offload(make_model(**options), in_memory())
     model = infinity.offload(make_model(**options), swap(tmp_path / "swap"))
-    mine = prepare_trainer(make_trainer(model, tmp_path / "mine", reference))
+    # The plain loop draws the numbers of dropout in the order of the plain trainer.
+    mine = prepare_trainer(make_trainer(model, tmp_path / "mine", reference), layer_major=False)
     mine.train()
     rows = history(mine)
     assert rows == history(plain)
@@ -154,6 +191,76 @@ def test_a_trainer_of_trl_gives_the_same_run(
         assert torch.equal(found[name], parameter), name
     for each in filter(None, (model, reference)):
         infinity.engine_of(each).close()
+
+
+@pytest.mark.parametrize(
+    ("make_trainer", "kind"),
+    [(sft, "full"), (sft, "lora"), (dpo, "full"), (dpo, "lora"), (kto, "full"), (kto, "lora"),
+     (reward, "scorer")],
+)  # fmt: skip
+def test_a_layer_major_run_of_trl_is_that_of_the_plain_trainer(
+    make_trainer: Callable[..., Any], kind: str, tmp_path: Path
+) -> None:
+    """Losses, norms, token accuracies and rewards of every step, and every weight at the end."""
+
+    def make() -> Any:
+        return make_scorer() if kind == "scorer" else make_model(lora=kind == "lora", dropout=0.0)
+
+    has_reference = make_trainer in (dpo, kto) and kind == "full"
+    reference = make() if has_reference else None
+    plain = make_trainer(make(), tmp_path / "plain", reference)
+    plain.train()
+    if has_reference:
+        reference = infinity.offload(make(), in_memory())
+    model = infinity.offload(make(), swap(tmp_path / "swap"))
+    trainer = make_trainer(model, tmp_path / "mine", reference)
+    mine = prepare_trainer(trainer, layer_major=True)
+    mine.train()
+    rows = history(mine)
+    assert rows == history(plain)
+    key = {sft: "mean_token_accuracy", reward: "accuracy"}.get(make_trainer, "rewards/chosen")
+    assert sum(key in row for row in rows) == 3
+    engine = infinity.engine_of(model)
+    found = dict(mine.model.named_parameters())
+    found |= {name: engine.read_parameter(name) for name in engine.parameter_names()}
+    for name, parameter in plain.model.named_parameters():
+        assert torch.equal(found[name], parameter), name
+    for each in filter(None, (model, reference)):
+        infinity.engine_of(each).close()
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_dpo_reads_its_base_as_often_as_sft(count: int, tmp_path: Path) -> None:
+    """Twice a step, as counted by the engine: policy and reference pass each block together, and so
+    do all micro-batches."""
+    options: dict[str, Any] = {"lora": True, "dropout": 0.0, "width": 128, "layers": 10}
+    model = make_model(**options)
+    base = sum(p.numel() * 4 for n, p in model.named_parameters() if ".layers." in n)
+    read = {}
+    for make_trainer, order in ((sft, None), (dpo, None), (dpo, False)):
+        config = swap(tmp_path / "swap")
+        config["tiers"]["host"]["capacity"] = "1800KiB"
+        config |= {"placement": {"parameters": ["nvme"]}, "schedule": {"prefetch": False}}
+        model = infinity.offload(make_model(**options), config)
+        trainer = make_trainer(model, tmp_path / "out", None)
+        trainer.args.gradient_accumulation_steps = count
+        trainer.args.max_steps = 2
+        counts: list[float] = []
+        with infinity.engine_of(model) as engine:
+            trainer.add_callback(CountsReads(engine, counts))
+            prepare_trainer(trainer, layer_major=order).train()
+        read[make_trainer.__name__, order] = counts[-1] - counts[-2]
+    assert read["sft", None] <= 2.1 * base, (read, base)
+    assert read["dpo", None] <= 1.02 * read["sft", None], read
+    assert read["dpo", False] >= 1.3 * count * read["dpo", None], read
+
+
+class CountsReads(TrainerCallback):
+    def __init__(self, engine: Any, counts: list[float]) -> None:
+        self.engine, self.counts = engine, counts
+
+    def on_step_end(self, *args: Any, **more: Any) -> None:
+        self.counts.append(self.engine.counters.snapshot()["nvme_read_nbytes"])
 
 
 def test_what_trl_would_do_with_an_offloaded_model_by_itself_is_refused(tmp_path: Path) -> None:

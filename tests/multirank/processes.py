@@ -13,7 +13,7 @@ from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from tests import forked
+from tests.support import forked
 
 
 def _run(

@@ -22,8 +22,8 @@ from infinity.checkpoint.run.directory import step_of
 from infinity.errors import ConfigError, CorruptionError, InfinityError, StorageError
 from infinity.ops.dynamic_8bit import State8Bit, decode
 from infinity.storage.page_reader import PageReader
-from tests import forked
-from tests.checkpoint.test_copy import elsewhere as set_elsewhere
+from tests.support import forked
+from tests.support.file_systems import seem_elsewhere
 
 from .models import batch
 from .processes import Ranks, run_ranks
@@ -288,7 +288,7 @@ def _go_on_in_place(rank: int, directory: str) -> tuple[float, list[tuple[float,
     steps = [run.step(2), run.step(3)]
     infinity.checkpoint.commit(run.model, run.optimizer)
     far = Path(directory, "far")
-    set_elsewhere(far)
+    seem_elsewhere(far)
     saving = infinity.checkpoint.async_save(far, run.model, run.optimizer)
     assert saving.done() and saving.source is None, "nothing is copied behind training"
     assert infinity.checkpoint.inspect(saving.wait(), verify=True)[0].is_whole

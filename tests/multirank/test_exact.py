@@ -76,14 +76,19 @@ BETWEEN_DEVICES = [
 ]
 
 
+def _depends_on_count(case: Case) -> bool:
+    return not case.placement and case.optimizer == "adamw" and case.budgets == "node"
+
+
 @pytest.mark.parametrize("count", [2, 3, 4])
 def test_ranks_have_the_bits_of_a_sum_in_rank_order(count: int) -> None:
-    """All of it on three, an odd number. On two and on four each stage and each placement once, and
-    what else may differ between ranks, without drives, which take most of the time."""
+    """Three ranks, an odd number, run every case. Two and four ranks run each stage and each placement
+    once, and the other cases without drives, which take most of the time; four ranks leave out
+    optimizers, which see one shard and no rank, and the division of budgets."""
     cases = {
         2: [GRID[0], GRID[4], GRID[8], *(case for case in OTHERS if not case.placement)],
         3: [*GRID, *OTHERS, *BETWEEN_DEVICES],
-        4: [GRID[2], GRID[3], GRID[7], *(case for case in OTHERS if not case.placement)],
+        4: [GRID[2], GRID[3], GRID[7], *(case for case in OTHERS if _depends_on_count(case))],
     }[count]
     assert {case.stage for case in cases} == set(STAGES)
     assert all(any(case.placement == each for case in cases) for each in PLACEMENTS)

@@ -13,10 +13,12 @@ from typing import Any
 import pytest
 
 from infinity.distributed import transport as transport_module
-from infinity.distributed.transport import MessageType, Peer, PeerTransport
+from infinity.distributed.messages import HEADER, MessageType, Purpose
+from infinity.distributed.peer import Peer
+from infinity.distributed.transport import PeerTransport
 from infinity.errors import RankError, StorageError
 from infinity.observe import Counters
-from tests.forked import TIME_LIMIT_S
+from tests.support.forked import TIME_LIMIT_S
 
 CONTENT = bytes(range(256)) * 1000
 
@@ -111,9 +113,7 @@ def test_strangers_are_not_let_in() -> None:
     transport = make(2)
     mine = transport[0].peers[0]
     stranger = socket.create_connection((mine.address, mine.port))
-    stranger.sendall(
-        transport_module._HEADER.pack(MessageType.HELLO, 1, 0, 0, 32) + b"a guess".ljust(32)
-    )
+    stranger.sendall(HEADER.pack(MessageType.HELLO, 1, 0, 0, 32) + b"a guess".ljust(32))
     collective_section([lambda i=i: transport[i].open(Shelf()) for i in range(2)])
     stranger.settimeout(TIME_LIMIT_S)
     with stranger:
@@ -125,7 +125,7 @@ def test_silent_and_slow_clients_do_not_hold_up_a_start() -> None:
     transport = make(2)
     mine = transport[0].peers[0]
     silent = [socket.create_connection((mine.address, mine.port)) for _ in range(5)]
-    hello = transport_module._HEADER.pack(MessageType.HELLO, 1, 0, 0, 32)
+    hello = HEADER.pack(MessageType.HELLO, 1, 0, 0, 32)
     for number, each in enumerate(silent):
         each.sendall(hello[:number])
     start_s = time.monotonic()
@@ -146,7 +146,7 @@ def test_one_deadline_holds_for_all_that_connect(monkeypatch: pytest.MonkeyPatch
     slow = [socket.create_connection((me.address, me.port)) for _ in range(3)]
 
     def speak() -> None:
-        for byte in transport_module._HEADER.pack(MessageType.HELLO, 1, 0, 0, 32):
+        for byte in HEADER.pack(MessageType.HELLO, 1, 0, 0, 32):
             for each in slow:
                 with contextlib.suppress(OSError):
                     each.send(bytes([byte]))
@@ -182,9 +182,9 @@ def test_a_rank_that_announces_what_cannot_be_is_named(
     pair: tuple[list[PeerTransport], list[Shelf]], header: tuple[int, ...], why: str
 ) -> None:
     transport, _ = pair
-    liar = transport[1]._outgoing[0, transport_module.Purpose.GIVING]
+    liar = transport[1]._outgoing[0, Purpose.GIVING]
     with liar.sending:
-        liar.connection.sendall(transport_module._HEADER.pack(*header))
+        liar.connection.sendall(HEADER.pack(*header))
     assert transport[0]._wait_until(lambda: transport[0].is_broken, TIME_LIMIT_S)
     with pytest.raises(RankError, match=f"rank 1 .*{why}") as caught:
         transport[0].check()

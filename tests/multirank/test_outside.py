@@ -196,7 +196,7 @@ def _train_divided(rank: int, mesh: Any, swap: str, group: Any) -> dict[str, Any
         "nbytes": engine.counters.snapshot()["activation_out_nbytes"],
     }
     if group is not None:
-        engine.micro_batches.share_activations(group.get_group())
+        engine.share_activations(group.get_group())
         try:  # Each rank has a batch of its own.
             infinity.forward_backward(model, loss_of, [rank])
         except InfinityError as error:

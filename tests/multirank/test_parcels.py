@@ -24,7 +24,7 @@ from infinity.storage.arena import Arena
 from infinity.storage.open import open_engine
 from infinity.storage.scratch_space import SLOT_NBYTES
 from infinity.storage.volume import Volume, VolumePath
-from infinity.tiers.host import HostTier
+from infinity.tiers.host import HostBlocks
 
 from .models import batch, loss_of
 from .processes import run_ranks
@@ -35,9 +35,9 @@ WINDOW = 4096
 
 
 @pytest.fixture
-def host() -> Iterator[HostTier]:
+def host() -> Iterator[HostBlocks]:
     with Arena(MIB) as arena:
-        yield HostTier(arena, Counters())
+        yield HostBlocks(arena, Counters())
 
 
 def filling(values: torch.Tensor) -> Fill:
@@ -52,7 +52,7 @@ def filling(values: torch.Tensor) -> Fill:
 
 
 def test_beyond_the_budget_bytes_go_to_the_drive_and_come_back(
-    host: HostTier, tmp_path: Path
+    host: HostBlocks, tmp_path: Path
 ) -> None:
     with ExitStack() as stack:
         engine = stack.enter_context(open_engine("threads", arena=host.arena))
@@ -91,7 +91,7 @@ def test_beyond_the_budget_bytes_go_to_the_drive_and_come_back(
 
 
 def test_without_a_drive_a_giver_waits_for_room(
-    host: HostTier, monkeypatch: pytest.MonkeyPatch
+    host: HostBlocks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     partials = PartialGradients(BUDGET, host=host, volume=None, window=None, counters=Counters())
     window = host.allocate(WINDOW, "window")

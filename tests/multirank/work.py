@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import infinity
 from infinity.ops.split_master import split
 from infinity.testing import SimulatedDevice
-from tests.lion import PlainLion
+from tests.support.lion import PlainLion
 
 from .models import Blocks, Experts, WideBlocks, batch, loss_of
 

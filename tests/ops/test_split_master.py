@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor
@@ -13,14 +11,13 @@ from infinity.ops.span import StateSpan
 from infinity.ops.split_master import join, split
 
 NUM_PATTERNS = 1 << 32
-CHUNK = 1 << 18  # Small enough to stay in the cache.
+CHUNK = 1 << 16  # Patterns, and all that is made of them, stay in the cache of a core.
+INFINITY = 0x7F800000
 
 
-def all_patterns() -> Iterator[Tensor]:
-    """Every fp32 bit pattern once, as int32."""
-    first = torch.arange(CHUNK, dtype=torch.int32)
-    for start in range(0, NUM_PATTERNS, CHUNK):
-        yield first + (start if start < 1 << 31 else start - NUM_PATTERNS)
+def has_bits_of(found: Tensor, expected: Tensor) -> bool:
+    """Compares eight bytes at a time, which takes a quarter of the time of two at a time."""
+    return torch.equal(found.view(torch.int64), expected.view(torch.int64))
 
 
 def test_all_patterns_come_back_and_native_kernels_keep_them(
@@ -28,30 +25,31 @@ def test_all_patterns_come_back_and_native_kernels_keep_them(
 ) -> None:
     """An update that adds minus zero changes no number. A NaN becomes the one that stands for all.
 
-    The widest instruction set, which is used, sees all; others every sixteenth chunk, which has every
-    exponent and all lower bits.
+    The widest instruction set, which training uses, sees every pattern. Every other instruction set
+    sees every sixteenth chunk, which has every exponent and all lower bits.
     """
+    first = torch.arange(CHUNK, dtype=torch.int32)
     gradient = torch.full((CHUNK,), -0.0)
     states = (torch.zeros(CHUNK), torch.zeros(CHUNK))
     nan = torch.full((CHUNK,), 0xFFC00000 - 2**32, dtype=torch.int32)
+    widest, *others = instruction_sets()
     num_seen = 0
-    for chunk, patterns in enumerate(all_patterns()):
+    for chunk, start in enumerate(range(0, NUM_PATTERNS, CHUNK)):
+        patterns = first + (start if start < 1 << 31 else start - NUM_PATTERNS)
         weight, residual = split(patterns.view(torch.float32))
-        assert torch.equal(join(weight, residual).view(torch.int32), patterns)
+        assert has_bits_of(join(weight, residual), patterns)
         num_seen += patterns.numel()
         expected = weight, residual
-        # A chunk is all numbers or, above infinity (0x7F800000), all NaNs but for that first one.
-        if int(patterns[-1] & 0x7FFFFFFF) > 0x7F800000:
-            kept = torch.where(patterns & 0x7FFFFFFF == 0x7F800000, patterns, nan)
+        # A chunk is all numbers, or infinity and NaNs, or all NaNs.
+        if start & 0x7FFFFFFF >= INFINITY:
+            kept = torch.where(patterns & 0x7FFFFFFF == INFINITY, patterns, nan)
             expected = split(kept.view(torch.float32))
-        for number, simd in enumerate(instruction_sets()):
-            if number and chunk % 16 != number:
-                continue
+        for simd in (widest, *(s for i, s in enumerate(others, 1) if chunk % 16 == i)):
             monkeypatch.setenv(SIMD_VARIABLE, simd)
             span = StateSpan(weight.clone(), gradient, states, residual.clone())
             apply_rule("stream", [span], [0.0], grad_scale=1.0, threads=1)
-            assert torch.equal(span.weight.view(torch.int16), expected[0].view(torch.int16)), simd
-            assert torch.equal(span.residual, expected[1]), simd
+            assert has_bits_of(span.weight, expected[0]), simd
+            assert has_bits_of(span.residual, expected[1]), simd
     assert num_seen == NUM_PATTERNS
 
 

@@ -13,9 +13,9 @@ from infinity.distributed.exchange import Buffers, DeviceExchange, PlacedRange, 
 from infinity.observe import Counters
 from infinity.storage.arena import Arena
 from infinity.tiers.device import all_of
-from infinity.tiers.host import HostTier
+from infinity.tiers.host import HostBlocks
 from infinity.tiers.streams import StreamDevice, StreamRegion
-from tests.loopback import Loopback
+from tests.support.loopback import Loopback
 
 WHOLE_NBYTES = 40_000
 LARGEST_NBYTES = 12_288  # So a unit takes several rounds.
@@ -37,7 +37,7 @@ def part_of(whole: torch.Tensor, rank: int, stretches: Sequence[PlacedRange]) ->
 
 
 def run(
-    make: Callable[[HostTier, Counters], StreamDevice], loopback: Loopback, *, on_device: bool
+    make: Callable[[HostBlocks, Counters], StreamDevice], loopback: Loopback, *, on_device: bool
 ) -> None:
     """Three units, one after the other through room for one, and gradients of two dtypes; raises
     AssertionError for a byte that is wrong. `on_device`: a rank's part rests there."""
@@ -57,7 +57,7 @@ def run(
 
     def of_rank(rank: int) -> None:
         arena = Arena(256 << 10)
-        host = HostTier(arena, Counters())
+        host = HostBlocks(arena, Counters())
         device = make(host, Counters())
         try:
             exchange = DeviceExchange(device, loopback.rank(rank), Buffers(count, LARGEST_NBYTES))
@@ -73,7 +73,7 @@ def run(
             arena.close()
 
     def _put_together(
-        exchange: DeviceExchange, device: StreamDevice, host: HostTier, rank: int
+        exchange: DeviceExchange, device: StreamDevice, host: HostBlocks, rank: int
     ) -> None:
         region = device.reserve(WHOLE_NBYTES)
         for whole in tiled_params:

@@ -322,12 +322,17 @@ def swap_config(
     return table
 
 
+LEAST_HOST_NBYTES = 256 << 10  # Four of the smallest update chunks, which the configuration needs.
+
+
 def smallest_host_nbytes(
     build: Callable[[], nn.Module], config: dict[str, Any], device: Any = None
 ) -> int:
-    """The smallest host budget `build()` trains in, as the engine's own refusal states it."""
-    least_nbytes = 256 << 10  # four of the smallest update chunks: the configuration asks for these
-    starved = {"capacity": least_nbytes, "huge_pages": False}
+    """The smallest host budget `build()` trains in, as the engine's own refusal states it.
+
+    The model is refused, and as it was, if the result is above LEAST_HOST_NBYTES.
+    """
+    starved = {"capacity": LEAST_HOST_NBYTES, "huge_pages": False}
     try:
         model = infinity.offload(
             build(), {**config, "tiers": {**config["tiers"], "host": starved}}, device=device
@@ -336,7 +341,7 @@ def smallest_host_nbytes(
         assert error.tier == "host"
         return error.needed_nbytes
     infinity.engine_of(model).close()
-    return least_nbytes
+    return LEAST_HOST_NBYTES
 
 
 @contextmanager

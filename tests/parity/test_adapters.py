@@ -78,6 +78,10 @@ def loss_of(model: Any) -> Tensor:
         return model(input_ids=IDS, labels=IDS).loss
 
 
+def backward(model: Any) -> None:
+    model(input_ids=IDS, labels=IDS).loss.backward()
+
+
 def merged(model: Any) -> list[Tensor]:
     seen = train(model)
     model.merge_adapter()
@@ -146,10 +150,43 @@ def test_an_adapter_that_came_after_offload_is_not_left_untrained(tmp_path: Path
     optimizer = optimizer_of(model)
     model.add_adapter("late", peft.LoraConfig(r=2, **LORA))
     model.set_adapter("late")
+    engine = infinity.engine_of(model)
+    before = {name: engine.read_parameter(name) for name in engine.parameter_names()}
     with pytest.raises(ConfigError, match=r"late\.weight.* Add adapters and heads before"):
         train(model, optimizer)
+    backward(model)
+    for _ in range(2):  # At the first step, and before it changes anything.
+        with pytest.raises(ConfigError, match=r"late\.weight.* Add adapters and heads before"):
+            optimizer.step()
+    for name, value in before.items():
+        assert torch.equal(engine.read_parameter(name), value)
     with pytest.raises(ConfigError, match="attach adapters and new heads before"):
         infinity.AdamW(model)
+    infinity.engine_of(model).close()
+
+
+def test_an_adapter_that_came_after_offload_trains_with_an_optimizer_of_torch(
+    tmp_path: Path,
+) -> None:
+    """And is refused when that optimizer makes no steps."""
+    model = offloaded(one(), tmp_path)
+    optimizer = optimizer_of(model)
+    model.add_adapter("late", peft.LoraConfig(r=2, **LORA))
+    model.set_adapter("late")
+    late = {n: p for n, p in model.named_parameters() if ".late." in n}
+    other = torch.optim.AdamW(late.values(), lr=1e-2)
+    before = {name: p.detach().clone() for name, p in late.items()}
+    for _ in range(3):
+        backward(model)
+        optimizer.step()
+        other.step()
+        other.zero_grad()
+    changed = [name for name in late if not torch.equal(late[name], before[name])]
+    assert len(changed) == len(late)
+    backward(model)
+    optimizer.step()
+    with pytest.raises(ConfigError, match="no optimizer changes them"):
+        optimizer.step()
     infinity.engine_of(model).close()
 
 

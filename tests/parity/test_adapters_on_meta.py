@@ -121,6 +121,46 @@ def test_a_loaded_adapter_keeps_its_values(
         assert_same(plain, model)
 
 
+def small_llama() -> LlamaForCausalLM:
+    """Every weight is small enough to keep its constructor's value until it gets another one."""
+    return LlamaForCausalLM(
+        LlamaConfig(
+            hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2,
+            vocab_size=64, tie_word_embeddings=False,
+        )
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("is_loaded", [False, True])
+@pytest.mark.parametrize("kind", ["dora", "tokens"])
+def test_values_that_derive_from_small_base_weights_are_those_of_the_checkpoint(
+    kind: str, is_loaded: bool, tmp_path: Path
+) -> None:
+    """PEFT has derived them from what the constructor drew; those that were loaded are kept."""
+    torch.manual_seed(7)
+    plain = small_llama()
+    plain.save_pretrained(tmp_path / "base")
+    plain = LlamaForCausalLM.from_pretrained(tmp_path / "base")
+    torch.manual_seed(3)
+    plain = peft.get_peft_model(plain, ADAPTERS[kind]())
+    torch.manual_seed(8)
+    with infinity.init_empty_weights():
+        model: Any = small_llama()
+    assert not model.lm_head.weight.is_meta
+    torch.manual_seed(3)
+    if is_loaded:
+        with torch.no_grad():
+            for parameter in plain.parameters():
+                if parameter.requires_grad:
+                    parameter.add_(torch.randn_like(parameter) * 0.01)
+        plain.save_pretrained(tmp_path / "adapter")
+        model = peft.PeftModel.from_pretrained(model, tmp_path / "adapter", is_trainable=True)
+    else:
+        model = peft.get_peft_model(model, ADAPTERS[kind]())
+    with offloaded(model, tmp_path, tmp_path / "base") as model:
+        assert_same(plain, model)
+
+
 def test_transformers_own_load_adapter_keeps_the_values(checkpoint: Path, tmp_path: Path) -> None:
     plain = peft.get_peft_model(in_memory(checkpoint), ADAPTERS["lora"]())
     torch.nn.init.normal_(

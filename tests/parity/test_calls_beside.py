@@ -6,12 +6,13 @@ The reference is `for batch in batches: loss_of(batch).backward()` over the plai
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 from transformers import (
@@ -27,6 +28,7 @@ from transformers import (
 
 import infinity
 from infinity.errors import InfinityError
+from infinity.testing.simulated_device import SimulatedDevice
 
 from .harness import (
     Named,
@@ -35,6 +37,7 @@ from .harness import (
     differences,
     held_units,
     offloaded,
+    seed_everything,
     smallest_host_nbytes,
     swap_config,
 )
@@ -50,14 +53,18 @@ BATCHES = [
 ]
 
 
-def llama(*, width: int = 32, layers: int = 4, targets: Sequence[str] = TARGETS) -> Any:
+def llama(
+    *, width: int = 32, layers: int = 4, targets: Sequence[str] = TARGETS, dropout: float = 0.0
+) -> Any:
     """With an adapter that trains and a frozen reference adapter, neither of them zero. The head
     has them, too: what is behind the last block runs with the modes of its own call."""
     torch.manual_seed(7)
     sizes = SIZES | {
         "hidden_size": width, "intermediate_size": 2 * width, "num_hidden_layers": layers,
     }  # fmt: skip
-    config = LoraConfig(r=4, target_modules=list(targets), init_lora_weights=False)
+    config = LoraConfig(
+        r=4, target_modules=list(targets), init_lora_weights=False, lora_dropout=dropout
+    )  # fmt: skip
     model = get_peft_model(LlamaForCausalLM(LlamaConfig(**sizes)), config)
     model.add_adapter("ref", config)
     model.set_adapter("default")
@@ -97,11 +104,12 @@ def dpo(policy: Tensor, reference: Tensor) -> Tensor:
 
 
 def plain(
-    make: Callable[[], Any], loss_of: Callable[[Any, Tensor], Tensor]
+    make: Callable[[], Any], loss_of: Callable[[Any, Tensor], Tensor], count: int = len(BATCHES)
 ) -> tuple[list[float], Named]:
     model = make()
     losses = []
-    for ids in BATCHES:
+    seed_everything(5)
+    for ids in BATCHES[:count]:
         loss = loss_of(model, ids)
         loss.backward()
         losses.append(loss.item())
@@ -109,10 +117,18 @@ def plain(
 
 
 def layer_major(
-    make: Callable[[], Any], loss_of: Callable[[Any, Tensor], Tensor], config: dict[str, Any]
+    make: Callable[[], Any],
+    loss_of: Callable[[Any, Tensor], Tensor],
+    config: dict[str, Any],
+    count: int = len(BATCHES),
+    device: Any = None,
 ) -> tuple[list[float], Named]:
-    with offloaded(make(), config) as model:
-        losses = infinity.forward_backward(model, lambda ids: loss_of(model, ids), BATCHES)
+    place = "cpu" if device is None else device.torch_device
+    with offloaded(make(), config, device=device) as model:
+        seed_everything(5)
+        losses = infinity.forward_backward(
+            model, lambda ids: loss_of(model, ids.to(place)), BATCHES[:count]
+        )
         assert not held_units(model)
         return [loss.item() for loss in losses], OffloadedSide(model).gradients()
 
@@ -120,10 +136,11 @@ def layer_major(
 REFERENCES = {"disabled": of_disabled, "ref": of_reference, "eval": in_evaluation}
 
 
+@pytest.mark.parametrize("is_simulated", [False, True], ids=["cpu", "simulated"])
 @pytest.mark.parametrize("is_beside", [False, True], ids=["after", "beside"])
 @pytest.mark.parametrize("name", REFERENCES)
 def test_each_call_of_a_loss_has_its_own_adapters_and_modes(
-    name: str, is_beside: bool, swap_directory: Path
+    name: str, is_beside: bool, is_simulated: bool, swap_directory: Path
 ) -> None:
     """Also in the repeated forward of a block, and also behind the last block."""
     reference_of = REFERENCES[name]
@@ -135,9 +152,14 @@ def test_each_call_of_a_loss_has_its_own_adapters_and_modes(
         reference = infinity.beside(model, lambda: reference_of(model, ids))
         return dpo(log_probs(model, ids), reference())
 
-    losses, expected = plain(llama, in_order)
+    # With dropout in training alone. Further micro-batches would draw other numbers.
+    make, count = (partial(llama, dropout=0.2), 1) if name == "eval" else (llama, len(BATCHES))
+    losses, expected = plain(make, in_order, count)
     assert any(g is not None and "default" in n for n, g in expected.items())
-    found = layer_major(llama, beside if is_beside else in_order, swap_config(swap_directory))
+    found = layer_major(
+        make, beside if is_beside else in_order, swap_config(swap_directory), count,
+        SimulatedDevice(seed=3, delay_s=1e-4) if is_simulated else None,
+    )  # fmt: skip
     assert found[0] == losses
     assert not differences(expected, found[1])
 
@@ -165,6 +187,38 @@ def test_a_switched_adapter_is_that_of_its_call_in_the_backward(swap_directory: 
             assert found[1][key] is None
         else:  # The embedding has two uses in a micro-batch, whose order of sums differs.
             torch.testing.assert_close(found[1][key], gradient, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("is_beside", [False, True], ids=["after", "beside"])
+def test_prompts_are_disabled_for_their_call_alone(is_beside: bool, swap_directory: Path) -> None:
+    """PEFT replaces the forward of the whole model for this."""
+
+    def make() -> Any:
+        torch.manual_seed(7)
+        config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+        return get_peft_model(LlamaForCausalLM(LlamaConfig(**SIZES)), config).train()
+
+    def of(model: Any, ids: Tensor) -> Tensor:
+        logits = model(input_ids=ids).logits[:, -ids.shape[1] : -1]
+        return logits.log_softmax(-1).gather(-1, ids[:, 1:, None]).sum((1, 2))
+
+    def of_base(model: Any, ids: Tensor) -> Tensor:
+        with torch.no_grad(), model.disable_adapter():
+            return of(model, ids)
+
+    def in_order(model: Any, ids: Tensor) -> Tensor:
+        return dpo(of(model, ids), of_base(model, ids))
+
+    def beside(model: Any, ids: Tensor) -> Tensor:
+        reference = infinity.beside(model, lambda: of_base(model, ids))
+        return dpo(of(model, ids), reference())
+
+    losses, expected = plain(make, in_order)
+    assert sum(gradient is not None for gradient in expected.values()) == 1
+    loss_of = beside if is_beside else in_order
+    found = layer_major(make, loss_of, swap_config(swap_directory))
+    assert found[0] == losses
+    assert not differences(expected, found[1])
 
 
 @pytest.mark.parametrize("count", [1, 4])
@@ -284,3 +338,35 @@ def test_auxiliary_losses_of_routers_are_those_of_the_plain_loop(
     found = layer_major(make, loss_of, swap_config(swap_directory))
     assert found[0] == losses
     assert not differences(expected, found[1])
+
+
+@pytest.mark.parametrize("place", ["nvme", "host"])
+def test_auxiliary_losses_are_the_same_with_tiles(place: str, swap_directory: Path) -> None:
+    """Experts and adapters in tiles: every fiber stops inside the blocks, in both directions."""
+
+    def make() -> Any:
+        torch.manual_seed(3)
+        config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+        sizes = MOE | {"hidden_size": 64, "intermediate_size": 256}
+        model = MixtralForCausalLM(MixtralConfig(**sizes, num_local_experts=4))
+        return get_peft_model(model.train(), config)
+
+    def loss_of(model: Any, ids: Tensor) -> Tensor:
+        reference = infinity.beside(model, lambda: of_disabled(model, ids))
+        output = model(input_ids=ids, labels=ids)
+        return output.loss / len(BATCHES) + 0.01 * dpo(output.logits.mean((1, 2)), reference())
+
+    losses, expected = plain(make, _in_order)
+    config = swap_config(swap_directory, placement=place, schedule={"tile": "64KiB"})
+    found = layer_major(make, loss_of, config)
+    torch.testing.assert_close(torch.tensor(found[0]), torch.tensor(losses))
+    trained = {name: gradient for name, gradient in expected.items() if gradient is not None}
+    assert len(trained) == 16
+    for name, gradient in trained.items():
+        torch.testing.assert_close(found[1][name], gradient, rtol=1e-4, atol=1e-7)
+
+
+def _in_order(model: Any, ids: Tensor) -> Tensor:
+    output = model(input_ids=ids, labels=ids)
+    reference = of_disabled(model, ids)
+    return output.loss / len(BATCHES) + 0.01 * dpo(output.logits.mean((1, 2)), reference)

@@ -11,7 +11,7 @@ import torch
 from infinity.distributed.exchange import mean_of
 from infinity.testing.simulated_device import SimulatedDevice
 from infinity.tiers.streams import StreamCopy, StreamDevice
-from tests.loopback import Loopback
+from tests.support.loopback import Loopback
 
 from . import exchanges
 

@@ -24,7 +24,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.forked import run_script
+from tests.support.forked import run_script
 
 MIB = 1 << 20
 FIXED_NBYTES = 32 * MIB
@@ -43,7 +43,7 @@ PROGRAM = textwrap.dedent(
     def reset_peak():
         Path("/proc/self/clear_refs").write_text("5")
 
-    from tests.memory import use_small_pages
+    from tests.support.memory import use_small_pages
 
     use_small_pages()
     case = json.loads(sys.argv[1])

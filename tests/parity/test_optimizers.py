@@ -20,7 +20,7 @@ from transformers import get_cosine_schedule_with_warmup
 import infinity
 from infinity.errors import ConfigError, InfinityError, NonFiniteError, UnsupportedError
 from infinity.testing.models import Mlp
-from tests.lion import PlainLion
+from tests.support.lion import PlainLion
 
 from .harness import differences, swap_config
 

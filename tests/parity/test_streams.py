@@ -20,7 +20,7 @@ import torch
 import infinity
 from infinity.engine.update_rates import time_products, time_updates
 from infinity.errors import UnsupportedError
-from infinity.simulate.step import Rates
+from infinity.simulate.rates import Rates
 from infinity.streaming.activations import ActivationStore
 from infinity.streaming.device_update import update_on_device
 from infinity.streaming.gradient_memory import tail_of, widen
@@ -218,7 +218,7 @@ def test_whoever_is_found_faster_updates_with_the_same_bits(
         updated_there.append(True)
         update_on_device(*arguments)
 
-    monkeypatch.setattr("infinity.streaming.optimizer_step.update_on_device", update_there)
+    monkeypatch.setattr("infinity.streaming.chunk_update.update_on_device", update_there)
     device = SimulatedDevice(1, delay_s=1e-4)
     with caplog.at_level(logging.INFO, "infinity"):
         batch = {} if flops is None else BATCH

@@ -8,7 +8,8 @@ import torch
 from infinity.errors import ConfigError
 from infinity.plan.files import shipped_in
 from infinity.plan.hardware import load_hardware
-from infinity.plan.model import load_model, model_of_shape, scaled_gpt
+from infinity.plan.model import load_model, model_of_shape
+from infinity.plan.shapes import scaled_gpt
 
 
 @pytest.mark.parametrize(
@@ -25,6 +26,11 @@ from infinity.plan.model import load_model, model_of_shape, scaled_gpt
         ("llama-3-405b", 405.9e9, None),
         ("deepseek-v3", 671e9, 37e9),
         ("kimi-k2", 1.03e12, 32e9),
+        ("kimi-k2-int4", 1.03e12, 32e9),
+        ("gpt-oss-120b", 116.83e9, 5.13e9),
+        ("qwen3-235b", 235.1e9, 22e9),
+        ("qwen3-coder-480b", 480.2e9, 35e9),
+        ("glm-4.6", 355e9, 32e9),
     ],
 )
 def test_published_sizes(name: str, params: float, active: float | None) -> None:

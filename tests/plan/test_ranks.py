@@ -17,17 +17,17 @@ from infinity.plan import forecast, load_hardware, scaled_gpt
 from infinity.plan.model import model_of_shape
 from infinity.simulate.job import Batch, load_of
 from infinity.simulate.rank_job import rank_loads
-from infinity.simulate.step import UnitLoad
+from infinity.simulate.spec import UnitLoad
 from infinity.state.partition import STAGES, partition
-from infinity.state.placement import Placement
+from infinity.state.placement import StatePlacement
 from infinity.state.units import StateKind, Unit
 from tests.property.strategies import units
 
 BATCH = Batch(8, 1)
 
 
-def placed(laid_out: list[Unit], tier: str) -> Placement:
-    return Placement({(unit.index, kind): tier for unit in laid_out for kind in StateKind}, {})
+def placed(laid_out: list[Unit], tier: str) -> StatePlacement:
+    return StatePlacement({(unit.index, kind): tier for unit in laid_out for kind in StateKind}, {})
 
 
 def loads_of_ranks(

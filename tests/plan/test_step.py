@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 
 from infinity.simulate.cache import visits
 from infinity.simulate.order import Use, moves
-from infinity.simulate.step import Rates, StepSpec, UnitLoad, predict
+from infinity.simulate.rates import Rates
+from infinity.simulate.spec import StepSpec, UnitLoad
+from infinity.simulate.step import predict
 
 GB = 10**9
 RATES = Rates(flops=1e13, update=100e9, host=100e9, nvme_read=8e9, nvme_write=4e9, nvme_mixed=6e9,

@@ -17,7 +17,8 @@ from infinity.errors import CapacityError
 from infinity.modules.discover import discover_units
 from infinity.modules.tiling.split import Tiling
 from infinity.plan import Batch, forecast, load_hardware
-from infinity.plan.model import ModelShape, ModuleWork, PlannedModel, model_of_shape
+from infinity.plan.model import ModuleWork, PlannedModel, model_of_shape
+from infinity.plan.shapes import ModelShape
 from infinity.plan.tiles import largest_nbytes, with_tiles
 from infinity.sizes import GIB
 from infinity.state.tiles import ROW_ALIGNMENT, cut_rows, fit, limits

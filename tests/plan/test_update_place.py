@@ -12,7 +12,10 @@ from hypothesis import strategies as st
 from infinity.config import SwapConfig
 from infinity.plan import Batch, advise, forecast, load_hardware, scaled_gpt
 from infinity.plan.model import model_of_shape
-from infinity.simulate.step import Rates, StepSpec, Use, predict
+from infinity.simulate.order import Use
+from infinity.simulate.rates import Rates
+from infinity.simulate.spec import StepSpec
+from infinity.simulate.step import predict
 from infinity.simulate.update_device import LEAST_GAIN, choose, settled
 from infinity.sizes import GIB
 from infinity.state.moments import moments_of

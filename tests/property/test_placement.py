@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -12,7 +13,7 @@ from infinity.errors import CapacityError
 from infinity.sizes import HUGE_PAGE_NBYTES, PAGE_NBYTES
 from infinity.state.placement import (
     STATE_KINDS,
-    Placement,
+    StatePlacement,
     least_chunk_nbytes,
     place,
     plan_staging_slots,
@@ -20,7 +21,15 @@ from infinity.state.placement import (
     smallest_working_nbytes,
     staging_nbytes,
 )
-from infinity.state.units import STATE_GRANULE, STATE_ITEM_NBYTES, StateKind, Unit, chunk_unit
+from infinity.state.units import (
+    STATE_GRANULE,
+    STATE_ITEM_NBYTES,
+    StateKind,
+    TensorFacts,
+    Unit,
+    chunk_unit,
+    layout_unit,
+)
 from infinity.tiers.ranges import rounded_nbytes
 
 from .strategies import units
@@ -44,16 +53,18 @@ def followed(
     units: list[Unit], preferences: dict[str, tuple[str, ...]], budget: dict[str, float]
 ) -> dict[tuple[int, StateKind], str]:
     """The rule by hand: kinds that may not go to NVMe first, then by traffic; a piece goes to the
-    first tier of its list that has room. Units with state come before those without."""
-    units = [u for u in units if u.state_numel] + [u for u in units if not u.state_numel]
+    first tier of its list that has room. Units without state come after all state of the others."""
+    trained = [unit for unit in units if unit.state_numel]
+    frozen = [unit for unit in units if not unit.state_numel]
     fixed = [kind for kind in KINDS if "nvme" not in preferences[kind]]
     others = [kind for kind in KINDS if "nvme" in preferences[kind]]
+    turns = [(kind, group) for kinds in (fixed, others) for group in (trained, frozen) for kind in kinds]  # fmt: skip
     found: dict[tuple[int, StateKind], str] = {}
-    for kind in fixed + others:
+    for kind, group in turns:
         for state_kind in StateKind:
             if state_kind.kind != kind:
                 continue
-            for unit in units:
+            for unit in group:
                 nbytes = unit.nbytes(state_kind)
                 if nbytes == 0:
                     continue
@@ -70,8 +81,23 @@ def followed(
 
 def placed(
     units: list[Unit], preferences: dict[str, tuple[str, ...]], host: int, device: int | None
-) -> Placement:
+) -> StatePlacement:
     return place(units, preferences, host_nbytes=host, device_nbytes=device)
+
+
+def unit_of(index: int, *, is_trainable: bool) -> Unit:
+    facts = TensorFacts("weight", (4096,), (1,), torch.bfloat16, is_trainable)
+    return layout_unit(index, f"u{index}", [facts])
+
+
+def test_state_of_trained_units_takes_the_host_before_frozen_weights_do() -> None:
+    frozen, trained = unit_of(0, is_trainable=False), unit_of(1, is_trainable=True)
+    order = dict.fromkeys(KINDS, ("host", "nvme"))
+    kinds = (StateKind.PARAMETERS, *STATE_KINDS)
+    room = sum(resting_nbytes(trained, kind) for kind in kinds)
+    found = placed([frozen, trained], order, room, None)
+    assert {found.tiers[1, kind] for kind in kinds if trained.nbytes(kind)} == {"host"}
+    assert found.tiers[0, StateKind.PARAMETERS] == "nvme"
 
 
 @given(units=units(), preferences=preferences, host=budgets, device=st.none() | budgets)

@@ -23,8 +23,10 @@ from infinity.storage.native import NativeEngine
 from infinity.storage.open import open_engine
 from infinity.storage.probe import explain_missing_uring, grants_ring_flags
 from infinity.storage.protocol import Priority, Segment, StorageEngine, Ticket
-from tests.forked import TIME_LIMIT_S
-from tests.memory import resident_nbytes
+from tests.support.forked import TIME_LIMIT_S
+from tests.support.memory import resident_nbytes
+
+from .latencies import mean_in_flight, quantile_s
 
 BLOCK_NBYTES = 64 * KIB
 Make = Callable[..., str]
@@ -93,6 +95,52 @@ def test_one_request_moves_many_segments_of_many_files(
     for at, page in enumerate(pages):
         expected = contents[page % 3][page // 3 * PAGE_NBYTES :][:PAGE_NBYTES]
         assert arena.memory(at * PAGE_NBYTES, PAGE_NBYTES) == expected
+
+
+@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize("tail_nbytes", [1, 511, PAGE_NBYTES - 1])
+@pytest.mark.parametrize("head_nbytes", [0, PAGE_NBYTES, BLOCK_NBYTES, 3 * BLOCK_NBYTES])
+def test_a_read_only_file_is_read_up_to_its_end_in_whole_pages(
+    engine: StorageEngine,
+    arena: Arena,
+    make_file: Make,
+    head_nbytes: int,
+    tail_nbytes: int,
+    direct: bool,
+) -> None:
+    data = random_bytes(head_nbytes + tail_nbytes, seed=4)
+    path = make_file(data)
+    os.chmod(path, 0o400)
+    file = engine.open(path, direct=direct, read_only=True)
+    nbytes = head_nbytes + PAGE_NBYTES
+    engine.submit("read", [Segment(file, 0, arena.address, nbytes)], Priority.FORWARD).wait()
+    assert arena.memory(0, len(data)) == data
+
+
+def test_a_read_only_file_is_never_written(
+    engine: StorageEngine, arena: Arena, make_file: Make
+) -> None:
+    data = random_bytes(2 * PAGE_NBYTES, seed=5)
+    path = make_file(data)
+    file = engine.open(path, direct=False, read_only=True)
+    with pytest.raises(StorageError, match="opened for reading"):
+        engine.submit("write", [Segment(file, 0, arena.address, PAGE_NBYTES)], Priority.STATE)
+    with open(path, "rb") as plain:
+        assert plain.read() == data
+
+
+def test_a_read_of_a_read_only_file_that_has_shrunk_is_an_error(
+    engine: StorageEngine, arena: Arena, make_file: Make
+) -> None:
+    path = make_file(random_bytes(3 * PAGE_NBYTES + 100, seed=6))
+    file = engine.open(path, direct=True, read_only=True)
+    os.truncate(path, 2 * PAGE_NBYTES + 50)
+    ticket = engine.submit(
+        "read", [Segment(file, 0, arena.address, 4 * PAGE_NBYTES)], Priority.FORWARD
+    )
+    with pytest.raises(StorageError, match=r"end of file|ends inside") as caught:
+        ticket.wait()
+    assert path in str(caught.value)
 
 
 def behind_a_queue(attempt: Callable[[int], bool]) -> None:
@@ -936,9 +984,9 @@ def test_statistics_count_bytes_blocks_and_errors_by_file(
     assert stats.busy_s > 0
     assert by_name["first"].read_latency.num_samples == 16
     assert by_name["second"].write_latency.num_samples == 1
-    assert 0 < by_name["first"].read_latency.quantile_s(0.5) < 10
+    assert 0 < quantile_s(by_name["first"].read_latency, 0.5) < 10
     assert 1 <= by_name["first"].max_in_flight <= 4
-    assert 0 < by_name["first"].mean_in_flight <= 4
+    assert 0 < mean_in_flight(by_name["first"]) <= 4
     (device,) = stats.by_device
     assert device.device == os.stat(by_name["first"].path).st_dev
     assert (device.num_pending, device.num_in_flight) == (0, 0)

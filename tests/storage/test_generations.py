@@ -13,9 +13,10 @@ import pytest
 from infinity.errors import CapacityError, CorruptionError, StorageError, UnsupportedError
 from infinity.sizes import KIB, MIB, PAGE_NBYTES
 from infinity.storage.arena import Arena
+from infinity.storage.frozen_content import Adopted, FrozenContent
 from infinity.storage.protocol import Priority
 from infinity.storage.swap_directory import job_of
-from infinity.storage.volume import Adopted, Extent, Frozen, Volume, VolumePath
+from infinity.storage.volume import Extent, Volume, VolumePath
 
 SIZE = 512 * KIB
 
@@ -63,7 +64,7 @@ def test_frozen_content_stays_on_the_drive_whatever_is_written(
     ) as volume:
         piece, _ = volume.reserve([SIZE, MIB])
         expected = bytes(SIZE)
-        kept: list[tuple[Frozen, list[tuple[str, int, int]], bytes]] = []
+        kept: list[tuple[FrozenContent, list[tuple[str, int, int]], bytes]] = []
         for _ in range(60):
             for _ in range(drawn.randint(1, 6)):
                 at = drawn.randrange(0, SIZE, PAGE_NBYTES)

@@ -24,7 +24,8 @@ from infinity.sizes import KIB, MIB, PAGE_NBYTES
 from infinity.storage.arena import Arena
 from infinity.storage.protocol import Priority, Segment, StorageEngine
 from infinity.storage.volume import Volume, VolumePath
-from tests.forked import TIME_LIMIT_S
+from tests.support.file_systems import ext4_on_loop
+from tests.support.forked import TIME_LIMIT_S
 
 DRIVE = Path(__file__).with_name("fuse_drive.py")
 NBYTES = 512 * KIB  # Eight blocks.
@@ -132,29 +133,6 @@ def test_drive_that_is_pulled_fails_and_the_other_goes_on(
         with pytest.raises(StorageError, match="close"):
             engine.close_file(file)  # It says so, and has let go all the same.
         round_trip(engine, arena, steady, 0)
-
-
-@contextmanager
-def ext4_on_loop(image: Path, point: Path, nbytes: int) -> Iterator[Path]:
-    """A freshly made ext4 without a journal on a loop device over a sparse image."""
-    point.mkdir()
-    image.write_bytes(b"")
-    os.truncate(image, nbytes)
-    steps = (
-        ["mkfs.ext4", "-q", "-O", "^has_journal", str(image)],
-        ["mount", "-o", "loop", str(image), str(point)],
-    )
-    for step in steps:
-        try:
-            done = subprocess.run(step, capture_output=True, text=True, check=False)
-        except FileNotFoundError:
-            pytest.skip(f"needs {step[0]}: apt-get install e2fsprogs")
-        if done.returncode != 0:
-            pytest.skip(f"needs the right to mount a loop device: {done.stderr.strip()}")
-    try:
-        yield point
-    finally:
-        subprocess.run(["umount", "-l", str(point)], check=True)
 
 
 @pytest.fixture

@@ -128,7 +128,7 @@ def without_uring() -> tuple[Path, str]:
     ]  # fmt: skip
     return build_in(
         "native-without-uring", "-DINFINITY_URING=OFF", *(for_fuzzer if HAS_CLANG else []),
-        targets=["engine_test", "split_fuzz"],
+        targets=["io_tests", *(["split_fuzz"] if HAS_CLANG else [])],
     )  # fmt: skip
 
 

@@ -30,7 +30,7 @@ from infinity.storage.swap_directory import DirectoryLock
 from infinity.storage.swap_inspect import examine
 from infinity.storage.volume import Extent, Volume, VolumePath
 from infinity.testing.faulty_engine import Fault, FaultyEngine
-from tests.forked import TIME_LIMIT_S
+from tests.support.forked import TIME_LIMIT_S
 
 Mount = Callable[..., Path]
 SWAP_GLOB = "infinity-*.swap"

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.forked import Script
+from tests.support.forked import Script
 
 
 @pytest.fixture

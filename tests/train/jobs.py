@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
-from tests.forked import Script, wait_until
+from tests.support.forked import Script, wait_until
 
 # What every job has; a test adds keys of [train] and whole sections behind it.
 CONFIG = """

@@ -13,7 +13,7 @@ import pytest
 
 from infinity.cli.train import override
 from infinity.errors import ConfigError
-from tests.forked import Script, run_script, wait_until
+from tests.support.forked import Script, run_script, wait_until
 
 from .jobs import COMMAND, CONFIG, start, wait_for_steps, write_job
 

@@ -13,7 +13,7 @@ from infinity.training.report import MetricsRecord, Reporter, Summary, write_sum
 BEFORE = {"nvme_read_nbytes": 1e9, "read_wait_s": 5.0}
 AFTER = {
     "nvme_read_nbytes": 4e9, "nvme_write_nbytes": 1e9, "read_wait_s": 5.5, "write_wait_s": 0.1,
-    "update_s": 0.4, "host_in_use_nbytes": 1 << 20, "device_in_nbytes": 0.0,
+    "ranks_wait_s": 0.25, "update_s": 0.4, "host_in_use_nbytes": 1 << 20, "device_in_nbytes": 0.0,
 }  # fmt: skip
 
 
@@ -26,7 +26,7 @@ def test_record_is_the_difference_of_two_snapshots():
     line = record().to_dict(None)
 
     assert line["nvme_read_nbytes"] == 3e9 and line["nvme_read_bytes_per_s"] == 1.5e9
-    assert line["stall_share"] == (0.5 + 0.1) / 2
+    assert line["stall_share"] == (0.5 + 0.1 + 0.25) / 2 and line["ranks_wait_s"] == 0.25
     assert line["tokens_per_s"] == 500 and line["update_s"] == 0.4
     assert line["host_in_use_nbytes"] == 1 << 20 and line["copy_wait_s"] == 0
 
@@ -34,7 +34,7 @@ def test_record_is_the_difference_of_two_snapshots():
 def test_line_shows_what_a_person_watches():
     assert record().to_line(9, 1.25) == (
         "step 1/9  loss 2.000  held-out 1.250  500 tokens/s  read 1.50 GB/s  write 0.50 GB/s  "
-        "stall 30%  host 1.0 MiB"
+        "stall 42%  host 1.0 MiB"
     )
 
 
@@ -73,7 +73,7 @@ def test_summary_divides_bytes_by_parameters_and_steps(tmp_path):
 
     assert content["links"]["nvme_read_nbytes"]["bytes_per_parameter_and_step"] == 3.0
     assert content["links"]["nvme_read_nbytes"]["bytes_per_s"] == 1.5e9
-    assert content["time"]["compute_s"] == 4.0 - 2 * (0.6 + 0.4)
+    assert content["time"]["compute_s"] == 4.0 - 2 * 0.4 - 2 * (0.5 + 0.1 + 0.25)
     assert content["loss_last_mean"] == 2.5 and content["loss_fall_share"] == 1 - 2.5 / 4
 
     write_summary(tmp_path / "summary.json", summary)

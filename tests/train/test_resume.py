@@ -24,8 +24,8 @@ from infinity.config.source import read_file
 from infinity.errors import ConfigError, CorruptionError, StorageError
 from infinity.training import program
 from infinity.training.report import Summary
-from tests.checkpoint.test_copy import elsewhere
-from tests.forked import TIME_LIMIT_S
+from tests.support.file_systems import seem_elsewhere
+from tests.support.forked import TIME_LIMIT_S
 
 from .jobs import CONFIG, start, wait_for_steps, write_job
 
@@ -114,7 +114,7 @@ def test_a_copy_to_another_file_system_is_given_up_in_time_and_taken_up_again(jo
     """SIGTERM comes while one is on its way; the next one does not end within `grace`."""
     step, is_asked = program.Loop.step, threading.Event()
     far = job / "far"
-    elsewhere(far, monkeypatch.setattr)
+    seem_elsewhere(far, monkeypatch.setattr)
     options = "train.steps=12", "checkpoint.every=4"
     run(job, "output.directory=whole", *options)
     table, source = read_file(job / "job.toml")
@@ -151,7 +151,7 @@ def test_a_copy_to_another_file_system_is_given_up_in_time_and_taken_up_again(jo
     with pytest.raises(StorageError, match="No space left"):
         program.train(config, console=console, resume=True)
     monkeypatch.undo()
-    elsewhere(far, monkeypatch.setattr)
+    seem_elsewhere(far, monkeypatch.setattr)
     summary, code = program.train(config, console=console, resume=True)
     assert code == 0 and summary.checkpoint == str(far / "step-00000012")
     assert metrics(job) == metrics(job, "whole")

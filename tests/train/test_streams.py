@@ -14,7 +14,7 @@ import pytest
 
 from infinity.training.interrupt import Interrupt
 from infinity.training.streams import lost_streams, outliving_streams
-from tests.forked import Script
+from tests.support.forked import Script
 
 from .jobs import COMMAND, CONFIG, wait_for_steps, write_job
 

@@ -17,7 +17,10 @@ class Stub:
     """Store, pool, device, ranks: whatever is asked for is done at once. Units 0 and 1 are wholes,
     2 and 3 this rank's shards of them."""
 
-    units = tuple(SimpleNamespace(index=i, name=str(i), weight_nbytes=4) for i in range(4))
+    units = tuple(
+        SimpleNamespace(index=i, name=str(i), weight_nbytes=4, stored=None, nbytes=lambda kind: 4)
+        for i in range(4)
+    )
     shares_host_memory = False
     is_on = True
     arrival = departure = FINISHED

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from tests.forked import run_script
+from tests.support.forked import run_script
 
 _MIB = 1 << 20
 
@@ -13,7 +13,7 @@ import json, sys
 import torch
 import transformers  # Both ways ask whether the model is one of its models.
 from infinity.checkpoint import export_safetensors, weight_source
-from tests.memory import growth_nbytes
+from tests.support.memory import growth_nbytes
 
 def read(name):
     return torch.full(model.get_parameter(name).shape, 1.0)

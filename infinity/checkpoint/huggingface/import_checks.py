@@ -7,7 +7,7 @@ and every tensor that the model has no place for: a scale, a zero point, a missi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -16,29 +16,17 @@ import torch
 from torch import nn
 
 from infinity.bounded import MalformedError, read_json, table_of
+from infinity.codecs.detect import quantization_of
 from infinity.errors import ConfigError
 
 WIDE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 _MAX_NAMES_IN_MESSAGE = 5
-_QUANTISATION_KEYS = ("quantization_config", "compression_config")
 # ModelOpt, GPTQ and AWQ write one of these and may leave config.json as it was.
 _QUANTISATION_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
 
 
-def refuse_quantised(directory: Path) -> None:
-    """Raises ConfigError for a directory of quantised weights, and for a bad config.json."""
-    for name in _QUANTISATION_FILES:
-        if (directory / name).is_file():
-            raise _quantised(directory, f"{name} is there")
-    table = _read_config(directory)
-    for section in [table, *_sections(table)]:
-        for key in _QUANTISATION_KEYS:
-            if section.get(key):
-                raise _quantised(directory, f"{key} in its config.json: {_kind(section[key])}")
-
-
-def _read_config(directory: Path) -> dict[str, Any]:
+def read_config(directory: Path) -> dict[str, Any]:
     """Returns the table in config.json, empty if there is no such file. Raises ConfigError."""
     file = directory / "config.json"
     if not file.is_file():
@@ -49,26 +37,17 @@ def _read_config(directory: Path) -> dict[str, Any]:
         raise ConfigError(f"{file} cannot be read: {error}") from None
 
 
-def _sections(table: dict[str, Any]) -> list[dict[str, Any]]:
-    """Returns the configurations of the parts of a composite model."""
-    return [value for value in table.values() if isinstance(value, dict)]
-
-
-def _kind(value: Any) -> str:
-    """Describes the value of a quantisation key in a few words."""
-    if not isinstance(value, dict):
-        return repr(value)
-    known = ("quant_method", "format", "fmt", "bits", "weight_block_size", "load_in_4bit")
-    return ", ".join(f"{key}={value[key]!r}" for key in known if value.get(key)) or "unnamed"
-
-
-def _quantised(directory: Path, why: str) -> ConfigError:
-    return ConfigError(
-        f"{directory} holds quantized weights ({why}); expected plain ones, because codes without "
-        "their scales would be read as numbers. Use the bfloat16 or float32 checkpoint of the "
-        "model, or dequantize this one and save it; if its weights are plain already, remove the "
-        "key"
-    )
+def refuse_undeclared(directory: Path, config: Mapping[str, Any]) -> None:
+    """Raises ConfigError for a directory of quantised weights whose config.json does not say so."""
+    if quantization_of(config, str(directory)) is not None:
+        return  # A codec is found for it, or refused.
+    for name in _QUANTISATION_FILES:
+        if (directory / name).is_file():
+            raise ConfigError(
+                f"{directory} holds quantized weights ({name} is there), and its config.json does "
+                "not say in which format; expected plain weights, or a quantization_config of a "
+                "format that has a codec. Use another checkpoint of the model"
+            )
 
 
 def refuse_codes(
@@ -138,7 +117,7 @@ def is_new_head(model: Any, missing: Sequence[str], directory: Path) -> bool:
         return False
     if any(name.startswith(f"{prefix}.") for name in missing):
         return False
-    classes = _read_config(directory).get("architectures")
+    classes = read_config(directory).get("architectures")
     return isinstance(classes, list) and classes != [] and type(model).__name__ not in classes
 
 

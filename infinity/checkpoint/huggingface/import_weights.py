@@ -29,7 +29,7 @@ import errno
 import logging
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,11 +43,14 @@ from infinity.checkpoint.huggingface.import_checks import (
     is_new_head,
     is_other_head,
     listed,
+    read_config,
     refuse_codes,
-    refuse_quantised,
+    refuse_undeclared,
     refuse_unexpected,
 )
 from infinity.checkpoint.huggingface.names import (
+    PlacedSource,
+    SourcePlaces,
     TensorGroup,
     import_groups,
     is_expected_extra,
@@ -57,11 +60,17 @@ from infinity.checkpoint.huggingface.names import (
 from infinity.checkpoint.huggingface.safetensors_file import (
     SafetensorsReader,
     TensorInfo,
+    dtype_name,
     tensor_bytes,
 )
+from infinity.codecs import Plain
+from infinity.codecs.detect import logical_tensors
+from infinity.codecs.found import Encoded
 from infinity.engine.adapters import follows
 from infinity.engine.dtypes import names_kept_wide
 from infinity.errors import ConfigError, CorruptionError, StorageError, corrupt
+from infinity.state.stored import Decoder, StoredPiece, StoredTensor
+from infinity.storage.shards import ShardIdentity, ShardRange
 
 _SINGLE_NAME = "model.safetensors"
 _INDEX_NAME = "model.safetensors.index.json"
@@ -82,9 +91,12 @@ def weight_source(path: str | os.PathLike[str]) -> WeightSource:
 
 
 class WeightSource:
-    """The tensors of a checkpoint, by their names in its files. Holds headers, no tensor.
+    """The logical tensors of a checkpoint, by their names. Holds headers, no tensor.
 
-    Not thread-safe; close it. Raises as `weight_source`.
+    A tensor that is stored as numbers has its name in the files. A quantised weight is one tensor
+    with the name and the shape of the weight; its codes and scales are stored tensors
+    (`infinity.codecs`). Not thread-safe; close it. Raises as `weight_source`, and ConfigError for a
+    quantised checkpoint that no codec can decode.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -92,6 +104,7 @@ class WeightSource:
         self._files: dict[str, Path] = {}  # tensor name -> the file that has it
         self._infos: dict[str, TensorInfo] = {}
         self._reader: SafetensorsReader | None = None
+        self.identities: list[ShardIdentity] = []
         for file, listed_names in _find_files(self.path).items():
             with SafetensorsReader(file) as reader:
                 for name in listed_names:
@@ -103,9 +116,23 @@ class WeightSource:
                             detail=f"{_INDEX_NAME} says that tensor {name!r} is in this file, "
                             "but its header does not have it",
                         )
+                self.identities.append(reader.identity())
                 for name, info in reader.tensors.items():
                     if name in listed_names or name not in self._files:
                         self._files[name], self._infos[name] = file, info
+        self._encoded = self._find_encoded()
+
+    def _find_encoded(self) -> dict[str, Encoded]:
+        directory = self.path if self.path.is_dir() else self.path.parent
+        config = read_config(directory)
+        refuse_undeclared(directory, config)
+        headers = {
+            name: (_stored_name(info), tuple(info.shape)) for name, info in self._infos.items()
+        }
+        return logical_tensors(config, headers, read=self._read_bytes, where=str(directory))
+
+    def _read_bytes(self, name: str) -> bytes:
+        return bytes(tensor_bytes(self._opened(name).read(name)))
 
     @property
     def nbytes(self) -> int:
@@ -113,18 +140,66 @@ class WeightSource:
         return sum(info.nbytes for info in self._infos.values())
 
     def names(self) -> list[str]:
-        """Returns the names of all tensors in the files."""
-        return list(self._infos)
+        """Returns the names of all logical tensors."""
+        return list(self._encoded)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Returns the shape of a tensor."""
+        return self._encoded[name].shape
+
+    def stored_dtype(self, name: str) -> torch.dtype | str:
+        """Returns the dtype of a tensor; its name in the file if torch does not have the dtype."""
+        encoded = self._encoded[name]
+        if isinstance(encoded.codec, Plain):
+            return self._infos[name].stored_dtype
+        return encoded.dtype
+
+    def file_of(self, name: str) -> Path:
+        """Returns the file with the tensor, or with its codes."""
+        return self._files[self._encoded[name].names[0]]
 
     def read(self, name: str) -> torch.Tensor:
-        """Returns a fresh CPU tensor in the dtype of the file, which stays open until `close`.
+        """Returns a fresh CPU tensor, in the dtype of the file or decoded.
 
-        Raises CorruptionError, StorageError, UnsupportedError for a dtype that torch does not have.
+        The file stays open until `close`. Raises CorruptionError, StorageError, UnsupportedError
+        for a dtype that torch does not have.
         """
-        return self._opened(name).read(name)
+        encoded = self._encoded[name]
+        if isinstance(encoded.codec, Plain):
+            return self._opened(name).read(name)
+        parts = [self._stored_bytes(part) for part in encoded.names]
+        tensor = torch.empty(encoded.shape, dtype=encoded.dtype)
+        encoded.codec.decode(parts, encoded.shape, tensor)
+        return tensor
+
+    def _stored_bytes(self, name: str) -> torch.Tensor:
+        return self._opened(name).read(name).reshape(-1).view(torch.uint8)
+
+    def encoded(self, name: str) -> Encoded:
+        """Returns the codec of a tensor and the names of its stored tensors."""
+        return self._encoded[name]
+
+    def stored_info(self, stored_name: str) -> TensorInfo:
+        """Returns the facts of a stored tensor, by its name in the files."""
+        return self._infos[stored_name]
+
+    def read_stored(self, stored_name: str) -> torch.Tensor:
+        """Returns a stored tensor, by its name in the files, in the dtype of the file."""
+        return self._opened(stored_name).read(stored_name)
+
+    def stored(self, name: str) -> tuple[Decoder, tuple[ShardRange, ...]]:
+        """Returns the codec of a tensor, and the ranges of files that it decodes."""
+        encoded = self._encoded[name]
+        ranges = []
+        for part in encoded.names:
+            info, path = self._infos[part], os.path.abspath(self._files[part])
+            ranges.append(ShardRange(path, info.offset_nbytes, info.nbytes))
+        return encoded.codec, tuple(ranges)
 
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Returns rows [start, stop) of a tensor. Raises as `read`."""
+        if not isinstance(self._encoded[name].codec, Plain):
+            return self.read(name)[start:stop].clone()
         reader, info = self._opened(name), self._infos[name]
         rows = torch.empty((stop - start, *info.shape[1:]), dtype=info.dtype)
         reader.read_into(name, start * math.prod(info.shape[1:]), rows)
@@ -161,22 +236,22 @@ class WeightSource:
         pattern in `ignore` matches it. Without `strict` both are only listed, in `missing` and
         `unexpected` of the plan. Codes of quantised weights always raise ConfigError.
         """
-        refuse_quantised(self.path if self.path.is_dir() else self.path.parent)
         view = _ModelView(model)
-        groups, unexpected = import_groups(view.model, self._infos, view.targets)
-        sources = {name: (info.shape, info.dtype) for name, info in self._infos.items()}
+        groups, unexpected = import_groups(view.model, self._encoded, view.targets)
+        sources = {name: (each.shape, self._dtype(name)) for name, each in self._encoded.items()}
         provider: dict[str, TensorGroup] = {}  # canonical name -> the group that makes it
         duplicates: list[tuple[TensorGroup, TensorGroup]] = []
-        kept: list[TensorGroup] = []
+        kept: list[PlannedGroup] = []
         for group in groups:
             is_new = False
-            for name, (shape, _) in planned_targets(group, sources, view.proxy()).items():
+            made = planned_targets(group, sources, view.proxy())
+            for name, (shape, _) in made.items():
                 target = view.targets.get(name)
                 if target is None:
                     unexpected.append(name)
                     continue
                 self._check_shape(group, name, shape, target)
-                used = ((n, self._infos[n].stored_dtype) for n in group.source_names)
+                used = ((n, self.stored_dtype(n)) for n in group.source_names)
                 refuse_codes(self.path, name, target.dtype, used)
                 if target.canonical in provider:
                     duplicates.append((provider[target.canonical], group))
@@ -184,7 +259,7 @@ class WeightSource:
                     provider[target.canonical] = group
                     is_new = True
             if is_new:
-                kept.append(group)
+                kept.append(PlannedGroup(group, {n: shape for n, (shape, _) in made.items()}))
         for first, second in duplicates:
             self._check_tied(first, second)
         missing = [
@@ -197,7 +272,7 @@ class WeightSource:
         if missing and strict and not is_head:
             raise ConfigError(
                 f"{self.path} lacks {listed(missing)} of {type(view.model).__name__}; "
-                f"it has {len(self._infos)} tensors, e.g. {listed(list(self._infos)[:3])}. "
+                f"it has {len(self._encoded)} tensors, e.g. {listed(list(self._encoded)[:3])}. "
                 "Is it a checkpoint of this architecture and these sizes?"
             )
         unexpected = [
@@ -207,7 +282,7 @@ class WeightSource:
             and not view.computes(name)
             and not is_ignored(name, ignore)
         ]
-        heads = [name for name in unexpected if is_other_head(view.model, name, self._infos)]
+        heads = [name for name in unexpected if is_other_head(view.model, name, self._encoded)]
         if strict:
             refuse_unexpected(self.path, view.model, [n for n in unexpected if n not in heads])
         return ImportPlan(
@@ -222,12 +297,17 @@ class WeightSource:
         plan.load(write)
         return plan
 
+    def _dtype(self, name: str) -> torch.dtype:
+        encoded = self._encoded[name]
+        is_plain = isinstance(encoded.codec, Plain)
+        return self._infos[name].dtype if is_plain else encoded.dtype
+
     def _check_shape(
         self, group: TensorGroup, name: str, shape: Sequence[int], target: _Target
     ) -> None:
         if tuple(shape) == target.shape:
             return
-        files = dict.fromkeys(str(self._files[source]) for source in group.source_names)
+        files = dict.fromkeys(str(self.file_of(source)) for source in group.source_names)
         raise ConfigError(
             f"{', '.join(files)}: tensor {listed(group.source_names)} gives {name!r} the shape "
             f"{tuple(shape)}, the model expects {target.shape}; the checkpoint is of another size "
@@ -248,6 +328,14 @@ class WeightSource:
             )
 
 
+@dataclass(frozen=True, slots=True)
+class PlannedGroup:
+    """A group, and the shapes of the targets that it makes, by name."""
+
+    group: TensorGroup
+    targets: dict[str, tuple[int, ...]]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImportPlan:
     """A checked mapping from the tensors of a checkpoint to those of a model.
@@ -257,12 +345,50 @@ class ImportPlan:
 
     source: WeightSource
     view: _ModelView
-    groups: list[TensorGroup]
+    groups: list[PlannedGroup]
     missing: list[str]
     unexpected: list[str]
 
-    def load(self, write: Write, tile_rows: TileRows | None = None) -> None:
+    @property
+    def identities(self) -> list[ShardIdentity]:
+        """The files, as they were when their headers were read."""
+        return self.source.identities
+
+    def stored(self) -> dict[str, StoredTensor]:
+        """Returns the parameters that can be read in place, under their names for the writer.
+
+        A parameter that needs more than stacking, concatenating or transposing what the files have
+        is not among them.
+        """
+        found: dict[str, StoredTensor] = {}
+        places = SourcePlaces(self.view.proxy())
+        for planned in self.groups:
+            names = planned.group.source_names
+            shapes = [self.source.shape(name) for name in names]
+            placed = places.of(planned.group, shapes, planned.targets)
+            for name, sources in zip(planned.targets, placed or (), strict=bool(placed)):
+                target = self.view.targets.get(name)
+                if target is None:
+                    continue
+                pieces = tuple(self._piece(names[each.index], each) for each in sources)
+                for parameter_name in target.parameter_names:
+                    found.setdefault(parameter_name, pieces)
+        return found
+
+    def _piece(self, source: str, placed: PlacedSource) -> StoredPiece:
+        codec, parts = self.source.stored(source)
+        shape = self.source.shape(source)
+        return StoredPiece(source, placed.box, placed.axes, shape, codec, parts)
+
+    def load(
+        self,
+        write: Write,
+        tile_rows: TileRows | None = None,
+        in_place: Set[str] = frozenset(),
+    ) -> None:
         """Streams every tensor: parameters to `write`, buffers into the model.
+
+        Parameters `in_place` are not read.
 
         `tile_rows(name)` returns (name, first row, end) of the tiles of a parameter. A tiled
         parameter that needs no conversion is read and written tile by tile. Raises
@@ -272,7 +398,10 @@ class ImportPlan:
         written: set[str] = set()
         wide = names_kept_wide(self.view.model)
         try:
-            for group in self.groups:
+            for planned in self.groups:
+                group = planned.group
+                if self._is_read_in_place(planned, in_place):
+                    continue
                 if tile_rows is not None and self._load_by_tiles(group, write, tile_rows, written):
                     continue
                 made = group.convert(self.source.read, self.view.proxy())
@@ -282,9 +411,10 @@ class ImportPlan:
                     if target is None or target.canonical in written:
                         continue
                     written.add(target.canonical)
-                    for parameter_name in target.parameter_names[1:]:
+                    names = [n for n in target.parameter_names if n not in in_place]
+                    for parameter_name in names[1:]:
                         write(parameter_name, tensor.clone())
-                    for parameter_name in target.parameter_names[:1]:
+                    for parameter_name in names[:1]:
                         write(parameter_name, tensor)
                     for module, buffer_name in target.buffers:
                         if wide is not None and wide.search(name):
@@ -294,6 +424,13 @@ class ImportPlan:
                     del tensor  # Frees the memory before the next read.
         finally:
             self.source.close()
+
+    def _is_read_in_place(self, planned: PlannedGroup, in_place: Set[str]) -> bool:
+        """Whether nothing that the group makes has to be read now."""
+        targets = [self.view.targets[n] for n in planned.targets if n in self.view.targets]
+        return all(
+            target.parameter_names and set(target.parameter_names) <= in_place for target in targets
+        )
 
     def _warn_of_differences(self) -> None:
         kind = type(self.view.model).__name__
@@ -452,6 +589,11 @@ def _without_peft(model: nn.Module, name: str) -> str | None:
             kept.append(part)
         module = child
     return ".".join(kept)
+
+
+def _stored_name(info: TensorInfo) -> str:
+    """Returns the dtype as the header has it."""
+    return dtype_name(info.dtype) if info.unreadable is None else info.unreadable[0]
 
 
 def _find_files(path: Path) -> dict[Path, list[str]]:

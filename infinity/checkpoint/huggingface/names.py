@@ -15,11 +15,14 @@ have no mapping: every tensor is a group of its own.
 from __future__ import annotations
 
 import copy
+import itertools
+import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -186,6 +189,146 @@ def planned_targets(
             f"{', '.join(group.source_names)} cannot be converted to {group.first_target}: {error}"
         ) from error
     return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in made.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedSource:
+    """One source tensor as a box of a target: `target[box].permute(axes)` has its shape and
+    elements. `index` counts the sources of the group."""
+
+    index: int
+    box: tuple[int | slice, ...]
+    axes: tuple[int, ...]
+
+
+class SourcePlaces:
+    """Finds the boxes of sources in targets. Groups with equal shapes share one answer: the layers
+    of a model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._known: dict[object, list[list[PlacedSource]] | None] = {}
+
+    def of(
+        self,
+        group: TensorGroup,
+        shapes: Sequence[tuple[int, ...]],
+        targets: Mapping[str, tuple[int, ...]],
+    ) -> list[list[PlacedSource]] | None:
+        """Returns the sources of each target; None if the conversion is more than stacking,
+        concatenating and transposing full tensors.
+
+        `shapes` are those of the sources, `targets` those that the conversion gives, in its order.
+        """
+        if group.transform is None:
+            box = tuple(slice(0, size) for size in shapes[0])
+            return [[PlacedSource(0, box, tuple(range(len(shapes[0]))))]]
+        patterns = tuple(pattern for pattern, _ in group.sources)
+        key = id(group.transform), patterns, tuple(shapes), tuple(targets.values())
+        if key not in self._known:
+            self._known[key] = _placed_sources(group, shapes, targets, self._model)
+        return self._known[key]
+
+
+def _placed_sources(
+    group: TensorGroup,
+    shapes: Sequence[tuple[int, ...]],
+    targets: Mapping[str, tuple[int, ...]],
+    model: nn.Module,
+) -> list[list[PlacedSource]] | None:
+    """Runs the conversion once on small tensors of numbers, which show where each element goes.
+    Their sizes are those of the sources, divided by what all sources of an axis have in common."""
+    num_axes = len(shapes[0])
+    if any(len(shape) != num_axes or 0 in shape for shape in shapes) or num_axes > len(_PRIMES):
+        return None
+    common = [math.gcd(*(shape[axis] for shape in shapes)) for axis in range(num_axes)]
+    small = [
+        tuple(size // unit * prime for size, unit, prime in zip(s, common, _PRIMES, strict=False))
+        for s in shapes
+    ]
+    starts = np.cumsum([0, *(math.prod(shape) for shape in small)])
+    if starts[-1] > _MOST_NUMBERS:
+        return None
+    numbers = {
+        name: torch.arange(int(start), int(start) + math.prod(shape)).view(shape)
+        for name, shape, start in zip(group.source_names, small, starts, strict=False)
+    }
+    try:
+        made = group.convert(numbers.__getitem__, model)
+    except Exception:  # A conversion that needs the real sizes or dtypes.
+        return None
+    if list(made) != list(targets):
+        return None
+    placed: list[list[PlacedSource]] = []
+    for target, tensor in made.items():
+        if tensor.dim() != len(targets[target]) or tensor.dtype is not torch.int64:
+            return None
+        boxes = _boxes(tensor.contiguous().numpy(), small, starts)
+        scaled = [
+            None if each is None else _scaled(index, each, shapes[index], common)
+            for index, each in boxes
+        ]
+        found = [each for each in scaled if each is not None]
+        covered = sum(math.prod(shapes[each.index]) for each in found)
+        if len(found) < len(scaled) or covered != math.prod(targets[target]):
+            return None
+        placed.append(found)
+    return placed
+
+
+_PRIMES = (2, 3, 5, 7)
+_MOST_NUMBERS = 1 << 24
+# Start and axis of the source (None: a stacked axis) by axis of the target, and the permutation.
+_SmallBox = tuple[list[tuple[int, int | None]], tuple[int, ...]]
+
+
+def _boxes(
+    made: np.ndarray[Any, Any], small: list[tuple[int, ...]], starts: np.ndarray[Any, Any]
+) -> list[tuple[int, _SmallBox | None]]:
+    """Returns (index of the source, its box or None) of every source in `made`."""
+    flat = made.ravel()
+    owner = np.searchsorted(starts, flat, side="right") - 1
+    order = np.argsort(owner, kind="stable")
+    present, first = np.unique(owner[order], return_index=True)
+    found: list[tuple[int, _SmallBox | None]] = []
+    for index, positions in zip(present, np.split(order, first[1:]), strict=True):
+        places = np.unravel_index(positions, made.shape)
+        low = [int(place.min()) for place in places]
+        high = [int(place.max()) + 1 for place in places]
+        part = made[tuple(map(slice, low, high))] - starts[index]
+        found.append((int(index), _small_box(part, low, small[index])))
+    return found
+
+
+def _small_box(
+    part: np.ndarray[Any, Any], low: list[int], shape: tuple[int, ...]
+) -> _SmallBox | None:
+    kept = [axis for axis, size in enumerate(part.shape) if size > 1]
+    squeezed = part.reshape([part.shape[axis] for axis in kept])
+    expected = np.arange(math.prod(shape)).reshape(shape)
+    for axes in itertools.permutations(range(len(kept))):
+        shown = squeezed.transpose(axes)
+        if shown.shape == shape and np.array_equal(shown, expected):
+            source_axis = {kept[axes[i]]: i for i in range(len(axes))}
+            return [(low[axis], source_axis.get(axis)) for axis in range(part.ndim)], axes
+    return None
+
+
+def _scaled(
+    index: int, small: _SmallBox, shape: tuple[int, ...], common: list[int]
+) -> PlacedSource | None:
+    """Returns the box in the sizes of the real tensors."""
+    starts, axes = small
+    box: list[int | slice] = []
+    for start, axis in starts:
+        if axis is None:
+            box.append(start)
+            continue
+        real, rest = divmod(start * common[axis], _PRIMES[axis])
+        if rest:
+            return None
+        box.append(slice(real, real + shape[axis]))
+    return PlacedSource(index, tuple(box), axes)
 
 
 def is_expected_extra(model: nn.Module, name: str) -> bool:

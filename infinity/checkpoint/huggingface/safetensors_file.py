@@ -14,6 +14,7 @@ Source: README of the safetensors repository, section "Format".
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import math
 import os
@@ -40,6 +41,7 @@ from infinity.bounded import (
 from infinity.errors import StorageError, UnsupportedError, corrupt
 from infinity.sizes import MIB
 from infinity.storage.page_reader import read_into
+from infinity.storage.shards import ShardIdentity
 
 _LENGTH_NBYTES = 8
 _MAX_HEADER_NBYTES = 100 * MIB  # The bound of the library.
@@ -134,6 +136,23 @@ class SafetensorsReader:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+    def identity(self) -> ShardIdentity:
+        """Returns what tells this file from another one. Raises StorageError."""
+        assert self._fd is not None, f"{self.path} is closed"
+        try:
+            status = os.fstat(self._fd)
+            length = int.from_bytes(os.pread(self._fd, _LENGTH_NBYTES, 0), "little")
+            header = os.pread(self._fd, _LENGTH_NBYTES + length, 0)
+        except OSError as error:
+            raise StorageError(error.errno or 0, operation="read", path=self.path) from None
+        return ShardIdentity(
+            path=os.path.abspath(self.path),
+            nbytes=status.st_size,
+            mtime_ns=status.st_mtime_ns,
+            inode=status.st_ino,
+            header_sha256=hashlib.sha256(header).hexdigest(),
+        )
 
     def close(self) -> None:
         """Closes the file. Idempotent."""

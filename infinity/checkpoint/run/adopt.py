@@ -30,9 +30,9 @@ from infinity.distributed.group import find_group
 from infinity.distributed.setup import config_of_rank
 from infinity.engine.durability import count_spares
 from infinity.errors import InfinityError
+from infinity.storage.frozen_content import Adopted, FileRange
 from infinity.storage.swap_directory import job_of, swap_names
 from infinity.storage.swap_inspect import examine
-from infinity.storage.volume import Adopted, FileRange
 
 Inode = tuple[int, int]
 

@@ -33,7 +33,8 @@ from infinity.state.partition import Partition, ShardSlice
 from infinity.state.store import NvmeLocation
 from infinity.state.units import StateKind, Unit
 from infinity.storage.checksums import digest
-from infinity.storage.volume import FileRange, Frozen, Volume
+from infinity.storage.frozen_content import FileRange, FrozenContent
+from infinity.storage.volume import Volume
 from infinity.storage.volume_layout import slice_extents
 
 # link(2) fails so on another file system, on one without links, and for too many links.
@@ -276,7 +277,7 @@ def thaw_removed(volume: Volume) -> None:
             thaw(volume, [f for f in gone if os.path.dirname(f.label) == parent])
 
 
-def thaw(volume: Volume, contents: Iterable[Frozen]) -> None:
+def thaw(volume: Volume, contents: Iterable[FrozenContent]) -> None:
     """Releases frozen contents; their ranges may then be written again."""
     for frozen in contents:
         volume.thaw(frozen)

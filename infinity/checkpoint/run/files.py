@@ -42,6 +42,7 @@ from infinity.checkpoint.run.layout import (
 )
 from infinity.checkpoint.run.linked import CHECKSUMS_NAME, TABLE_NAME, LinkedTensor, to_bytes
 from infinity.checkpoint.run.manifest import PROGRAM_NAME, FileEntry, StoredRange
+from infinity.checkpoint.run.references import SHARDS_NAME, reference_to_bytes
 from infinity.engine.state_access import Part, StateAccess
 from infinity.errors import StorageError
 from infinity.ops.dynamic_8bit import BLOCK_NUMEL
@@ -111,7 +112,12 @@ def kept_tensors(state: StateAccess) -> KeptTensors:
 
 
 def tensors_of(state: StateAccess, unit: Unit) -> list[StateTensor]:
-    """Returns the tensors that a checkpoint holds of a unit in the present state of the engine."""
+    """Returns the tensors that a checkpoint holds of a unit in the present state of the engine.
+
+    A unit that rests in the files of its base has none (`references.py`).
+    """
+    if unit.stored is not None:
+        return []
     return list(
         state_tensors(
             unit,
@@ -157,6 +163,9 @@ def write_contents(
         for unit, tensors in contents.units.items()
     ]
     files.append(_write_buffers(directory / BUFFERS_NAME, model))
+    if state.store.shards is not None:
+        reference = reference_to_bytes(state.store.shards)
+        files.append(write_small(directory / SHARDS_NAME, "reference", reference))
     files.append(write_small(directory / PROGRAM_NAME, "program", program))
     stored = linked + copy_pages(directory, state, contents.pages)
     if stored.kinds or state.partition is not None:

@@ -184,7 +184,7 @@ def _load_tensors(
     state.forget_gradients()
     reader = _ModelReader(checkpoint, stored)
     for unit, tensors in kept:
-        for state_kind in STREAMED:
+        for state_kind in STREAMED if tensors else ():
             if (unit, state_kind) not in restored:
                 _load_state_kind(reader, state, unit, state_kind, tensors)
         for spec in unit.trainable():

@@ -24,6 +24,7 @@ from infinity.checkpoint.run.linked import stored_tensors
 from infinity.checkpoint.run.manifest import PROGRAM_NAME, FileEntry, Manifest
 from infinity.checkpoint.run.program import parse_program
 from infinity.checkpoint.run.recut import Recut, recut
+from infinity.checkpoint.run.references import check_reference
 from infinity.checkpoint.run.stored import FileTensor, PagedTensor
 from infinity.engine.state_access import StateAccess
 from infinity.errors import ConfigError, corrupt
@@ -102,6 +103,7 @@ class OpenCheckpoint:
 
         Raises ConfigError for a checkpoint of another model, CorruptionError for damaged buffers.
         """
+        check_reference(self.path, state.store.shards)
         expected = {
             tensor.name: tensor.info
             for tensor in _expected(state)

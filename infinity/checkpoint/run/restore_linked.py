@@ -18,8 +18,9 @@ from infinity.checkpoint.run.open_checkpoint import OpenCheckpoint
 from infinity.engine.state_access import StateAccess
 from infinity.state.store import NvmeLocation
 from infinity.state.units import StateKind, Unit
+from infinity.storage.frozen_content import FrozenContent
 from infinity.storage.page_reader import PageReader
-from infinity.storage.volume import Frozen, Volume
+from infinity.storage.volume import Volume
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +67,11 @@ def restore_linked(
 
 
 def _find_matches(
-    linked: LinkedState, state: StateAccess, kept: KeptTensors, volume: Volume, frozen: Frozen
+    linked: LinkedState,
+    state: StateAccess,
+    kept: KeptTensors,
+    volume: Volume,
+    frozen: FrozenContent,
 ) -> list[_Match] | None:
     """Pairs linked state with the frozen ranges of the volume; None if any of it has no pair."""
     entries = {

@@ -296,7 +296,8 @@ class LayerMajorSchedule:
         try:
             fiber.run_on()
         finally:
-            fiber.modes = self._modes.now()
+            if fiber.at is not _THROUGH and not isinstance(fiber.at, TileStop):
+                fiber.modes = self._modes.now()  # A block does not change them.
             self._running = None
 
     def _run_on(self, fiber: MicroBatch, losses: dict[int, torch.Tensor]) -> None:
@@ -354,7 +355,7 @@ class LayerMajorSchedule:
         """Runs the block's forward in the fiber, drops its graph and saves its inputs."""
         captured = CapturedTensors()
         call = BlockCall(
-            block, *tree_flatten((args, kwargs)), Modes.now(self._device), self._modes.now(),
+            block, *tree_flatten((args, kwargs)), Modes.now(self._device), fiber.modes,
             self._random.state(), captured.keys(),
         )  # fmt: skip
         versions = [leaf._version for leaf in call.leaves if is_activation(leaf)]

@@ -8,13 +8,18 @@ micro-batch begins. Fibers take turns in the middle of it, so the modes change w
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import nn
 
+_IS_TRAINING = itemgetter("training")
 # The attributes of PEFT's layers, tuners and models that choose adapters.
 _ADAPTER_MODES = ("_disable_adapters", "_active_adapter", "_adapters_disabled", "active_adapter")
+# The methods that a PEFT model of prompts gets when its adapter is disabled.
+_PROMPT_MODES = ("forward", "prepare_inputs_for_generation")
+_ABSENT = object()
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -41,6 +46,12 @@ class ModeSwitch:
             for name in _ADAPTER_MODES
             if name in module.__dict__
         ]
+        self._adapters += [
+            (module.__dict__, name)
+            for module in modules
+            for name in _PROMPT_MODES
+            if "_adapters_disabled" in module.__dict__
+        ]
         layers = [module for module in modules if "_disable_adapters" in module.__dict__]
         # The parameters of adapters. A layer's base holds parameters of its own, which PEFT leaves.
         params = {id(p): p for layer in layers for p in layer.parameters()}
@@ -55,10 +66,10 @@ class ModeSwitch:
         )
 
     def _read_training(self) -> tuple[Any, ...]:
-        return tuple([attributes["training"] for attributes in self._modules])
+        return tuple(map(_IS_TRAINING, self._modules))
 
     def _read_adapters(self) -> tuple[Any, ...]:
-        return tuple([_frozen(attributes[name]) for attributes, name in self._adapters])
+        return tuple([_frozen(each.get(name, _ABSENT)) for each, name in self._adapters])
 
     def now(self) -> ModuleModes:
         """Returns the present modes. Equal modes are the same object, so that many calls can keep
@@ -79,7 +90,10 @@ class ModeSwitch:
                 attributes["training"] = is_training
         if modes.adapters != current.adapters:
             for (attributes, name), mode in zip(self._adapters, modes.adapters, strict=True):
-                attributes[name] = list(mode) if isinstance(mode, tuple) else mode
+                if mode is _ABSENT:
+                    attributes.pop(name, None)
+                else:
+                    attributes[name] = list(mode) if isinstance(mode, tuple) else mode
         if modes.is_trained != current.is_trained:
             for parameter, before, after in zip(
                 self._params, current.is_trained, modes.is_trained, strict=True

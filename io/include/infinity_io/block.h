@@ -73,7 +73,9 @@ void cut(Part& part, std::uint64_t nbytes) noexcept;
 
 // Examines what the kernel answered for `block` and moves the block on: negative, zero, short,
 // exact. A short transfer continues from the last aligned byte, because direct I/O can only resume
-// there: 5000 of 8192 bytes at alignment 4096 count as 4096.
+// there: 5000 of 8192 bytes at alignment 4096 count as 4096. A read that reaches the end which a
+// read-only file had when it was opened is complete: direct I/O reads whole pages, and the last one
+// of somebody else's file is seldom full.
 [[nodiscard]] Judgement judge(Block& block, std::int64_t result) noexcept;
 
 }  // namespace infinity::io

@@ -85,8 +85,8 @@ class Engine {
   Engine& operator=(const Engine&) = delete;
   ~Engine();
 
-  // Opens an existing file for reading and writing. The id is never reused.
-  Result<std::int32_t> open_file(const std::string& path, bool direct);
+  // Opens an existing file, for reading and writing or for reading alone. The id is never reused.
+  Result<std::int32_t> open_file(const std::string& path, bool direct, bool read_only = false);
 
   // Waits until nothing of the file is queued or in flight, then closes it.
   Error close_file(std::int32_t file);

@@ -71,6 +71,8 @@ struct File {
   std::string path;
   bool is_open = false;
   bool direct = false;
+  bool is_read_only = false;
+  std::uint64_t size_nbytes = 0;  // of a read-only file when it was opened, else 0
   std::uint32_t alignment_nbytes = 1;  // of offsets and lengths; 1 when buffered
   Lane* lane = nullptr;
   std::uint32_t num_parts = 0;  // queued or in flight

@@ -33,7 +33,7 @@ TIME_LIMIT_S = 600.0  # Of a hang, on the slowest machine; what is tested takes 
 
 def context() -> ForkServerContext:
     """Where processes come from. One server for every test of this process."""
-    tests = Path(__file__).parent
+    tests = Path(__file__).parents[1]
     for place in (str(tests), str(tests.parent)):
         if place not in sys.path:
             sys.path.append(place)  # Where a child finds the module of what it runs.

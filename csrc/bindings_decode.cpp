@@ -1,0 +1,123 @@
+// infinity._core.decode: quantised weights over addresses. Checks numbers, not memory: whether an
+// address holds what it should is for infinity/codecs to know.
+#include "bindings_decode.h"
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include <pybind11/stl.h>
+
+#include "decode/decode.h"
+#include "update/dispatch.h"
+
+namespace py = pybind11;
+
+namespace infinity {
+
+namespace {
+
+using decode::FloatFormat;
+using decode::Job;
+using decode::ScaleFormat;
+
+// (address, format, strides of matrices, rows and columns in elements)
+using OutTuple = std::tuple<std::uintptr_t, std::string, std::array<std::ptrdiff_t, 3>>;
+using Shape = std::array<std::size_t, 3>;
+
+FloatFormat float_format(const std::string& name) {
+  if (name == "BF16") return FloatFormat::kBf16;
+  if (name == "F16") return FloatFormat::kFp16;
+  if (name == "F32") return FloatFormat::kFp32;
+  throw py::value_error("there is no output of " + name);
+}
+
+ScaleFormat scale_format(const std::string& name) {
+  if (name == "F32") return ScaleFormat::kFp32;
+  if (name == "BF16") return ScaleFormat::kBf16;
+  if (name == "F16") return ScaleFormat::kFp16;
+  if (name == "F8_E8M0" || name == "U8") return ScaleFormat::kE8m0;
+  throw py::value_error("there are no scales of " + name);
+}
+
+template <class Pointer>
+Pointer pointer_to(std::uintptr_t address) {
+  return reinterpret_cast<Pointer>(address);  // NOLINT: addresses are what crosses the boundary.
+}
+
+Job make_job(std::uintptr_t codes, std::uintptr_t scales, const std::string& scale_name,
+             const Shape& shape, const OutTuple& out) {
+  const auto& [address, format, strides] = out;
+  Job job;
+  job.codes = pointer_to<const std::uint8_t*>(codes);
+  job.scales = pointer_to<const std::uint8_t*>(scales);
+  job.scale_format = scale_format(scale_name);
+  job.num_matrices = shape[0];
+  job.num_rows = shape[1];
+  job.num_columns = shape[2];
+  job.out = pointer_to<void*>(address);
+  job.out_format = float_format(format);
+  job.matrix_stride = strides[0];
+  job.row_stride = strides[1];
+  job.column_stride = strides[2];
+  const bool is_empty = shape[0] == 0 || shape[1] == 0 || shape[2] == 0;
+  if (!is_empty && (codes == 0 || scales == 0 || address == 0)) {
+    throw py::value_error("an address is 0");
+  }
+  if (address % (job.out_format == FloatFormat::kFp32 ? 4 : 2) != 0) {
+    throw py::value_error("the output is not aligned to its elements");
+  }
+  return job;
+}
+
+void run(const Job& job, std::size_t num_threads, const std::string& simd) {
+  if (num_threads == 0) throw py::value_error("num_threads=0, expected at least 1");
+  if (update::find_instruction_set(simd) == nullptr) {
+    throw py::value_error("this processor or build has no " + simd);
+  }
+  const py::gil_scoped_release released;
+  decode::run(job, num_threads, simd);
+}
+
+void fp8(std::uintptr_t codes, std::uintptr_t scales, const std::string& scale_name,
+         const Shape& shape, const OutTuple& out, const std::array<std::size_t, 2>& block,
+         std::size_t num_threads, const std::string& simd) {
+  Job job = make_job(codes, scales, scale_name, shape, out);
+  if (block[0] == 0 || block[1] == 0) throw py::value_error("a block has no elements");
+  job.code_format = decode::CodeFormat::kFp8;
+  job.block_rows = block[0];
+  job.block_columns = block[1];
+  run(job, num_threads, simd);
+}
+
+void four_bits(std::uintptr_t codes, std::uintptr_t scales, const std::string& scale_name,
+               const Shape& shape, const OutTuple& out, std::size_t group,
+               const std::array<float, 16>& values, bool is_high_first,
+               const std::string& product_format, std::size_t num_threads,
+               const std::string& simd) {
+  Job job = make_job(codes, scales, scale_name, shape, out);
+  if (group == 0) throw py::value_error("a group has no elements");
+  job.code_format = decode::CodeFormat::kFourBits;
+  job.group = group;
+  job.is_high_first = is_high_first;
+  std::copy(values.begin(), values.end(), job.values);
+  job.product_format = float_format(product_format);
+  run(job, num_threads, simd);
+}
+
+}  // namespace
+
+void bind_decode(py::module_& module) {
+  auto decode = module.def_submodule("decode", "Quantised weights over addresses.");
+  decode.def("fp8", &fp8, py::arg("codes"), py::arg("scales"), py::arg("scale_format"),
+             py::arg("shape"), py::arg("out"), py::kw_only(), py::arg("block"),
+             py::arg("num_threads"), py::arg("simd"));
+  decode.def("four_bits", &four_bits, py::arg("codes"), py::arg("scales"),
+             py::arg("scale_format"), py::arg("shape"), py::arg("out"), py::kw_only(),
+             py::arg("group"), py::arg("values"), py::arg("is_high_first"),
+             py::arg("product_format"), py::arg("num_threads"), py::arg("simd"));
+}
+
+}  // namespace infinity

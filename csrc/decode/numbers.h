@@ -1,0 +1,112 @@
+// Conversions between formats of numbers, written so that a compiler can vectorise them.
+//
+// They round to nearest, ties to even; every NaN becomes the positive quiet one.
+#pragma once
+
+#include <cstdint>
+
+#include "decode.h"
+
+namespace infinity::decode {
+namespace {
+
+// Of the compiler, not of the library: a shared copy of std::bit_cast could be of any instruction set.
+template <class To, class From>
+To cast(From value) noexcept {
+  return __builtin_bit_cast(To, value);
+}
+
+inline constexpr std::uint32_t kMagnitude = 0x7FFFFFFFU;
+inline constexpr std::uint32_t kInfinity = 0x7F800000U;
+inline constexpr std::uint32_t kNan = 0x7FC00000U;
+
+struct Bf16 {
+  using Bits = std::uint16_t;
+
+  static Bits bits(float number) noexcept {
+    const std::uint32_t from = cast<std::uint32_t>(number);
+    const std::uint32_t rounded = (from + 0x7FFFU + ((from >> 16) & 1U)) >> 16;
+    return static_cast<Bits>((from & kMagnitude) > kInfinity ? 0x7FC0U : rounded);
+  }
+  static float number(Bits bits) noexcept {
+    return cast<float>(static_cast<std::uint32_t>(bits) << 16);
+  }
+};
+
+struct Fp16 {
+  using Bits = std::uint16_t;
+
+  static Bits bits(float number) noexcept {
+    const std::uint32_t from = cast<std::uint32_t>(number);
+    const std::uint32_t magnitude = from & kMagnitude;
+    const std::uint32_t sign = (from >> 16) & 0x8000U;
+    // The last place of 0.5 is that of fp16's denormals, so the addition rounds to it.
+    const float half = cast<float>(magnitude) + 0.5F;
+    const std::uint32_t small = cast<std::uint32_t>(half) - 0x3F000000U;
+    const std::uint32_t normal =
+        (magnitude - (112U << 23) + 0xFFFU + ((magnitude >> 13) & 1U)) >> 13;
+    std::uint32_t rounded = magnitude < 0x38800000U ? small : normal;
+    rounded = magnitude >= 0x477FF000U ? 0x7C00U : rounded;
+    return static_cast<Bits>(magnitude > kInfinity ? 0x7E00U : sign | rounded);
+  }
+  static float number(Bits bits) noexcept {
+    const std::uint32_t magnitude = bits & 0x7FFFU;
+    const std::uint32_t sign = (bits & 0x8000U) << 16;
+    const float small = static_cast<float>(static_cast<std::int32_t>(magnitude)) * 0x1p-24F;
+    const std::uint32_t normal = (magnitude << 13) + (112U << 23);
+    std::uint32_t wide = magnitude < 0x400U ? cast<std::uint32_t>(small) : normal;
+    wide = magnitude >= 0x7C00U ? (magnitude << 13) | kInfinity : wide;
+    return cast<float>(wide | sign);
+  }
+};
+
+struct Fp32 {
+  using Bits = float;
+
+  static Bits bits(float number) noexcept {
+    const std::uint32_t from = cast<std::uint32_t>(number);
+    return cast<float>((from & kMagnitude) > kInfinity ? kNan : from);
+  }
+};
+
+// E4M3 without infinities; 0x7F and 0xFF are NaN.
+inline float fp8_number(std::uint8_t code) noexcept {
+  const std::uint32_t magnitude = code & 0x7FU;
+  const std::uint32_t sign = (code & 0x80U) << 24;
+  const float small = static_cast<float>(static_cast<std::int32_t>(magnitude)) * 0x1p-9F;
+  const std::uint32_t normal = (magnitude << 20) + (120U << 23);
+  std::uint32_t wide = magnitude < 8 ? cast<std::uint32_t>(small) : normal;
+  wide = magnitude == 0x7FU ? kNan : wide;
+  return cast<float>(wide | sign);
+}
+
+// 2^(code - 127); 255 is NaN.
+inline float e8m0_number(std::uint8_t code) noexcept {
+  std::uint32_t bits = static_cast<std::uint32_t>(code) << 23;
+  bits = code == 0 ? 0x00400000U : bits;
+  return cast<float>(code == 255 ? kNan : bits);
+}
+
+template <class T>
+T load(const std::uint8_t* array, std::size_t index) noexcept {
+  T value;
+  __builtin_memcpy(&value, array + index * sizeof value, sizeof value);
+  return value;
+}
+
+inline float scale_at(const Job& job, std::size_t index) noexcept {
+  switch (job.scale_format) {
+    case ScaleFormat::kFp32:
+      return load<float>(job.scales, index);
+    case ScaleFormat::kBf16:
+      return Bf16::number(load<std::uint16_t>(job.scales, index));
+    case ScaleFormat::kFp16:
+      return Fp16::number(load<std::uint16_t>(job.scales, index));
+    case ScaleFormat::kE8m0:
+      return e8m0_number(job.scales[index]);
+  }
+  return 0.0F;
+}
+
+}  // namespace
+}  // namespace infinity::decode

@@ -1,0 +1,1 @@
+"""Directories of Hugging Face checkpoints: laid over drives, merged with adapters, quantised."""

@@ -1,0 +1,271 @@
+"""Writes a Hugging Face directory from another one, one logical tensor at a time.
+
+The headers of the source give every name, shape and dtype of the result, so files are written in
+any order with the memory of one tensor. A shard of the source becomes a shard of the result. All
+of it is written to a hidden directory beside the result, and renamed when it is whole and synced:
+a process that is killed leaves no directory that looks complete.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from infinity.checkpoint.huggingface.import_weights import WeightSource
+from infinity.checkpoint.huggingface.safetensors_file import (
+    SafetensorsWriter,
+    TensorInfo,
+    dtype_of,
+)
+from infinity.checkpoint.run.directory import sync_directory
+from infinity.codecs import Encoding, Nf4
+from infinity.codecs.nf4 import STATE_SUFFIX
+from infinity.codecs.part import Codec, Shape
+from infinity.errors import ConfigError, StorageError
+from infinity.sizes import format_nbytes
+
+_SINGLE_NAME = "model.safetensors"
+_INDEX_NAME = "model.safetensors.index.json"
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack")
+# Spaces that a reader of JSON skips: the length of a number is not known before it is.
+_STATE_ROOM = 32
+
+Values = Mapping[str, torch.Tensor]  # Stored tensors by name.
+Progress = Callable[[str, int], None]  # (name of the logical tensor, bytes written)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The stored tensors of one logical tensor of the result, and the function that makes them."""
+
+    infos: tuple[TensorInfo, ...]
+    make: Callable[[], Values]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(info.nbytes for info in self.infos)
+
+
+@dataclass(slots=True)
+class DirectoryPlan:
+    """A result: outcomes by shard, and the content of config.json. Nothing is read yet."""
+
+    source: WeightSource
+    config: dict[str, Any]
+    shards: dict[str, list[tuple[str, Outcome]]] = field(default_factory=dict)
+
+    def add(self, name: str, outcome: Outcome) -> None:
+        shard = self.source.file_of(name).name
+        self.shards.setdefault(shard, []).append((name, outcome))
+
+    @property
+    def nbytes(self) -> int:
+        return sum(outcome.nbytes for rows in self.shards.values() for _, outcome in rows)
+
+
+def unchanged(source: WeightSource, name: str) -> Outcome:
+    """Returns a logical tensor as the source stores it."""
+    encoded = source.encoded(name)
+    names = (*encoded.names, *encoded.aside)
+    infos = tuple(source.stored_info(stored) for stored in names)
+    for info in infos:
+        if info.unreadable is not None:
+            raise ConfigError(
+                f"{source.path}: {info.name!r} is {info.unreadable[0]}, which cannot be copied"
+            )
+    return Outcome(infos, lambda: {stored: source.read_stored(stored) for stored in names})
+
+
+def as_numbers(
+    name: str, shape: Shape, dtype: torch.dtype, make: Callable[[], torch.Tensor]
+) -> Outcome:
+    """Returns a tensor that is stored as numbers."""
+    info = TensorInfo(name=name, dtype=dtype, shape=shape)
+    return Outcome((info,), lambda: {name: make()})
+
+
+def as_codes(name: str, shape: Shape, codec: Codec, make: Callable[[], torch.Tensor]) -> Outcome:
+    """Returns a tensor that `codec` encodes, under the names of the usual writer of the format.
+
+    Raises ConfigError for a shape that the format cannot store.
+    """
+    aside = _aside_infos(name, shape, codec)
+    infos = [
+        TensorInfo(name=name + part.suffix, dtype=dtype_of(part.dtype), shape=part.shape)
+        for part in codec.parts(shape)
+    ]
+
+    def encode() -> Values:
+        encoding = _encoded(name, codec, make())
+        values = {
+            info.name: part.view(info.dtype).view(info.shape)
+            for info, part in zip(infos, encoding.parts, strict=True)
+        }
+        return values | _aside_values(name, encoding, aside)
+
+    return Outcome((*infos, *aside), encode)
+
+
+def as_stored(source: WeightSource, name: str, make: Callable[[], torch.Tensor]) -> Outcome:
+    """Returns a changed tensor, in the codec, dtypes and names that the source has for it."""
+    encoded = source.encoded(name)
+    infos = [source.stored_info(stored) for stored in encoded.names]
+    kept = [source.stored_info(stored) for stored in encoded.aside]
+    # JSON whose numbers change is written anew, with room for longer ones.
+    made = {info.name: info for info in _aside_infos(name, encoded.shape, encoded.codec)}
+
+    def encode() -> Values:
+        encoding = _encoded(name, encoded.codec, make())
+        values = {
+            info.name: part.view(info.dtype).view(info.shape)
+            for info, part in zip(infos, encoding.parts, strict=True)
+        }
+        values |= _aside_values(name, encoding, [made[i.name] for i in kept if i.name in made])
+        return values | {
+            info.name: source.read_stored(info.name) for info in kept if info.name not in made
+        }
+
+    return Outcome((*infos, *(made.get(info.name, info) for info in kept)), encode)
+
+
+def _encoded(name: str, codec: Codec, weight: torch.Tensor) -> Encoding:
+    try:
+        return codec.encode(weight)
+    except ConfigError as error:
+        raise ConfigError(f"{name!r}: {error}") from None
+
+
+def _aside_infos(name: str, shape: Shape, codec: Codec) -> list[TensorInfo]:
+    """Returns the further tensors of an encoding, as that of zeros has them."""
+    infos = []
+    for suffix, tensor in _small_example(codec, shape).aside.items():
+        length = tuple(tensor.shape)
+        if suffix == STATE_SUFFIX:
+            assert isinstance(codec, Nf4)
+            length = (len(codec.state_json(shape)) + _STATE_ROOM,)
+        infos.append(TensorInfo(name=name + suffix, dtype=tensor.dtype, shape=length))
+    return infos
+
+
+def _small_example(codec: Codec, shape: Shape) -> Encoding:
+    """Encodes zeros of as many dimensions, as small as the codec has them."""
+    return codec.encode(torch.zeros([*([1] * (len(shape) - 1)), shape[-1]]))
+
+
+def _aside_values(name: str, encoding: Encoding, infos: Sequence[TensorInfo]) -> Values:
+    values = {}
+    for info in infos:
+        tensor = encoding.aside[info.name.removeprefix(name)]
+        room = info.shape[0] - tensor.shape[0]
+        assert room >= 0, info.name
+        values[info.name] = torch.cat([tensor, torch.full((room,), ord(" "), dtype=tensor.dtype)])
+    return values
+
+
+# -- Writing ---------------------------------------------------------------------------------------
+
+
+def check_target(out: Path, nbytes: int) -> None:
+    """Raises ConfigError if `out` is there already, StorageError if its file system is too full."""
+    if out.is_symlink() or (out.exists() and not (out.is_dir() and not any(out.iterdir()))):
+        raise ConfigError(f"{out} is there already; expected the name of a new directory")
+    parent = out.absolute().parent
+    if not parent.is_dir():
+        raise ConfigError(f"{parent} does not exist; make it first")
+    facts = os.statvfs(parent)
+    free_nbytes = facts.f_bavail * facts.f_frsize
+    if free_nbytes < nbytes:
+        raise StorageError(
+            errno.ENOSPC,
+            operation="write",
+            path=str(out),
+            nbytes=nbytes,
+            detail=f"the result needs {format_nbytes(nbytes)}, the file system has "
+            f"{format_nbytes(free_nbytes)} free",
+        )
+
+
+def write_directory(
+    plan: DirectoryPlan, out: Path, progress: Progress = lambda name, nbytes: None
+) -> None:
+    """Writes the result, with the other files of the source's directory. Raises as `check_target`,
+    and StorageError."""
+    check_target(out, plan.nbytes)
+    out = out.absolute()
+    partial = out.with_name(f".{out.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        partial.mkdir()
+        for shard, rows in plan.shards.items():
+            _write_shard(partial / shard, rows, progress)
+        _copy_other_files(plan.source.path, partial)
+        _write_text(partial / "config.json", plan.config)
+        if set(plan.shards) != {_SINGLE_NAME}:
+            _write_index(partial, plan)
+        sync_directory(partial)
+        if out.exists():
+            out.rmdir()
+        os.rename(partial, out)
+        sync_directory(out.parent)
+    except OSError as error:
+        if isinstance(error, StorageError):
+            raise
+        where = str(error.filename or out)
+        raise StorageError(error.errno or 0, operation="write", path=where) from None
+    finally:
+        plan.source.close()
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _write_shard(path: Path, rows: Sequence[tuple[str, Outcome]], progress: Progress) -> None:
+    infos = [info for _, outcome in rows for info in outcome.infos]
+    writer = SafetensorsWriter(path, infos, metadata={"format": "pt"})
+    try:
+        for name, outcome in rows:
+            values = outcome.make()
+            for info in outcome.infos:
+                writer.write(info.name, values[info.name])
+            del values  # Frees the memory before the next tensor is read.
+            progress(name, outcome.nbytes)
+        writer.finish()
+        writer.commit()
+    finally:
+        writer.close()
+
+
+def _copy_other_files(source: Path, target: Path) -> None:
+    """Copies tokenizer, generation settings, code and licence: every file that has no weights."""
+    for path in sorted(source.iterdir()):
+        is_weights = path.suffix in _WEIGHTS or path.name.endswith(".index.json")
+        if path.is_file() and not is_weights and not path.name.startswith("."):
+            shutil.copyfile(path, target / path.name)
+
+
+def _write_index(partial: Path, plan: DirectoryPlan) -> None:
+    weight_map = {
+        info.name: shard
+        for shard, rows in plan.shards.items()
+        for _, outcome in rows
+        for info in outcome.infos
+    }
+    content = {
+        "metadata": {"total_size": plan.nbytes},
+        "weight_map": dict(sorted(weight_map.items())),
+    }
+    _write_text(partial / _INDEX_NAME, content)
+
+
+def _write_text(path: Path, content: dict[str, Any]) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        json.dump(content, file, indent=2)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())

@@ -1,0 +1,185 @@
+"""Quantises the linear layers of a checkpoint, in the layout in which such models are published.
+
+fp8   DeepSeek-V3's: E4M3 codes and F32 scales of 128x128 blocks, `weight` and `weight_scale_inv`
+int4  Kimi-K2's: compressed-tensors, groups of 32, `weight_packed`, `weight_scale`, `weight_shape`
+nf4   bitsandbytes' with nested scales, `weight` and `weight.absmax` and so on
+
+Embeddings, the head, norms, biases and routers stay as they are, and so does a matrix whose shape
+the format cannot store; config.json lists the modules. The source may be quantised: it is decoded.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from infinity.checkpoint.convert.directory import DirectoryPlan, as_codes, as_numbers, unchanged
+from infinity.checkpoint.huggingface.import_checks import listed, read_config
+from infinity.checkpoint.huggingface.import_weights import WeightSource, weight_source
+from infinity.codecs import Fp8Blocks, Int4Groups, Nf4, Plain
+from infinity.codecs.detect import QUANTISATION_KEYS
+from infinity.codecs.part import Codec
+from infinity.errors import ConfigError
+
+Format = Literal["fp8", "int4", "nf4"]
+
+# Modules that stay, by the last part of their names: heads, embeddings, routers.
+_KEPT = re.compile(
+    r"(^|\.)(lm_head|score|embed\w*|\w*embed(ding)?s?|wte|wpe|gate|router|shared_experts?_gate)$"
+)
+_WIDE = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """How a format is published: its codec by the dtype of the weight, and its table in config.json
+    by the modules that stay."""
+
+    codec: Callable[[torch.dtype], Codec]
+    table: Callable[[list[str]], dict[str, Any]]
+
+
+def _fp8_table(kept: list[str]) -> dict[str, Any]:
+    return {
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "quant_method": "fp8",
+        "weight_block_size": [128, 128],
+        "modules_to_not_convert": kept,
+    }
+
+
+def _int4_table(kept: list[str]) -> dict[str, Any]:
+    weights = {
+        "actorder": None,
+        "block_structure": None,
+        "dynamic": False,
+        "group_size": 32,
+        "num_bits": 4,
+        "observer": "minmax",
+        "observer_kwargs": {},
+        "strategy": "group",
+        "symmetric": True,
+        "type": "int",
+    }
+    group = {
+        "input_activations": None,
+        "output_activations": None,
+        "targets": ["Linear"],
+        "weights": weights,
+    }
+    return {
+        "config_groups": {"group_0": group},
+        "format": "pack-quantized",
+        "ignore": kept,
+        "kv_cache_scheme": None,
+        "quant_method": "compressed-tensors",
+        "quantization_status": "compressed",
+    }
+
+
+def _nf4_table(kept: list[str]) -> dict[str, Any]:
+    return {
+        "_load_in_4bit": True,
+        "_load_in_8bit": False,
+        "bnb_4bit_compute_dtype": "bfloat16",
+        "bnb_4bit_quant_storage": "uint8",
+        "bnb_4bit_quant_type": "nf4",
+        "bnb_4bit_use_double_quant": True,
+        "llm_int8_enable_fp32_cpu_offload": False,
+        "llm_int8_has_fp16_weight": False,
+        "llm_int8_skip_modules": kept,
+        "llm_int8_threshold": 6.0,
+        "load_in_4bit": True,
+        "load_in_8bit": False,
+        "quant_method": "bitsandbytes",
+    }
+
+
+FORMATS: Mapping[str, Published] = {
+    "fp8": Published(lambda dtype: Fp8Blocks(), _fp8_table),
+    "int4": Published(lambda dtype: Int4Groups(), _int4_table),
+    "nf4": Published(lambda dtype: Nf4(stored=_WIDE[dtype]), _nf4_table),
+}
+
+
+def plan_quantize(directory: Path, to: Format) -> DirectoryPlan:
+    """Plans every tensor of the result from headers. Reads no weight.
+
+    Raises ConfigError for a directory without weights, for one without a matrix to quantise, and
+    for packed experts, for which the formats have no published layout.
+    """
+    if not directory.is_dir():
+        raise ConfigError(f"{directory} is no directory; expected a Hugging Face checkpoint")
+    source, published = weight_source(directory), FORMATS[to]
+    plan = DirectoryPlan(source, without_quantisation(read_config(directory)))
+    kept, num_quantised = [], 0
+    for name in source.names():
+        module = name.removesuffix(".weight")
+        codec = published.codec(_dtype_of(source, name)) if _is_matrix(source, name) else None
+        if codec is not None and not _KEPT.search(module) and _fits(codec, source.shape(name)):
+            make = _reader(source, name)
+            plan.add(name, as_codes(name, source.shape(name), codec, make))
+            num_quantised += 1
+            continue
+        if codec is not None:
+            kept.append(module)
+        plan.add(name, plain(source, name))
+    if not num_quantised:
+        raise ConfigError(f"{directory} has no matrix that {to} can store")
+    plan.config["quantization_config"] = published.table(kept)
+    return plan
+
+
+def plain(source: WeightSource, name: str) -> Any:
+    """Returns a tensor as numbers: as it is stored, or decoded."""
+    encoded = source.encoded(name)
+    if isinstance(encoded.codec, Plain):
+        return unchanged(source, name)
+    return as_numbers(name, encoded.shape, encoded.dtype, _reader(source, name))
+
+
+def without_quantisation(config: dict[str, Any]) -> dict[str, Any]:
+    """Returns a config.json, and the tables in it, without their quantisation."""
+    return {
+        key: without_quantisation(value) if isinstance(value, dict) else value
+        for key, value in config.items()
+        if key not in QUANTISATION_KEYS
+    }
+
+
+def _reader(source: WeightSource, name: str) -> Callable[[], torch.Tensor]:
+    return lambda: source.read(name)
+
+
+def _dtype_of(source: WeightSource, name: str) -> torch.dtype:
+    dtype = source.stored_dtype(name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def _is_matrix(source: WeightSource, name: str) -> bool:
+    """Whether a tensor is the weight of a linear layer. Raises ConfigError for packed experts."""
+    shape = source.shape(name)
+    if source.stored_dtype(name) not in _WIDE:
+        return False
+    if len(shape) == 3 and ".experts." in name:
+        raise ConfigError(
+            f"{source.path}: {listed([name])} packs experts in three dimensions {shape}; these "
+            "formats are published with a matrix per expert. Save the model with transformers in "
+            "its published layout first"
+        )
+    return len(shape) == 2 and name.endswith(".weight")
+
+
+def _fits(codec: Codec, shape: tuple[int, ...]) -> bool:
+    try:
+        codec.parts(shape)
+    except ConfigError:
+        return False
+    return shape[0] > 1  # A gate of one row is no layer worth its scales.

@@ -1,0 +1,461 @@
+"""Lays the shards of a directory over several drives, so that all of them are read at once.
+
+A shard that lies elsewhere is a symbolic link in the directory; programs open it as before. A file
+`.infinity-spread.json` records where each shard goes before any of them is touched. For one shard:
+
+  1. its bytes get a second name at the place: a hard link on the same file system, otherwise a copy
+     under a hidden name, which is synced and renamed
+  2. with `copy`, the file of the directory gets a second name in `.infinity-originals`
+  3. a link is renamed over the file of the directory, and the directory is synced
+  4. places that the shard had by an earlier spread are removed
+
+Every point between two system calls leaves a directory that loads. What is repeated goes on. Gather
+undoes it by the record: the shards become files of the directory again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from infinity.bounded import (
+    MalformedError,
+    field,
+    list_of,
+    plain_name,
+    read_json,
+    table_of,
+    text_of,
+)
+from infinity.checkpoint.run.directory import sync_directory
+from infinity.errors import ConfigError, StorageError, corrupt
+from infinity.sizes import MIB, format_nbytes
+
+RECORD_NAME = ".infinity-spread.json"
+ORIGINALS_NAME = ".infinity-originals"
+_CHUNK_NBYTES = 16 * MIB
+
+Mode = Literal["move", "copy"]
+Progress = Callable[[str, int], None]  # (name of the shard, further bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class ShardMove:
+    """One shard of a plan. `place` is the file that will hold its bytes, or the file of the
+    directory itself; `source` is the file that holds them now."""
+
+    name: str
+    nbytes: int
+    source: Path
+    place: Path
+    is_linked: bool  # On one file system: no byte moves.
+
+    @property
+    def is_done(self) -> bool:
+        return self.source == self.place
+
+    @property
+    def moved_nbytes(self) -> int:
+        return 0 if self.is_done or self.is_linked else self.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class SpreadPlan:
+    """Every shard of a directory with its place, in natural order of names."""
+
+    directory: Path
+    mode: Mode
+    moves: tuple[ShardMove, ...]
+
+    @property
+    def moved_nbytes(self) -> int:
+        return sum(move.moved_nbytes for move in self.moves)
+
+    def to_dict(self) -> dict[str, Any]:
+        folders: dict[str, int] = {}
+        for move in self.moves:
+            folder = str(move.place.parent)
+            folders[folder] = folders.get(folder, 0) + move.nbytes
+        return {
+            "directory": str(self.directory),
+            "mode": self.mode,
+            "folders": [{"path": path, "nbytes": nbytes} for path, nbytes in folders.items()],
+            "shards": [
+                {
+                    "name": move.name,
+                    "nbytes": move.nbytes,
+                    "from": str(move.source),
+                    "to": str(move.place),
+                    "moved_nbytes": move.moved_nbytes,
+                }
+                for move in self.moves
+            ],
+        }
+
+
+def plan_spread(directory: Path, over: Sequence[Path], mode: Mode) -> SpreadPlan:
+    """Plans where each shard goes: to the folder with the fewest bytes so far, in natural order, so
+    that consecutive layers lie on different drives.
+
+    A folder is a directory on a drive; the shards come into a subdirectory of the name of
+    `directory`, or stay if the folder is `directory` itself. Raises ConfigError for folders that
+    do not exist, names that are taken, links that are not ours (with `move`) and a directory
+    without shards; StorageError for a file system with too little space. Touches nothing.
+    """
+    directory, record = _open(directory)
+    if record is not None and record.mode != mode:
+        raise ConfigError(
+            f"{directory} was spread with --{record.mode}; gather it first (--gather), or name "
+            f"--{record.mode}"
+        )
+    folders = _folders(directory, over)
+    known = record.places if record is not None else {}
+    totals = dict.fromkeys(folders, 0)
+    moves = []
+    for path in _shards(directory):
+        nbytes = path.stat().st_size
+        folder = min(totals, key=lambda each: totals[each])
+        totals[folder] += nbytes
+        source, place = _source(path), folder / path.name
+        if source != path and source not in known.get(path.name, ()) and mode == "move":
+            raise ConfigError(
+                f"{path} is a link to {source}, a file of somebody else that --move would remove; "
+                "use --copy, which leaves it"
+            )
+        moves.append(_planned(path, nbytes, source, place))
+    _refuse_taken(moves)
+    _refuse_small_drives(moves)
+    return SpreadPlan(directory, mode, tuple(moves))
+
+
+def run_spread(plan: SpreadPlan, progress: Progress = lambda name, nbytes: None) -> None:
+    """Does what a plan says. May be interrupted at any point and repeated. Raises StorageError."""
+    with _locked(plan.directory), _reporting(plan.directory, "spread"):
+        record = _read_record(plan.directory) or _Record(plan.mode, {}, {})
+        for move in plan.moves:
+            own = plan.directory / move.name
+            if move.name not in record.links:
+                record.links[move.name] = os.readlink(own) if own.is_symlink() else None
+            former = [each for each in record.places.get(move.name, []) if each != move.place]
+            record.places[move.name] = [*former, move.place]
+        _write_record(plan.directory, record)
+        for move in plan.moves:
+            _place(plan.directory, move, plan.mode, progress)
+            for path in record.places[move.name][:-1]:
+                _remove_place(path, plan.directory / move.name)
+            record.places[move.name] = [move.place]
+        _write_record(plan.directory, record)
+
+
+def plan_gather(directory: Path) -> SpreadPlan:
+    """Plans the return of every shard to the directory. Raises ConfigError for a directory that was
+    not spread, StorageError for too little space. Touches nothing."""
+    directory, record = _open(directory)
+    if record is None:
+        raise ConfigError(f"{directory} has no {RECORD_NAME}: it was not spread by this program")
+    moves = []
+    for name in record.places:
+        own = directory / name
+        source = _source(own)
+        if not source.is_file():
+            raise StorageError(
+                errno.ENOENT, operation="gather", path=str(source), detail=f"{own} leads to it"
+            )
+        nbytes = source.stat().st_size
+        if record.mode == "copy":  # The original is there still.
+            moves.append(ShardMove(name, nbytes, source, own, True))
+        else:
+            moves.append(_planned(own, nbytes, source, own))
+    _refuse_small_drives(moves)
+    return SpreadPlan(directory, record.mode, tuple(moves))
+
+
+def run_gather(plan: SpreadPlan, progress: Progress = lambda name, nbytes: None) -> None:
+    """Undoes `run_spread`. May be interrupted at any point and repeated. Raises StorageError."""
+    directory = plan.directory
+    with _locked(directory), _reporting(directory, "gather"):
+        record = _read_record(directory)
+        if record is None:
+            return
+        for move in plan.moves:
+            _bring_back(directory / move.name, record, progress)
+            for place in record.places[move.name]:
+                _remove_place(place, directory / move.name)
+        with contextlib.suppress(OSError):
+            (directory / ORIGINALS_NAME).rmdir()
+        _remove(directory / RECORD_NAME)
+        sync_directory(directory)
+
+
+# -- One shard -------------------------------------------------------------------------------------
+
+
+def _place(directory: Path, move: ShardMove, mode: Mode, progress: Progress) -> None:
+    """Steps 1 to 3 for one shard; nothing where they are done."""
+    own = directory / move.name
+    if _source(own) == move.place:
+        return
+    if move.place == own:  # The folder is the directory itself.
+        _copy(move.source, own, progress)
+        return
+    move.place.parent.mkdir(exist_ok=True)
+    if not move.place.exists():  # It has the name since its bytes are durable.
+        _copy(move.source, move.place, progress)
+    if mode == "copy" and not own.is_symlink():
+        original = directory / ORIGINALS_NAME / move.name
+        original.parent.mkdir(exist_ok=True)
+        if not original.exists():
+            os.link(own, original)
+            sync_directory(original.parent)
+    _link(move.place, own)
+
+
+def _remove_place(place: Path, own: Path) -> None:
+    """Removes a place that no link leads to any more, and its directory if it is empty."""
+    if place == own:
+        return
+    _remove(place)
+    _remove(_partial(place))
+    with contextlib.suppress(OSError):
+        place.parent.rmdir()
+
+
+def _bring_back(own: Path, record: _Record, progress: Progress) -> None:
+    """Makes the file of the directory what it was before its first spread."""
+    original, link = own.parent / ORIGINALS_NAME / own.name, record.links[own.name]
+    if original.exists():
+        os.replace(original, own)
+    elif _source(own) not in record.places[own.name]:
+        return  # It is back.
+    elif link is not None:
+        _link(Path(link), own)
+    elif own.is_symlink():
+        _copy(_source(own), own, progress)
+    sync_directory(own.parent)
+
+
+def _copy(source: Path, target: Path, progress: Progress) -> None:
+    """Gives the bytes of `source` the name `target`, which another file system may hold. The name
+    appears when the bytes are durable; times are kept."""
+    partial = _partial(target)
+    _remove(partial)
+    try:
+        os.link(source, partial)
+    except OSError as error:
+        if error.errno not in (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP):
+            raise
+        _copy_bytes(source, partial, progress)
+    os.replace(partial, target)
+    # Both names of one file: rename does nothing then, and leaves the partial one.
+    _remove(partial)
+    sync_directory(target.parent)
+
+
+def _copy_bytes(source: Path, partial: Path, progress: Progress) -> None:
+    buffer = memoryview(bytearray(_CHUNK_NBYTES))
+    with source.open("rb", buffering=0) as read, partial.open("xb", buffering=0) as write:
+        facts = os.fstat(read.fileno())
+        os.posix_fadvise(read.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
+        while count := read.readinto(buffer):
+            left = buffer[:count]
+            while left:
+                left = left[write.write(left) :]
+            progress(source.name, count)
+        os.fsync(write.fileno())
+        if os.fstat(write.fileno()).st_size != facts.st_size:
+            raise StorageError(errno.EIO, operation="copy", path=str(source), detail="it shrank")
+        os.utime(write.fileno(), ns=(facts.st_atime_ns, facts.st_mtime_ns))
+        for fd in (read.fileno(), write.fileno()):  # The page cache has better uses.
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _link(target: Path, own: Path) -> None:
+    """Renames a link to `target` over the file of the directory."""
+    partial = _partial(own)
+    _remove(partial)
+    os.symlink(target, partial)
+    os.replace(partial, own)
+    sync_directory(own.parent)
+
+
+def _partial(path: Path) -> Path:
+    return path.with_name(f".{path.name}.infinity-partial")
+
+
+def _remove(path: Path) -> None:
+    path.unlink(missing_ok=True)
+
+
+# -- Checks ----------------------------------------------------------------------------------------
+
+
+def _planned(own: Path, nbytes: int, source: Path, place: Path) -> ShardMove:
+    folder = place.parent if place.parent.exists() else place.parent.parent
+    is_linked = source.stat().st_dev == folder.stat().st_dev
+    return ShardMove(own.name, nbytes, source, place, is_linked)
+
+
+def _folders(directory: Path, over: Sequence[Path]) -> list[Path]:
+    """Returns the directories that get the shards."""
+    found: dict[Path, None] = {}
+    for path in over:
+        if not path.is_dir():
+            raise ConfigError(f"--over {path}: no such directory; mount the drive, or make it")
+        if not os.access(path, os.W_OK | os.X_OK):
+            raise ConfigError(f"--over {path}: this directory cannot be written")
+        folder = path.resolve()
+        if folder != directory:
+            folder = folder / directory.name
+        if folder in found:
+            raise ConfigError(f"--over {path} is named twice")
+        found[folder] = None
+    if not found:
+        raise ConfigError("expected --over and the directories of one or more drives")
+    return list(found)
+
+
+def _shards(directory: Path) -> list[Path]:
+    found = [path for path in directory.glob("*.safetensors") if not path.name.startswith(".")]
+    if not found:
+        raise ConfigError(f"{directory} has no *.safetensors; expected a Hugging Face checkpoint")
+    for path in found:
+        if not path.is_file():
+            raise ConfigError(f"{path} is a link to a file that is not there")
+    return sorted(found, key=lambda path: [_number(part) for part in _parts(path.name)])
+
+
+def _parts(name: str) -> list[str]:
+    return re.split(r"(\d+)", name)
+
+
+def _number(part: str) -> tuple[int, str]:
+    return (int(part), "") if part.isdigit() else (0, part)
+
+
+def _source(own: Path) -> Path:
+    """Returns the file that holds the bytes: `own`, or what it links to in the end."""
+    return own.resolve() if own.is_symlink() else own
+
+
+def _refuse_taken(moves: Sequence[ShardMove]) -> None:
+    for move in moves:
+        if move.is_done or not move.place.exists():
+            continue
+        # A run that ended before its link has left the same bytes here.
+        there, own = move.place.stat(), move.source.stat()
+        if (there.st_size, there.st_mtime_ns) != (own.st_size, own.st_mtime_ns):
+            raise ConfigError(
+                f"{move.place} is there already and is another file; remove it, or name another "
+                "directory"
+            )
+
+
+def _refuse_small_drives(moves: Sequence[ShardMove]) -> None:
+    needed: dict[int, tuple[Path, int]] = {}
+    for move in moves:
+        if move.moved_nbytes:
+            folder = move.place.parent if move.place.parent.exists() else move.place.parent.parent
+            device = folder.stat().st_dev
+            needed[device] = (folder, needed.get(device, (folder, 0))[1] + move.moved_nbytes)
+    for folder, nbytes in needed.values():
+        facts = os.statvfs(folder)
+        free_nbytes = facts.f_bavail * facts.f_frsize
+        if free_nbytes < nbytes:
+            raise StorageError(
+                errno.ENOSPC,
+                operation="spread",
+                path=str(folder),
+                nbytes=nbytes,
+                detail=f"its shards need {format_nbytes(nbytes)}, the file system has "
+                f"{format_nbytes(free_nbytes)} free; name further drives",
+            )
+
+
+# -- The record ------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Record:
+    """The places that each shard has or had, the last one being where it belongs; and the link
+    that it was before its first spread, if it was one."""
+
+    mode: Mode
+    places: dict[str, list[Path]]
+    links: dict[str, str | None]
+
+
+def _open(directory: Path) -> tuple[Path, _Record | None]:
+    if not directory.is_dir():
+        raise ConfigError(f"{directory} is no directory; expected a Hugging Face checkpoint")
+    directory = directory.resolve()
+    return directory, _read_record(directory)
+
+
+def _read_record(directory: Path) -> _Record | None:
+    path = directory / RECORD_NAME
+    if not path.exists():
+        return None
+    try:
+        table = table_of(read_json(path), "it")
+        mode = text_of(field(table, "mode"), "mode")
+        if mode not in ("move", "copy"):
+            raise MalformedError(f"mode is {mode!r}")
+        places, links = {}, {}
+        for name, row in table_of(field(table, "shards"), "shards").items():
+            own = plain_name(name, "a shard")
+            rows = list_of(field(table_of(row, own), "places"), "places")
+            places[own] = [Path(text_of(each, "a place")) for each in rows]
+            links[own] = None if row.get("link") is None else text_of(row["link"], "link")
+    except MalformedError as error:
+        raise corrupt(str(path), f"it is no record of a spread: {error}") from None
+    return _Record(mode, places, links)  # type: ignore[arg-type]
+
+
+def _write_record(directory: Path, record: _Record) -> None:
+    shards = {
+        name: {"places": [str(each) for each in places], "link": record.links[name]}
+        for name, places in record.places.items()
+    }
+    partial = _partial(directory / RECORD_NAME)
+    with partial.open("w", encoding="utf-8") as file:
+        json.dump({"schema": 1, "mode": record.mode, "shards": shards}, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, directory / RECORD_NAME)
+    sync_directory(directory)
+
+
+@contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    """Holds the directory against another spread. The kernel releases it with the process."""
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(f"{directory} is being spread or gathered by another process") from (
+                None
+            )
+        yield
+    finally:
+        os.close(fd)
+
+
+@contextmanager
+def _reporting(directory: Path, operation: str) -> Iterator[None]:
+    try:
+        yield
+    except StorageError:
+        raise
+    except OSError as error:
+        where = str(error.filename2 or error.filename or directory)
+        raise StorageError(error.errno or 0, operation=operation, path=where) from None

@@ -1,0 +1,125 @@
+"""The logical tensors of a checkpoint, as they are found in its headers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from infinity.codecs.part import Codec, Shape, StoredPart, stored_nbytes
+from infinity.codecs.plain import Plain
+from infinity.errors import ConfigError
+
+# Name to (dtype as safetensors calls it, shape).
+Headers = Mapping[str, tuple[str, Shape]]
+
+_WEIGHT_SUFFIXES = ("weight", "_packed", "_blocks", "gate_up_proj", "down_proj")
+_CODE_DTYPES = ("U8", "I8", "I32", "F4", "F6_E2M3", "F6_E3M2", "F8_E4M3", "F8_E5M2", "F8_E8M0")
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """One logical tensor of a checkpoint.
+
+    names: of the stored tensors, in the order of `codec.parts(shape)`
+    shape: of the logical tensor
+    aside: names of tensors that belong to it and that decoding does not need
+    """
+
+    codec: Codec
+    names: tuple[str, ...]
+    shape: Shape
+    aside: tuple[str, ...] = ()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the logical tensor. Raises UnsupportedError if torch does not have it."""
+        return self.codec.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the stored tensors that decoding needs."""
+        return stored_nbytes(self.codec, self.shape)
+
+
+class FoundTensors:
+    """The headers of a checkpoint, and the logical tensors that were found in them so far.
+
+    `where` begins every message.
+    """
+
+    def __init__(self, headers: Headers, where: str) -> None:
+        self.headers = headers
+        self.where = where
+        self.logical: dict[str, Encoded] = {}
+        self._used: set[str] = set()
+
+    def add(
+        self,
+        name: str,
+        codec: Codec,
+        shape: Shape,
+        names: Sequence[str],
+        *,
+        parts: Sequence[StoredPart] | None = None,
+        aside: Sequence[str] = (),
+    ) -> None:
+        """Adds a logical tensor.
+
+        names: of its stored tensors, in the order of the codec's parts
+        parts: their dtypes and shapes, if the writer has others than the codec for the same bytes
+        aside: further tensors that belong to it; those that are not there are left out
+
+        Raises ConfigError if a stored tensor is missing, or has another dtype or shape.
+        """
+        for part, stored in zip(parts or codec.parts(shape), names, strict=True):
+            self._check(codec, part, stored)
+        if name in self.logical or not self._used.isdisjoint(names):
+            raise self.error(f"{name!r} is stored twice")
+        others = tuple(other for other in aside if other in self.headers)
+        self.logical[name] = Encoded(codec, tuple(names), shape, others)
+        self._used.update(names, others)
+
+    def _check(self, codec: Codec, part: StoredPart, name: str) -> None:
+        if name not in self.headers:
+            raise self.error(
+                f"{name!r} is missing, without which a weight in {codec.format} cannot be decoded; "
+                "copy the checkpoint again, or use one that is complete"
+            )
+        dtype, shape = self.headers[name]
+        if (dtype, shape) != (part.dtype, part.shape):
+            raise self.error(
+                f"{name!r} is {dtype} {shape}; {codec.format} needs {part.dtype} {part.shape}. Do "
+                "config.json and the files belong together?"
+            )
+
+    def unused(self, suffix: str) -> list[str]:
+        """Returns the names with this end that belong to no logical tensor yet."""
+        return [name for name in self.headers if name.endswith(suffix) and name not in self._used]
+
+    def refuse_leftovers(self, suffixes: tuple[str, ...], format_name: str) -> None:
+        """Raises ConfigError for codes, scales and the like that belong to no logical tensor."""
+        for name, (dtype, _) in self.headers.items():
+            if name in self._used:
+                continue
+            if name.endswith(suffixes):
+                raise self.error(
+                    f"{name!r} belongs to no weight that {format_name} can decode here; copy the "
+                    "checkpoint again, or use one that is complete"
+                )
+            if dtype in _CODE_DTYPES and name.endswith(_WEIGHT_SUFFIXES):
+                raise self.error(
+                    f"{name!r} is {dtype}: codes whose scales are missing, or of another format "
+                    f"than {format_name}"
+                )
+
+    def add_plain(self) -> None:
+        """Adds every tensor that belongs to no logical tensor yet as one of its own."""
+        for name, (dtype, shape) in self.headers.items():
+            if name not in self._used:
+                self.logical[name] = Encoded(Plain(dtype), (name,), shape)
+
+    def error(self, text: str) -> ConfigError:
+        """Returns an error that begins with `where`."""
+        return ConfigError(f"{self.where}: {text}")

@@ -1,0 +1,50 @@
+"""Roundings and scales that several formats share, in torch operations."""
+
+from __future__ import annotations
+
+import torch
+
+from infinity.codecs.part import typed
+
+_BITS_OF_2_TO_MINUS_127 = 0x0040_0000
+_BITS_OF_NAN = 0x7FC0_0000
+_E8M0_NAN = 255
+
+
+def store(values: torch.Tensor, out: torch.Tensor) -> None:
+    """Rounds `values` to the dtype of `out`: to nearest, ties to even, NaN to one NaN.
+
+    torch's own conversions differ in the bits of a NaN from one instruction set to the next.
+    """
+    is_nan = torch.isnan(values).to(out.device)
+    out.copy_(values)
+    out.masked_fill_(is_nan, float("nan"))
+
+
+def e8m0_to_fp32(codes: torch.Tensor) -> torch.Tensor:
+    """Returns 2^(code - 127) of uint8 codes; 255 is NaN.
+
+    Source: OCP Microscaling Formats (MX) Specification 1.0, section 5.4.1.
+    """
+    bits = codes.to(torch.int32) << 23
+    bits = torch.where(codes == 0, _BITS_OF_2_TO_MINUS_127, bits)
+    return torch.where(codes == _E8M0_NAN, _BITS_OF_NAN, bits).view(torch.float32)
+
+
+def scales_to_fp32(part: torch.Tensor, dtype: str) -> torch.Tensor:
+    """Returns the numbers of a part of scales (F32, BF16, F16, F8_E8M0 or U8) as fp32, flat."""
+    if dtype in ("F8_E8M0", "U8"):
+        return e8m0_to_fp32(part)
+    stored = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}[dtype]
+    return typed(part, stored).float()
+
+
+def exponents_of(numbers: torch.Tensor) -> torch.Tensor:
+    """Returns floor(log2(number)) of positive fp32 numbers as int32; -150 for zero."""
+    _, exponents = torch.frexp(numbers)
+    return torch.where(numbers == 0, -150, exponents - 1)
+
+
+def fp32_to_e8m0(exponents: torch.Tensor) -> torch.Tensor:
+    """Returns uint8 codes of 2^exponent, limited to those that are numbers."""
+    return (exponents + 127).clamp(0, _E8M0_NAN - 1).to(torch.uint8)

@@ -1,0 +1,35 @@
+"""The parts that every table of the swap-tier file is made of."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from infinity.config.values import Integer
+
+SCHEMA = 1
+SEED = Integer(maximum=2**63 - 1)
+
+
+class Section(BaseModel):
+    """One table of the swap-tier file."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", allow_inf_nan=False, ser_json_inf_nan="constants"
+    )
+
+
+def one_as_list(value: Any) -> Any:
+    return [value] if isinstance(value, (str, os.PathLike)) else value
+
+
+def defaults() -> Any:
+    """A section that may be left out: read from an empty table, so that its own rules apply."""
+    return Field(default_factory=dict, validate_default=True)
+
+
+def null_as_empty(value: Any, *, is_list: bool = False) -> Any:
+    """A section of YAML whose every key is commented out is null; it means the defaults."""
+    return ([] if is_list else {}) if value is None else value

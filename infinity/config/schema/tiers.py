@@ -1,0 +1,191 @@
+"""The tables `[tiers]` and `[placement]`: the places of training state, and what goes where."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, field_validator
+
+from infinity.config.schema.section import Section, defaults, null_as_empty, one_as_list
+from infinity.config.values import (
+    AutoOr,
+    Budget,
+    Capacity,
+    Choice,
+    Flag,
+    Location,
+    Number,
+    OrOff,
+    fault,
+    refuse,
+    refuse_all,
+)
+
+# The part of the free memory that "auto" takes, on the host and on a device. The rest is for what
+# the engine does not allocate: activations, gradients of autograd, the program's own tensors.
+_AUTO_PERCENT = 50.0
+
+TierName = Literal["device", "host", "nvme"]
+DeviceKind = Literal["auto", "cpu", "cuda"]
+DirectIo = Literal["auto", "always", "never"]
+FrozenLocationName = Literal["auto", "checkpoint", "copy"]
+
+
+def _distinct(tiers: tuple[str, ...]) -> tuple[str, ...]:
+    if not tiers or len(set(tiers)) < len(tiers):
+        raise refuse("a list of tiers, not empty, each named once", tiers)
+    return tiers
+
+
+_Tier = Annotated[TierName, Choice(TierName)]
+TierList = Annotated[
+    tuple[_Tier, ...],
+    BeforeValidator(one_as_list, json_schema_input_type=tuple[_Tier, ...] | _Tier),
+    AfterValidator(_distinct),
+]
+
+
+class DeviceTier(Section):
+    """The memory that computes."""
+
+    kind: Annotated[DeviceKind, Choice(DeviceKind)] = Field(
+        "auto", description='Where the model computes. "auto" takes CUDA where there is one.'
+    )
+    capacity: Annotated[Capacity, Budget()] = Field(
+        Capacity(),
+        description="Device memory for resident parameters, the fetch window and state placed on "
+        "the device. A share is of the device memory that is free when the model is "
+        'offloaded; "auto" takes half of that. On cpu the capacity bounds only the state placed on '
+        'the device; "auto" means no bound there.',
+    )
+
+    def budget_nbytes(self, free_nbytes: int) -> int:
+        """Returns the budget on a device with memory of its own, `free_nbytes` of it free."""
+        return self.capacity.resolve(free_nbytes, auto_percent=_AUTO_PERCENT)
+
+
+class HostTier(Section):
+    """Host memory: one arena, preallocated to its budget, pinned where the device is CUDA."""
+
+    capacity: Annotated[Capacity, Budget()] = Field(
+        Capacity(),
+        description="Bytes of the arena. A share is of the memory available when the run starts "
+        '(inside a container: under its limit). "auto" takes half of that.',
+    )
+    huge_pages: Annotated[bool, Flag()] = Field(
+        True, description="Back the arena with huge pages where the kernel has them."
+    )
+
+    def budget_nbytes(self, available_nbytes: int) -> int:
+        """Returns the bytes of the arena on a machine with `available_nbytes` of free memory."""
+        return self.capacity.resolve(available_nbytes, auto_percent=_AUTO_PERCENT)
+
+
+class NvmeTier(Section):
+    """One directory on a drive. Several are striped."""
+
+    path: Annotated[Path, Location()] = Field(
+        description="Directory for swap files. Its parent must exist; the directory is made."
+    )
+    capacity: Annotated[Capacity, Budget()] = Field(
+        Capacity(),
+        description="Most bytes that swap files may take here. A share is of the free space "
+        'of the file system; "auto" is the free space less a reserve.',
+    )
+    direct: Annotated[DirectIo, Choice(DirectIo)] = Field(
+        "auto",
+        description='Direct I/O, past the page cache. "auto" falls back to buffered I/O with a '
+        'warning where the file system refuses it; "always" makes that an error.',
+    )
+    weight: Annotated[Literal["auto"] | float, AutoOr(Number(above=0))] = Field(
+        "auto",
+        description="Share of the stripes on this path: its bandwidth in GB/s, or a number "
+        'proportional to it if every path has one. "auto" measures the bandwidth if there are '
+        "several paths.",
+    )
+    read_gb_per_s: Annotated[float | None, OrOff(Number(above=0))] = Field(
+        None,
+        description="Bandwidth of reading in decimal GB/s, as `infinity tune` found it. 0: not "
+        "measured.",
+    )
+    write_gb_per_s: Annotated[float | None, OrOff(Number(above=0))] = Field(
+        None, description="Bandwidth of writing, likewise."
+    )
+    mixed_gb_per_s: Annotated[float | None, OrOff(Number(above=0))] = Field(
+        None, description="Bandwidth of reading and writing at once, in sum, likewise."
+    )
+
+
+class Tiers(Section):
+    """The places that training state may live in."""
+
+    device: DeviceTier = defaults()
+    host: HostTier = defaults()
+    nvme: tuple[NvmeTier, ...] = Field((), description="One entry per mounted drive.")
+
+    @field_validator("device", "host", "nvme", mode="before")
+    @classmethod
+    def _empty(cls, value: Any, info: ValidationInfo) -> Any:
+        return null_as_empty(value, is_list=info.field_name == "nvme")
+
+    @field_validator("nvme")
+    @classmethod
+    def _each_path_once(cls, entries: tuple[NvmeTier, ...]) -> tuple[NvmeTier, ...]:
+        seen: dict[str, int] = {}
+        faults = []
+        for index, entry in enumerate(entries):
+            first = seen.setdefault(os.path.realpath(entry.path), index)
+            if first != index:
+                text = f"the same directory as tiers.nvme[{first}].path; give each drive one entry"
+                faults.append(fault(text, index, "path"))
+        refuse_all(faults)
+        return entries
+
+
+_NVME_DEFAULT: dict[str, Any] = {"x-default": '`["nvme"]` with an nvme tier, else `["host"]`'}
+
+
+class Placement(Section):
+    """The tiers of each kind of training state.
+
+    Each key is one tier or a list of tiers, filled in that order: a kind that does not fit the
+    first tier continues in the next.
+    """
+
+    parameters: TierList = Field(
+        ("host",),
+        description="The weights that forward and backward read.",
+        json_schema_extra=_NVME_DEFAULT,
+    )
+    master: TierList = Field(
+        ("host",),
+        description="The fp32 weights that the optimizer updates.",
+        json_schema_extra=_NVME_DEFAULT,
+    )
+    moments: TierList = Field(
+        ("host",),
+        description="The optimizer's first and second moments.",
+        json_schema_extra=_NVME_DEFAULT,
+    )
+    frozen: Annotated[FrozenLocationName, Choice(FrozenLocationName)] = Field(
+        "auto",
+        description='Frozen weights. "checkpoint" reads them in place from the files of '
+        '`weights=`, which are never written: no swap space, no import. "copy" places them as '
+        '`parameters` says. "auto" is "copy" where `parameters` begins with "device".',
+    )
+    gradients: TierList = Field(("host",), description="Accumulated gradients.")
+    activations: TierList = Field(
+        ("device",),
+        description="Layer inputs that wait for the backward of `schedule.micro_batch`. "
+        "Without a GPU, host and device are the same memory, and these inputs are outside the "
+        "host budget.",
+    )
+
+    @property
+    def reads_in_place(self) -> bool:
+        """Whether frozen weights rest in the files of their checkpoint, where that is possible."""
+        if self.frozen == "auto":
+            return self.parameters[0] != "device"
+        return self.frozen == "checkpoint"

@@ -1,0 +1,145 @@
+"""The tables of a job: `[train]`, `[output]` and `[checkpoint]`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, ValidationInfo, field_validator
+
+from infinity.config.schema.section import SEED, Section
+from infinity.config.values import (
+    AutoOr,
+    Choice,
+    FileName,
+    Flag,
+    Integer,
+    Location,
+    Number,
+    OrOff,
+    Size,
+    Text,
+    refuse,
+)
+from infinity.sizes import GIB
+
+Nonfinite = Literal["error", "skip"]
+LrSchedule = Literal["constant", "linear", "cosine"]
+Durability = Literal["none", "checkpoint", "step"]
+
+
+class Sample(Section):
+    """A text that the trained model writes at the end."""
+
+    prompt: Annotated[str, Text("the text to go on from")] = Field(description="How it begins.")
+    new_tokens: Annotated[int, Integer(1)] = Field(200, description="Tokens to generate.")
+    temperature: Annotated[float, Number(minimum=0)] = Field(
+        0.8, description="Randomness of the choice; 0 always takes the likeliest token."
+    )
+    top_k: Annotated[int | None, OrOff(Integer(1))] = Field(
+        None, description="Choose among this many likeliest tokens."
+    )
+
+
+class Train(Section):
+    """The main job: `infinity train`."""
+
+    steps: Annotated[int, Integer(1)] = Field(description="Optimizer steps.")
+    batch_size: Annotated[int, Integer(1)] = Field(
+        description="Sequences in one forward. A step sees batch_size * "
+        "gradient_accumulation_steps of them."
+    )
+    gradient_accumulation_steps: Annotated[int, Integer(1)] = Field(
+        1, description="Backward passes whose gradients make one step."
+    )
+    schedule: Annotated[LrSchedule, Choice(LrSchedule)] = Field(
+        "constant", description="Course of the learning rate after the warm-up."
+    )
+    warmup_steps: Annotated[int, Integer(0)] = Field(
+        0, description="Steps over which the learning rate rises from 0; at most `steps`."
+    )
+    min_lr_ratio: Annotated[float, Number(minimum=0, maximum=1)] = Field(
+        0.0, description="Learning rate at the end of linear and cosine, relative to the peak."
+    )
+    eval_every: Annotated[int, Integer(0)] = Field(
+        0, description="Evaluate on held-out data every so many steps; 0 is never."
+    )
+    eval_batches: Annotated[int, Integer(1)] = Field(8, description="Batches per evaluation.")
+    activation_checkpointing: Annotated[bool, Flag()] = Field(
+        False, description="Recompute activations in the backward."
+    )
+    nonfinite: Annotated[Nonfinite, Choice(Nonfinite)] = Field(
+        "error",
+        description='What becomes of a step whose loss or norm is not finite: "error" ends the run '
+        'with the weights of the step before; "skip" leaves the weights as they are, says so and '
+        "goes on with the next batches. More than 16 such steps in a row are an error.",
+    )
+    seed: Annotated[int, SEED] = Field(0, description="Seed of dropout and other randomness.")
+    log_every: Annotated[int, Integer(1)] = Field(1, description="Steps between log lines.")
+    threads: Annotated[Literal["auto"] | int, AutoOr(Integer(1, 4096))] = Field(
+        "auto", description="CPU threads that compute."
+    )
+    sample: Sample | None = Field(None, description="Generate a sample at the end.")
+
+    @field_validator("warmup_steps")
+    @classmethod
+    def _warmup_ends(cls, warmup_steps: int, info: ValidationInfo) -> int:
+        steps = info.data.get("steps")
+        if steps is not None and warmup_steps > steps:
+            raise refuse(f"at most train.steps, {steps}", warmup_steps)
+        return warmup_steps
+
+
+class Output(Section):
+    """What a run leaves behind."""
+
+    directory: Annotated[Path, Location()] = Field(
+        "output", validate_default=True, description="Directory of everything a run writes."
+    )
+    metrics: Annotated[str, FileName()] = Field(
+        "metrics.jsonl", description="One JSON object per step, inside the directory."
+    )
+    max_shard_size: Annotated[int, Size()] = Field(
+        2 * GIB, description="Largest safetensors file of the export."
+    )
+    export: Annotated[bool, Flag()] = Field(
+        True, description="Write a Hugging Face checkpoint at the end."
+    )
+
+    @property
+    def metrics_path(self) -> Path:
+        return self.directory / self.metrics
+
+
+class Checkpoint(Section):
+    """Copies of the whole state of a run, from which `infinity train --resume` goes on exactly.
+
+    Written only where the file has this section. One is written at the end of the steps, and when
+    SIGTERM or Ctrl-C stops them.
+    """
+
+    every: Annotated[int, Integer(0)] = Field(
+        0, description="Steps between checkpoints; 0 writes none in between."
+    )
+    keep: Annotated[int, Integer(1)] = Field(
+        2, description="Newest checkpoints that are kept. One more fits the drive for a moment."
+    )
+    durability: Annotated[Durability, Choice(Durability)] = Field(
+        "checkpoint",
+        description='"checkpoint" keeps `keep` spare generations of what training rewrites on '
+        "NVMe: a checkpoint on the same file system is then links to it instead of a copy. "
+        'On another one it is copied behind training, which takes one spare generation. "step" '
+        "also commits every step of `infinity train`, for one more generation and a flush "
+        'per step. "none" takes no spare space; checkpoints are copies, and training waits.',
+    )
+    grace_s: Annotated[int, Integer(0)] = Field(
+        0,
+        description="Seconds that a copy behind training may still take when SIGTERM or Ctrl-C "
+        "has stopped the steps. Then it is given up; `--resume` goes on from the swap directory, "
+        "which has the step. 0 waits until it is done.",
+    )
+    directory: Annotated[Path, Location()] | None = Field(
+        None,
+        description="Directory of the checkpoints of this run and no other.",
+        json_schema_extra={"x-default": "`checkpoints` inside output.directory"},
+    )

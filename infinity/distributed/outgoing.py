@@ -1,0 +1,68 @@
+"""A socket that this rank opened, with the queue of its messages."""
+
+from __future__ import annotations
+
+import queue
+import socket
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from infinity.distributed.messages import MessageType
+from infinity.distributed.peer import Peer, RemoteRequest
+
+_NOTHING = memoryview(b"")
+
+
+@dataclass(slots=True)
+class Message:
+    """A message in a queue. `sinks`: the memory for the answer to a GET."""
+
+    job: RemoteRequest
+    kind: MessageType
+    numbers: tuple[int, int, int] = (0, 0, 0)
+    content: memoryview = _NOTHING
+    sinks: Sequence[memoryview] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Outgoing:
+    """The socket to a peer. Any thread adds messages; one thread takes messages.
+
+    `sending` is held while a message is sent: an urgent message may go past the queue.
+    """
+
+    peer: Peer
+    connection: socket.socket
+    sending: threading.Lock = field(default_factory=threading.Lock)
+    _waiting: queue.SimpleQueue[Message | None] = field(default_factory=queue.SimpleQueue)
+
+    def add(self, message: Message) -> None:
+        """Appends a message to the queue."""
+        self._waiting.put(message)
+
+    def end(self) -> None:
+        """Ends the queue behind the messages that are in it."""
+        self._waiting.put(None)
+
+    def messages(self, beat_s: float) -> Iterator[Message]:
+        """Yields the messages up to the end of the queue; a BEAT after each `beat_s` without a
+        message."""
+        while True:
+            try:
+                message = self._waiting.get(timeout=beat_s)
+            except queue.Empty:
+                message = Message(RemoteRequest(), MessageType.BEAT)
+            if message is None:
+                return
+            yield message
+
+    def late_messages(self) -> Iterator[Message]:
+        """Yields the messages that were added after the end, as far as they are there."""
+        while True:
+            try:
+                message = self._waiting.get_nowait()
+            except queue.Empty:
+                return
+            if message is not None:
+                yield message

@@ -1,0 +1,69 @@
+"""A rank as other ranks see it: its address, the requests that it serves, a request on its way."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """The address of a rank, and its name in error messages."""
+
+    rank: int
+    host: str
+    pid: int
+    address: str
+    port: int
+    secret: bytes
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} (process {self.pid} on {self.host})"
+
+
+class Service(Protocol):
+    """The requests of other ranks. The threads of `PeerTransport` call it, several at a time."""
+
+    def serve(self, unit: int, kind: int, *, to: int) -> tuple[int, Iterable[memoryview]]:
+        """Returns the bytes of this rank's shard: the length, and the parts in order.
+
+        The transport sends a part before it takes the next one from the iterator.
+        """
+
+    def deliver(
+        self,
+        rank: int,
+        tensor: int,
+        code: int,
+        generation: int,
+        nbytes: int,
+        receive: Callable[[memoryview], None],
+    ) -> None:
+        """Takes a part of a gradient from `rank`: `nbytes`. Each call of `receive` fills the memory
+        of its argument with the next bytes."""
+
+    def on_message(self, rank: int, content: bytes) -> None:
+        """Takes a control message from `rank`. Messages of one rank come in the order in which the
+        rank sent them."""
+
+
+class RemoteRequest:
+    """A message on its way. Thread-safe. `wait` raises the error of the message, every time."""
+
+    def __init__(self) -> None:
+        self._over = threading.Event()
+        self._error: BaseException | None = None
+
+    def done(self) -> bool:
+        return self._over.is_set()
+
+    def wait(self) -> None:
+        self._over.wait()
+        if self._error is not None:
+            raise self._error
+
+    def finish(self, error: BaseException | None = None) -> None:
+        self._error = error
+        self._over.set()

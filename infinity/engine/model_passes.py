@@ -1,0 +1,180 @@
+"""The passes of a model: begins and ends forwards, and runs `infinity.forward_backward`.
+
+A hook of the model begins a pass. A training loop that calls parts of the model has no such hook;
+there, the first hooked module that runs begins the pass.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from infinity.distributed.shared_inputs import SharedActivationStore
+from infinity.errors import InfinityError
+from infinity.modules.accumulate.layer_major import LayerMajorSchedule
+from infinity.modules.grads import ParamGrads
+from infinity.modules.hooks import BackwardCalls, HookedModule, ModuleHooks, outside_graphs
+from infinity.modules.interrupts import uninterrupted
+from infinity.modules.param import OffloadedParam
+from infinity.modules.uses import UnitUses
+from infinity.streaming.activations import ActivationStore, InputStore
+from infinity.streaming.gradient_sink import GradientSink
+from infinity.streaming.parameters import WeightCache
+from infinity.streaming.passes import OUTSIDE_BACKWARD, Passes, current_backward
+
+T = TypeVar("T")
+
+
+class ModelPasses:
+    """Begins and ends the passes of one model. Takes the engine's lock where state changes."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        hooks: Sequence[tuple[HookedModule, ModuleHooks]],
+        params: Sequence[OffloadedParam],
+        passes: Passes,
+        uses: UnitUses,
+        backwards: BackwardCalls,
+        grads: ParamGrads,
+        gradients: GradientSink,
+        weight_cache: WeightCache,
+        activations: ActivationStore,
+        lock: threading.RLock,
+        *,
+        device: torch.device,
+        tile_micro_batches: int,
+    ) -> None:
+        self._model = model
+        self._hooks = hooks
+        self._params = params
+        self._passes = passes
+        self._uses = uses
+        self._backwards = backwards
+        self._grads = grads
+        self._gradients = gradients
+        self._weight_cache = weight_cache
+        self._activations = activations
+        self._layer_inputs: InputStore = activations
+        self._lock = lock
+        self._device = device
+        self._tile_micro_batches = tile_micro_batches
+        self._schedule: LayerMajorSchedule | None = None  # That is running.
+
+    # -- Hooks -------------------------------------------------------------------------------------
+
+    def install(self) -> list[Any]:
+        """Registers hooks on the model and on the uses of units. Returns the removable hooks."""
+        self._uses.begin_use = self._hooked_begins
+        return [
+            self._model.register_forward_pre_hook(self._pass_begins, prepend=True),
+            self._model.register_forward_hook(self._pass_ends, always_call=True),
+        ]
+
+    @outside_graphs
+    def _pass_begins(self, module: nn.Module, args: Any) -> None:
+        is_own = current_backward() == OUTSIDE_BACKWARD and not self._passes.is_layer_major
+        if is_own and not self._uses.is_closed:
+            self._begin_pass("train" if torch.is_grad_enabled() else "eval")
+
+    def _begin_pass(self, kind: str) -> None:
+        with uninterrupted(), self._lock:
+            self.reset()
+            self._weight_cache.begin_pass(kind, is_new=self._passes.beginnings.ask_model(kind))
+            self._passes.begin_forward(kind)
+
+    def _hooked_begins(self, hooked: HookedModule) -> None:
+        """Begins a pass with the first hooked module of a loop that calls parts of the model."""
+        passes = self._passes
+        is_inside = passes.is_in_forward or passes.is_layer_major
+        if is_inside or self._uses.is_closed or current_backward() != OUTSIDE_BACKWARD:
+            return
+        kind = "train" if torch.is_grad_enabled() else "eval"
+        with uninterrupted(), self._lock:
+            is_new = passes.beginnings.ask_hooked(kind, hooked.name)
+            if is_new and not any(hooks.is_running for _, hooks in self._hooks):
+                self.reset()
+            self._weight_cache.begin_pass(kind, is_new=is_new)
+
+    @outside_graphs
+    def _pass_ends(self, module: nn.Module, args: Any, output: Any) -> None:
+        if not self._passes.is_layer_major:
+            self._passes.end_forward()
+
+    # -- Layer-major -------------------------------------------------------------------------------
+
+    def forward_backward(
+        self, forwards: Sequence[Callable[[], torch.Tensor]]
+    ) -> list[torch.Tensor]:
+        """See `infinity.forward_backward`. Each forward returns the loss of one micro-batch."""
+        self._refuse_accumulating()
+        blocks = [(hooked, hooks) for hooked, hooks in self._hooks if hooked.is_block]
+        schedule = LayerMajorSchedule(
+            self._model, self._uses, blocks, self._layer_inputs, self._activations,
+            self._device, tile_micro_batches=self._tile_micro_batches,
+        )  # fmt: skip
+        with uninterrupted(), self._lock:
+            self.reset()
+            self._gradients.begin_accumulating()
+        self._begin_pass("train")
+        self._schedule = schedule
+        try:
+            with self._passes.layer_major():
+                return schedule.run(forwards, self._turn_back)
+        finally:
+            self._schedule = None
+            self._passes.end_forward()  # If an error has ended the schedule.
+            self.reset()
+            self._uses.backward_ended()
+            with uninterrupted(), self._lock:
+                self._gradients.end_accumulating()
+
+    def beside(self, call: Callable[[], T]) -> Callable[[], T]:
+        """See `infinity.beside`."""
+        if self._schedule is None:
+            value = call()
+            return lambda: value
+        if not self._schedule.is_in_loss:
+            raise InfinityError(
+                "infinity.beside inside a block of the model; call it in the loss function, before "
+                "the call of the model that shares the fetches"
+            )
+        return self._schedule.beside(call)
+
+    def _refuse_accumulating(self) -> None:
+        if self._uses.is_closed:
+            raise InfinityError("the engine of this model is closed; its parameters are gone")
+        if self._passes.is_layer_major or current_backward() != OUTSIDE_BACKWARD:
+            raise InfinityError(
+                "infinity.forward_backward inside another one, or inside a backward"
+            )
+        if not torch.is_grad_enabled():
+            raise InfinityError(
+                "infinity.forward_backward under torch.no_grad(): it runs the backward, too"
+            )
+
+    def _turn_back(self) -> None:
+        """Runs between the forwards and the backwards of `forward_backward`."""
+        self._passes.end_forward()
+        self._passes.begin_backward()
+
+    def share_activations(self, group: Any) -> None:
+        """Divides saved layer inputs over the ranks of a model-parallel group from now on."""
+        self._layer_inputs = SharedActivationStore(self._activations, group)
+
+    # -- Interrupted passes ------------------------------------------------------------------------
+
+    def reset(self) -> None:
+        """Releases what an interrupted forward or backward has left in use. Gradients of completed
+        backward passes are kept."""
+        with self._lock:
+            if self._backwards.abandon():
+                self._gradients.write_out_all()
+                self._grads.drop(self._params)
+            for _, hooks in self._hooks:
+                hooks.reset()
+            self._passes.break_off()

@@ -1,0 +1,235 @@
+"""Accumulation windows of a Trainer, layer-major: a block is fetched once for all micro-batches.
+
+Trainer collects the micro-batches of an optimizer step (`get_batch_samples`) and calls
+`training_step` for each of them. `LayerMajorSteps` runs the whole window at the first of these
+calls, each micro-batch's `training_step` in a fiber, and returns the loss of one micro-batch per
+call. Everything between the calls (callbacks, logging, counting) is Trainer's own and happens in
+its order. `training_step` itself is the trainer's own, too: the fiber ends where it would call
+`accelerator.backward`, and the schedule runs the backward. Written against transformers 5.23,
+accelerate 1.15 and TRL 1.16.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+
+import infinity
+from infinity.engine.registry import engine_of
+from infinity.errors import UnsupportedError
+
+_log = logging.getLogger("infinity")
+
+# Classes whose `training_step` does nothing after the backward that needs its gradients.
+_KNOWN_STEPS = {
+    ("transformers.trainer", "Trainer"),
+    ("trl.trainer.sft_trainer", "SFTTrainer"),
+    ("trl.trainer.dpo_trainer", "DPOTrainer"),
+    ("trl.trainer.kto_trainer", "KTOTrainer"),
+    ("trl.trainer.reward_trainer", "RewardTrainer"),
+}
+_DPO = ("trl.trainer.dpo_trainer", "DPOTrainer")
+
+# PEFT methods that give keys and values to the blocks as a cache.
+_CACHING_ADAPTERS = ("PREFIX_TUNING", "CARTRIDGE")
+
+# The losses that `training_step` of the running micro-batch passed to `accelerator.backward`.
+_taken: contextvars.ContextVar[list[torch.Tensor]] = contextvars.ContextVar("taken")
+
+
+def why_plain(trainer: Any) -> str | None:
+    """Returns the reason why the accumulation windows of a trainer cannot run layer-major, or
+    None."""
+    cls = _overrides(trainer, "training_step")
+    if cls is not None:
+        return f"training_step of {cls} may need gradients between micro-batches"
+    if "backward" in vars(trainer.accelerator):
+        return "accelerator.backward is replaced"
+    context = getattr(trainer, "maybe_activation_offload_context", None)
+    if context is not None and not isinstance(context, nullcontext):
+        return "args.activation_offloading moves activations by itself"
+    configs = getattr(trainer.model, "peft_config", None)
+    for config in configs.values() if isinstance(configs, dict) else ():
+        kind = getattr(config.peft_type, "value", config.peft_type)
+        if kind in _CACHING_ADAPTERS:
+            return f"an adapter of type {kind} gives a cache to the blocks, which they fill again"
+        if kind == "ADAPTION_PROMPT" and hasattr(trainer, "ref_model"):
+            return f"an adapter of type {kind} is disabled by other modules, for every micro-batch"
+    if not any(hooked.is_block for hooked in engine_of(trainer.model).hooked_modules):
+        return "the model has no list of blocks"
+    return None
+
+
+def _overrides(trainer: Any, method: str) -> str | None:
+    """Returns who gave the trainer a method that is not one of the known ones, or None."""
+    if method in vars(trainer):
+        return "the trainer object"
+    for cls in type(trainer).__mro__:
+        is_known = (cls.__module__, cls.__name__) in _KNOWN_STEPS or issubclass(
+            LayerMajorSteps, cls
+        )
+        if method in vars(cls) and not is_known:
+            return cls.__name__
+    return None
+
+
+def choose_order(trainer: Any, layer_major: bool | None) -> bool:
+    """Returns whether the trainer's windows run layer-major, and logs why not.
+
+    layer_major: None decides by `why_plain`; True raises UnsupportedError instead of going back to
+        the plain loop
+    """
+    reason = "layer_major=False" if layer_major is False else why_plain(trainer)
+    if reason is None:
+        return True
+    if layer_major:
+        raise UnsupportedError(f"layer_major=True: {reason}; leave it out to use the plain loop")
+    if layer_major is None:
+        _log.warning(
+            "%s runs its micro-batches one after the other, so every micro-batch fetches every "
+            "block again: %s",
+            type(trainer).__name__,
+            reason,
+        )
+    return False
+
+
+class _Window:
+    """The micro-batches of one optimizer step, and their losses once they have run."""
+
+    def __init__(self, batches: list[Any]) -> None:
+        self._batches = batches
+        self._losses: list[Any] = []
+        self._next = 0
+
+    def is_at(self, inputs: Any) -> bool:
+        return self._next < len(self._batches) and inputs is self._batches[self._next]
+
+    def loss(self, run: Callable[[list[Any]], list[Any]]) -> Any:
+        """Returns the loss of the next micro-batch. The first call runs all of them."""
+        if not self._next:
+            self._losses = run(self._batches)
+        loss = self._losses[self._next]
+        self._next += 1
+        return loss
+
+
+class LayerMajorSteps:
+    """The methods of a Trainer that run its accumulation windows layer-major."""
+
+    model: Any
+    args: Any
+    accelerator: Any
+    precompute_ref_logps: bool
+    is_layer_major = False
+    most_together: int | None = None  # Micro-batches.
+    _window: _Window | None = None
+    _is_reference_beside = False
+
+    def get_batch_samples(self, *args: Any, **options: Any) -> Any:
+        """Keeps the window that begins. Its gradients are complete at its first `training_step`."""
+        found = super().get_batch_samples(*args, **options)  # type: ignore[misc]
+        self._window = _Window(found[0]) if self._is_worth_it() else None
+        return found
+
+    def _is_worth_it(self) -> bool:
+        """Whether a window saves bytes, or the forward is repeated anyway."""
+        args = self.args
+        is_shared = args.gradient_accumulation_steps > 1 or _shares_reference(self)
+        return self.is_layer_major and (is_shared or bool(args.gradient_checkpointing))
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        step = super().training_step  # type: ignore[misc]
+        window = self._window
+        if window is None or not window.is_at(inputs):
+            return step(model, inputs, num_items_in_batch)
+        return window.loss(partial(self._run_window, step, model, num_items_in_batch))
+
+    def _run_window(
+        self, step: Callable[..., Any], model: Any, num_items: Any, batches: list[Any]
+    ) -> list[Any]:
+        losses: list[Any] = [None] * len(batches)
+
+        def forward(index: int) -> torch.Tensor:
+            taken: list[torch.Tensor] = []
+            _taken.set(taken)  # A fiber has a context of its own.
+            losses[index] = step(model, batches[index], num_items)
+            if len(taken) != 1:
+                raise UnsupportedError(
+                    f"expected training_step of {type(self).__name__} to call accelerator.backward "
+                    f"once, got {len(taken)} calls"
+                )
+            return taken[0]
+
+        forwards = [partial(forward, index) for index in range(len(batches))]
+        count = self.most_together or len(forwards)
+        with self._in_window():
+            for start in range(0, len(forwards), count):
+                self._run(forwards[start : start + count])
+        return losses
+
+    def _run(self, forwards: Sequence[Callable[[], torch.Tensor]]) -> None:
+        try:
+            engine_of(self.model).forward_backward(forwards)
+        except UnsupportedError as error:
+            raise UnsupportedError(
+                f"{error}. In a Trainer, use prepare_trainer(trainer, layer_major=False)"
+            ) from None
+
+    @contextmanager
+    def _in_window(self) -> Iterator[None]:
+        """Makes `accelerator.backward` leave the backward to the schedule, and the reference of DPO
+        run beside the policy."""
+        accelerator = self.accelerator
+        shares_reference = _shares_reference(self)
+
+        def backward(loss: torch.Tensor) -> None:
+            _taken.get().append(loss / accelerator.gradient_accumulation_steps)
+
+        accelerator.backward = backward
+        if shares_reference:
+            self._is_reference_beside = self.precompute_ref_logps = True
+        try:
+            yield
+        finally:
+            del accelerator.backward
+            if shares_reference:
+                self._is_reference_beside = self.precompute_ref_logps = False
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
+        if self._is_reference_beside:
+            call = partial(self.compute_ref_log_probs, model, inputs)  # type: ignore[attr-defined]
+            inputs = _Referenced(inputs, infinity.beside(self.model, call))
+        return super().compute_loss(model, inputs, *args, **options)  # type: ignore[misc]
+
+
+class _Referenced(dict[str, Any]):
+    """Inputs of DPO whose log probabilities of the reference come from a call beside the policy's.
+
+    The loss asks for them after the policy's call, as it asks for precomputed ones.
+    """
+
+    def __init__(self, inputs: Any, reference: Callable[[], tuple[Any, Any]]) -> None:
+        super().__init__(inputs)
+        self._reference = reference
+
+    def __missing__(self, key: str) -> Any:
+        chosen, rejected = self._reference()
+        return {"ref_chosen_logps": chosen, "ref_rejected_logps": rejected}[key]
+
+
+def _shares_reference(trainer: Any) -> bool:
+    """Whether a DPO trainer computes its reference by another call of the same model."""
+    methods = ("_compute_loss", "compute_ref_log_probs")
+    owners = [
+        next((cls for cls in type(trainer).__mro__ if method in vars(cls)), None)
+        for method in methods
+    ]
+    is_dpo = all(cls is not None and (cls.__module__, cls.__name__) == _DPO for cls in owners)
+    return is_dpo and trainer.ref_model is None and not trainer.precompute_ref_logps

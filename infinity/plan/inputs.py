@@ -1,0 +1,164 @@
+"""Layer inputs that wait for the backward, and what a plan warns of. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from infinity.config import SwapConfig
+from infinity.plan.hardware import Hardware
+from infinity.plan.model import PlannedModel
+from infinity.plan.room import window_nbytes_of
+from infinity.simulate.job import Batch
+from infinity.sizes import format_nbytes
+from infinity.state.budgets import Budgets
+
+_CHECKPOINT_ITEM_NBYTES = 2
+_SUM_ITEM_NBYTES = 4
+
+
+def saved_inputs(
+    config: SwapConfig, model: PlannedModel, batch: Batch, budgets: Budgets
+) -> tuple[str, int] | None:
+    """Returns the tier of the input of every block, and the bytes for all tokens of a step, in the
+    compute dtype, as the engine saves it in layer-major order. Over a frozen base, the host takes
+    all of them or, if they are more than half of what it has to work in, the next tier."""
+    tier, *others = config.placement.activations
+    if config.schedule.micro_batch is None or tier == "device":
+        return None
+    blocks = sum(hooked.attention_width > 0 for hooked in model.hooked_modules)
+    nbytes = blocks * input_nbytes(config, model, batch)
+    if model.frozen is not None and tier == "host" and others:
+        tier = tier if 2 * nbytes <= budgets.working_nbytes else others[0]
+    return tier, nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkTraffic:
+    """Hidden states and sums of a block's experts, for all tokens of a step, that wait on the host
+    while experts are streamed in chunks: `nbytes` there, and bytes to the device and back for every
+    chunk (0 if they stay on the device)."""
+
+    nbytes: int
+    passing_nbytes: tuple[int, int]
+
+
+def chunk_traffic(
+    config: SwapConfig,
+    model: PlannedModel,
+    hardware: Hardware,
+    batch: Batch,
+    window_nbytes: int | None,
+) -> ChunkTraffic | None:
+    """Returns what chunks of experts exchange with the host; None without such chunks.
+
+    Hidden states are in the compute dtype, sums in fp32. They stay on the device if half of the
+    memory outside the window holds them; the other half is for the activations of a micro-batch.
+    """
+    has_chunks = any(hooked.is_tile for hooked in model.hooked_modules)
+    if model.frozen is None or not has_chunks or hardware.shares_host_memory:
+        return None
+    hidden_nbytes = input_nbytes(config, model, batch)
+    sums_nbytes = batch.tokens_per_step * model.checkpoint_width * _SUM_ITEM_NBYTES
+    nbytes = hidden_nbytes + sums_nbytes
+    free_nbytes = hardware.device.count * ((hardware.device.memory or 0) - (window_nbytes or 0))
+    if 2 * nbytes <= free_nbytes:
+        return ChunkTraffic(0, (0, 0))
+    return ChunkTraffic(nbytes, (nbytes, sums_nbytes))
+
+
+def obstacles_of(
+    config: SwapConfig,
+    model: PlannedModel,
+    machine: Hardware,
+    batch: Batch,
+    budgets: Budgets,
+    saved: tuple[str, int] | None,
+    chunks: ChunkTraffic | None,
+) -> list[str]:
+    """Returns the reasons why a batch does not fit, for a reader."""
+    return [
+        *_said_of_kept(config, model, machine, batch),
+        *_said_of_saved(saved, machine, budgets),
+        *_said_of_chunks(chunks, saved, budgets),
+    ]
+
+
+def _said_of_chunks(
+    chunks: ChunkTraffic | None, saved: tuple[str, int] | None, budgets: Budgets
+) -> list[str]:
+    if chunks is None:
+        return []
+    saved_nbytes = saved[1] if saved is not None and saved[0] == "host" else 0
+    if chunks.nbytes + saved_nbytes <= budgets.working_nbytes:
+        return []
+    return [
+        f"hidden states and sums of a block's experts take {format_nbytes(chunks.nbytes)} of the "
+        f"host, which has {format_nbytes(budgets.working_nbytes)} to work in: this batch does not "
+        "fit; make the batch smaller"
+    ]
+
+
+def _said_of_saved(
+    saved: tuple[str, int] | None, hardware: Hardware, budgets: Budgets
+) -> list[str]:
+    if saved is None or hardware.shares_host_memory:
+        return []
+    tier, nbytes = saved
+    if tier == "host" and nbytes > budgets.working_nbytes:
+        return [
+            f"layer inputs take {format_nbytes(nbytes)} of the host, which has "
+            f"{format_nbytes(budgets.working_nbytes)} to work in: this batch does not fit; set "
+            "placement.activations to nvme, or make the batch smaller"
+        ]
+    return []
+
+
+def _said_of_kept(
+    config: SwapConfig, model: PlannedModel, hardware: Hardware, batch: Batch
+) -> list[str]:
+    device = hardware.device
+    is_saved = config.schedule.micro_batch and "device" not in config.placement.activations
+    if device.memory is None or not batch.recomputes or is_saved:
+        return []
+    blocks = sum(hooked.attention_width > 0 for hooked in model.hooked_modules)
+    values = batch.num_tokens / device.count * model.checkpoint_width * blocks
+    kept_nbytes = values * _CHECKPOINT_ITEM_NBYTES
+    free_nbytes = device.memory - (window_nbytes_of(config, hardware) or 0)
+    if kept_nbytes <= free_nbytes:
+        return []
+    return [
+        f"the inputs of the blocks that the backward starts from take "
+        f"{format_nbytes(kept_nbytes)} a device, and {format_nbytes(free_nbytes)} are "
+        "free: this batch does not fit; make the micro-batch smaller, or set "
+        "schedule.micro_batch with placement.activations on host or nvme"
+    ]
+
+
+def input_nbytes(config: SwapConfig, model: PlannedModel, batch: Batch) -> int:
+    """Returns the bytes of one block's input, for all tokens of a step."""
+    itemsize = 2 if config.precision.compute_dtype == "bfloat16" else 4
+    return batch.tokens_per_step * model.checkpoint_width * itemsize
+
+
+def said_of_tiles(whole: PlannedModel, model: PlannedModel) -> list[str]:
+    """Returns how layers are divided, for a reader."""
+    num_tiles = len(model.units) - len(whole.units)
+    if num_tiles <= 0:
+        return []
+    names = {unit.name for unit in whole.units}
+    tiles = [unit.weight_nbytes for unit in model.units if unit.name not in names]
+    return [
+        f"layers too large to be fetched whole run as {len(tiles):,} tiles of at most "
+        f"{format_nbytes(max(tiles))}"
+    ]
+
+
+def said_of_devices(hardware: Hardware) -> list[str]:
+    """Returns what a plan without ranks says of several devices."""
+    count = hardware.device.count
+    if count == 1:
+        return []
+    return [
+        f"units are taken to be cut over {count} devices by one program; the engine has "
+        f"a rank for each, see --ranks {count}"
+    ]

@@ -1,0 +1,141 @@
+"""The node as each of its ranks sees it: its part of machine and file, and how state is sharded.
+Pure."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from infinity.config import SwapConfig
+from infinity.distributed.group import RankTopology
+from infinity.distributed.setup import ShardingPlan, plan_sharding, with_part_of_node
+from infinity.errors import ConfigError
+from infinity.plan.hardware import Hardware
+from infinity.plan.model import PlannedModel
+from infinity.state.budgets import Budgets
+
+
+@dataclass(frozen=True, slots=True)
+class RankLayout:
+    """How state is divided, and what one rank uses of its share, by tier: (bytes, of bytes).
+
+    The device's bytes are those of the engine: state at rest, units in use, and exchange buffers.
+    `of` is None without a limit.
+    """
+
+    count: int
+    rank: int
+    stage: int
+    is_collective: bool
+    taken_nbytes: Mapping[str, tuple[int, int | None]]
+
+
+class NodeView:
+    """The machine and the file, as each of its ranks sees them."""
+
+    def __init__(
+        self, config: SwapConfig, hardware: Hardware, count: int, rank: int | None
+    ) -> None:
+        self.count = count
+        self.rank = rank
+        self.config_of_rank, self.hardware_of_rank = config, hardware
+        self.is_collective = False
+        self._num_devices = hardware.device.count
+        if count > 1:
+            self.config_of_rank = with_part_of_node(config, count)
+            self.hardware_of_rank = hardware.of_rank(count)
+            self.is_collective = _is_collective(config, hardware)
+
+    def plan_sharding(self, model: PlannedModel) -> ShardingPlan | None:
+        count, rank = self.count, self.rank
+        if count == 1:
+            return None
+        group = RankTopology(None, 0, count, 0, count, 0, count, ("this node",) * count)
+        sharding = plan_sharding(
+            model.units,
+            units_by_block(model),
+            group,
+            self.config_of_rank,
+            is_collective=self.is_collective,
+        )
+        # The partition of each rank contains the shards of all ranks.
+        if rank is None:
+            of_ranks = list(zip(*sharding.partition.shards, strict=True))
+            owned = [sum(shard.unit.state_numel for shard in shards) for shards in of_ranks]
+            rank = owned.index(max(owned))
+        return replace(sharding, partition=replace(sharding.partition, rank=rank))
+
+    def warnings(self) -> list[str]:
+        if self.count == 1 or self.count >= self._num_devices:
+            return []
+        return [f"{self.count} of the machine's {self._num_devices} devices are used"]
+
+
+def _is_collective(config: SwapConfig, hardware: Hardware) -> bool:
+    """Decides as the engine does. The engine asks its device; a device with memory counts as
+    CUDA."""
+    wanted = config.distributed.exchange
+    if hardware.shares_host_memory:
+        if wanted == "collective":
+            raise ConfigError(
+                'distributed.exchange: "collective" is between devices with memory of their own, '
+                "and "
+                f'{hardware.name} computes on host memory; set it to "auto" or "one_sided"'
+            )
+        return False
+    if wanted != "one_sided" and hardware.device.gather_gb_per_s is None:
+        raise ConfigError(
+            f"{hardware.name} has no device.gather_gb_per_s, what a device gets from the others; "
+            f"add "
+            "it to the hardware file, or --set distributed.exchange=one_sided"
+        )
+    return wanted != "one_sided"
+
+
+def layout_of_rank(
+    sharding: ShardingPlan,
+    hardware: Hardware,
+    budgets: Budgets,
+    window_nbytes: int | None,
+    spare_nbytes: int,
+) -> RankLayout:
+    placed, partition = budgets.placement.placed_nbytes, sharding.partition
+    taken: dict[str, tuple[int, int | None]] = {}
+    if not hardware.shares_host_memory:
+        buffers_nbytes = 0 if sharding.buffers is None else sharding.buffers.nbytes
+        used_nbytes = placed["device"] + budgets.held_nbytes + buffers_nbytes
+        taken["device"] = used_nbytes, window_nbytes
+    taken["host"] = budgets.host_nbytes + budgets.reduce_buffer_nbytes, hardware.host.memory
+    if hardware.nvme is not None:
+        taken["nvme"] = placed["nvme"] + spare_nbytes, hardware.nvme.capacity
+    return RankLayout(
+        partition.count, partition.rank, partition.stage, sharding.is_collective, taken
+    )
+
+
+def blocks_of(model: PlannedModel) -> list[int | None]:
+    """Returns, for every hooked module, the block that it belongs to."""
+    numbers: list[int | None] = []
+    for index, hooked in enumerate(model.hooked_modules):
+        is_tile = hooked.is_tile and bool(numbers)
+        numbers.append(numbers[-1] if is_tile else index if hooked.attention_width else None)
+    return numbers
+
+
+def units_by_block(model: PlannedModel) -> tuple[list[int], list[set[int]]]:
+    """Returns the units that are used outside blocks or by several blocks, and the units of each
+    single block."""
+    users: defaultdict[int, set[int | None]] = defaultdict(set)
+    for hooked, block in zip(model.hooked_modules, blocks_of(model), strict=True):
+        for unit in hooked.units:
+            users[unit].add(block)
+    blocks: defaultdict[int, set[int]] = defaultdict(set)
+    outside = []
+    for unit, of in users.items():
+        block = next(iter(of))
+        if len(of) > 1 or block is None:
+            outside.append(unit)
+        else:
+            blocks[block].add(unit)
+    return sorted(outside), list(blocks.values())

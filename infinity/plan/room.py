@@ -1,0 +1,191 @@
+"""The room of a machine for a model: tiles that fit, budgets, and refusals by name. Pure.
+
+Budgets and placement are computed by the engine's own functions with the machine's sizes.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from infinity.config import NvmeTier, SwapConfig
+from infinity.distributed.setup import ShardingPlan
+from infinity.errors import CapacityError, ConfigError
+from infinity.plan.hardware import Hardware
+from infinity.plan.model import PlannedModel
+from infinity.plan.node import NodeView, blocks_of
+from infinity.plan.tiles import largest_nbytes, with_tiles
+from infinity.sizes import format_nbytes
+from infinity.state.budgets import Budgets, compute_budgets
+from infinity.state.placement import StatePlacement, resting_nbytes
+from infinity.state.store import rewritten_nbytes
+from infinity.state.tiles import fit
+from infinity.state.units import Unit
+from infinity.storage.volume_layout import SPARES_REMEDY
+
+Fitted = tuple[PlannedModel, ShardingPlan | None, Budgets]
+
+
+def fitted(node: NodeView, model: PlannedModel, window_nbytes: int | None) -> Fitted:
+    """Returns the model with the tiles that the engine would make."""
+    config, hardware = node.config_of_rank, node.hardware_of_rank
+    # A share of the node's memory means a share of this rank's part.
+    takes_all = node.count > 1 and config.distributed.budgets == "rank"
+    shares_host_memory = hardware.shares_host_memory
+
+    def attempt(limit_nbytes: int | None) -> Fitted:
+        tiled = with_tiles(model, limit_nbytes)
+        sharding = node.plan_sharding(tiled)
+        decoded_nbytes = most_decoded_nbytes(tiled)
+        if not shares_host_memory:
+            _refuse_decoded(tiled, decoded_nbytes, window_nbytes)
+        sizes: dict[str, Any] = {
+            "held_nbytes": tiled.held_nbytes + (decoded_nbytes if shares_host_memory else 0),
+            "shares_host_memory": shares_host_memory,
+            "device_nbytes": None if window_nbytes is None else window_nbytes - decoded_nbytes,
+            "available_host_nbytes": hardware.host.memory * (node.count if takes_all else 1),
+        }
+        if sharding is None:
+            return tiled, None, compute_budgets(config, tiled.units, **sizes)
+        return tiled, sharding, sharding.budgets(config, **sizes)
+
+    def has_room_ahead(found: Fitted) -> bool:
+        tiled, _, budgets = found
+        return budgets.has_room_ahead(max(unit.weight_nbytes for unit in tiled.units))
+
+    return fit(config.schedule.tile, attempt, has_room_ahead, largest_nbytes(model))
+
+
+def window_nbytes_of(config: SwapConfig, hardware: Hardware) -> int | None:
+    """Returns the bytes of the model that one device may hold; None if it computes on host
+    memory."""
+    if hardware.device.memory is None:
+        return config.tiers.device.capacity.nbytes
+    return config.tiers.device.budget_nbytes(hardware.device.memory)
+
+
+def refuse_full_tiers(
+    model: PlannedModel,
+    hardware: Hardware,
+    budgets: Budgets,
+    spare_nbytes: int,
+    num_ranks: int,
+    shard_drives: int | None,
+) -> None:
+    """Refuses what the engine would find out late: missing host memory and full drives."""
+    part = "" if num_ranks == 1 else f", of which a rank has 1/{num_ranks}"
+    needed_nbytes = budgets.host_nbytes + budgets.reduce_buffer_nbytes
+    if needed_nbytes > hardware.host.memory:
+        raise CapacityError(
+            "host", needed_nbytes=needed_nbytes, available_nbytes=hardware.host.memory,
+            key="tiers.host.capacity", detail=f"the arena is larger than the memory{part}",
+        )  # fmt: skip
+    swap_nbytes = budgets.placement.placed_nbytes["nvme"]
+    drives_nbytes = 0 if hardware.nvme is None else hardware.nvme.capacity
+    if model.frozen is not None:
+        swap_nbytes -= _frozen_nbytes(model.units, budgets.placement, "nvme")
+        base_nbytes = (model.frozen.stored.nbytes + model.frozen.stored.unused_nbytes) // num_ranks
+        _refuse_large_checkpoint(model, hardware, base_nbytes, shard_drives)
+        drives_nbytes -= base_nbytes
+    if swap_nbytes + spare_nbytes > max(drives_nbytes, 0):
+        spares = f" with {format_nbytes(spare_nbytes)} of spare generations" if spare_nbytes else ""
+        raise CapacityError(
+            "nvme", needed_nbytes=swap_nbytes + spare_nbytes, available_nbytes=drives_nbytes,
+            key="tiers.nvme.capacity", remedy=SPARES_REMEDY if spares else "",
+            detail=f"{model.name} does not fit the drives{part}{spares}",
+        )  # fmt: skip
+
+
+def _refuse_large_checkpoint(
+    model: PlannedModel, hardware: Hardware, base_nbytes: int, shard_drives: int | None
+) -> None:
+    """Refuses drives that cannot hold the files of a frozen base."""
+    nvme = hardware.nvme
+    if nvme is None:
+        raise ConfigError(
+            f"{hardware.name} has no [nvme]; the checkpoint of {model.name} rests on a drive whose "
+            "read_gb_per_s is needed. Add the table to the hardware file"
+        )
+    drives = nvme.drives if shard_drives is None else shard_drives
+    available_nbytes = nvme.capacity * drives // nvme.drives
+    if base_nbytes > available_nbytes:
+        raise CapacityError(
+            "nvme", needed_nbytes=base_nbytes, available_nbytes=available_nbytes,
+            key="nvme.capacity",
+            remedy="spread the files over more drives (infinity spread), or take larger ones",
+            detail=f"the checkpoint of {model.name} does not fit {drives} of {nvme.drives} drives",
+        )  # fmt: skip
+
+
+def _refuse_decoded(model: PlannedModel, decoded_nbytes: int, window_nbytes: int | None) -> None:
+    """Refuses weights that do not fit the device once they are decoded."""
+    needed_nbytes = model.held_nbytes + decoded_nbytes
+    if decoded_nbytes and window_nbytes is not None and needed_nbytes > window_nbytes:
+        raise CapacityError(
+            "device", needed_nbytes=needed_nbytes, available_nbytes=window_nbytes,
+            key="tiers.device.capacity",
+            detail=f"weights in use at once take {format_nbytes(model.held_nbytes)} as they are "
+            f"stored and {format_nbytes(decoded_nbytes)} decoded",
+        )  # fmt: skip
+
+
+def most_decoded_nbytes(model: PlannedModel) -> int:
+    """Returns the most bytes of weights that are decoded at the same time: a block's own, and those
+    of one chunk of its experts."""
+    frozen = model.frozen
+    if frozen is None:
+        return 0
+    own: dict[int | None, int] = {}
+    chunk: dict[int | None, int] = {}
+    for hooked, block in zip(model.hooked_modules, blocks_of(model), strict=True):
+        nbytes = sum(frozen.decoded_nbytes(model.units[unit]) for unit in hooked.units)
+        largest = chunk if hooked.is_tile else own
+        largest[block] = max(largest.get(block, 0), nbytes)
+    return max(nbytes + chunk.get(block, 0) for block, nbytes in own.items())
+
+
+def with_checkpoint_tier(config: SwapConfig) -> SwapConfig:
+    """Returns the configuration with room for weights outside the host: that of a frozen base is in
+    the files of its checkpoint, with or without a tier for swap files."""
+    tiers, placement = config.tiers, config.placement
+    if not tiers.nvme:
+        drive = NvmeTier.model_validate({"path": Path("checkpoint")})
+        tiers = tiers.model_copy(update={"nvme": (drive,)})
+    if "nvme" not in placement.parameters:
+        order = (*placement.parameters, "nvme")
+        placement = placement.model_copy(update={"parameters": order})
+    return config.model_copy(update={"tiers": tiers, "placement": placement})
+
+
+def _frozen_nbytes(units: Sequence[Unit], placement: StatePlacement, tier: str) -> int:
+    return sum(
+        resting_nbytes(units[index], kind)
+        for (index, kind), rests_on in placement.tiers.items()
+        if rests_on == tier and not units[index].state_numel
+    )
+
+
+def spare_generation_nbytes(units: Sequence[Unit], placement: StatePlacement) -> int:
+    """Returns the bytes on NVMe that steps rewrite and commits keep, for one generation."""
+    return sum(
+        rewritten_nbytes(units[index], state_kind) or 0
+        for (index, state_kind), tier in placement.tiers.items()
+        if tier == "nvme"
+    )
+
+
+def by_kind(
+    units: Sequence[Unit], placement: StatePlacement, model: PlannedModel
+) -> dict[str, dict[str, int]]:
+    """Returns the bytes at rest by kind of state and tier. A frozen base is a kind of its own,
+    "base", and its tier beside the host is "checkpoint"."""
+    placed: defaultdict[str, defaultdict[str, int]] = defaultdict(lambda: defaultdict(int))
+    for (index, state_kind), rests_on in placement.tiers.items():
+        tier = rests_on
+        unit, kind = units[index], state_kind.kind
+        if model.frozen is not None and not unit.state_numel:
+            kind, tier = "base", "checkpoint" if tier == "nvme" else tier
+        placed[kind][tier] += resting_nbytes(unit, state_kind)
+    return {kind: dict(tiers) for kind, tiers in placed.items()}

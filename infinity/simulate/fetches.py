@@ -1,0 +1,147 @@
+"""Fetches of weights to the place of use, in the simulated step. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from infinity.simulate.cache import Visit, visits
+from infinity.simulate.log import (
+    CHECKPOINT_READ,
+    COMPUTE,
+    D2H,
+    GATHER,
+    H2D,
+    NUM_STEPS,
+    READ,
+    OperationLog,
+)
+from infinity.simulate.order import Move, Use, moves
+from infinity.simulate.spec import UnitLoad
+from infinity.tiers.ranges import rounded_nbytes
+
+
+class Fetches:
+    """Decides which uses fetch, as the weight cache does, and appends the fetches.
+
+    `agreed`: the operation at which all ranks have completed the step before.
+    """
+
+    def __init__(self, log: OperationLog) -> None:
+        self._log = log
+        job = log.job
+        self.moves = moves(
+            job.uses, num_fibers=job.num_fibers, tile_micro_batches=job.tile_micro_batches,
+            backward_ratio=job.backward_ratio, repeats_in_place=job.repeats_in_place,
+        )  # fmt: skip
+        self._host, self._device = self._visits()
+        # Visit -> the operations that free its space.
+        self._host_free: dict[int, tuple[int, ...]] = {}
+        self._device_free: dict[int, tuple[int, ...]] = {}
+        self._visit = 0
+        self.agreed: int | None = None
+
+    def _visits(self) -> tuple[list[Visit], list[Visit]]:
+        job = self._log.job
+        # Gradients on their way to NVMe are summed in host memory, one unit at a time.
+        summed = [
+            rounded_nbytes(nbytes) if tier == "nvme" and nbytes else 0
+            for tier, nbytes in (unit.sums for unit in job.units)
+        ]
+        places = [(unit, move) for move in self.moves for unit in self.units_of(move)]
+        order = [unit for unit, _ in places]
+        held = [move.held for _, move in places]
+        taken_nbytes = [summed[unit] if move.has_gradients else 0 for unit, move in places]
+        passes = NUM_STEPS * job.num_micro_batches
+        first_passes = range(0, passes, job.num_micro_batches)
+        travelling = [
+            rounded_nbytes(u.fetched_nbytes) if u.fetched_nbytes else 0 for u in job.units
+        ]
+        changing = {index for index, unit in enumerate(job.units) if unit.is_changed}
+        # A step makes gathered weights outdated.
+        outdated = {i for i in changing if (of := job.units[i].divided) and of.comes_to_host}
+        if job.device_cache_nbytes is None:
+            device = [Visit(unit, True) for unit in order] * passes
+            skipped: frozenset[int] = frozenset()
+        else:
+            away = [u.used_nbytes if u.is_away else 0 for u in job.units]
+            device = visits(
+                order, away, job.device_cache_nbytes,
+                num_passes=passes, stale=first_passes, changing=changing, held=held,
+            )  # fmt: skip
+            skipped = frozenset(i for i, visit in enumerate(device) if visit.is_hit)
+        host = visits(
+            order, travelling, job.weights_cache_nbytes,
+            num_passes=passes, skipped=skipped, taken_nbytes=taken_nbytes, held=held,
+            stale=first_passes if outdated else (), changing=outdated,
+        )  # fmt: skip
+        return host, device
+
+    def units_of(self, move: Move) -> tuple[int, ...]:
+        """Returns the units in the order in which they are fetched."""
+        units = self._log.job.uses[move.use].units
+        return units[::-1] if move.is_backward else units
+
+    def to_host(self, unit: int, *, is_updated: bool) -> int | None:
+        """Begins the next visit: fetches its weights to host memory if it needs them there.
+        `is_updated`: the host updates them before their use."""
+        host, device = self._host[self._visit], self._device[self._visit]
+        self._visit += 1
+        if is_updated or self._log.job.shares_host_memory or not device.is_hit:
+            return self._fetch(unit, host)
+        return None
+
+    def to_device(self, unit: int, ready: int | None) -> int | None:
+        """Brings weights of the visit that has begun to the device, after `ready`; returns the
+        operation that the use waits for."""
+        load, device = self._log.job.units[unit], self._device[self._visit - 1]
+        if not device.is_hit:
+            room = [each for visit in device.evicts for each in self._device_free.get(visit, ())]
+            name, after = f"weights of {load.name}", [ready, *room, self.agreed]
+            if load.inward_nbytes:
+                ready = self._log.move(H2D, name, load.inward_nbytes, after)
+            if (of := load.divided) and of.is_put_together and of.are_weights_between_devices:
+                ready = self._log.send(
+                    "got", name, of.got_nbytes, [ready, *after], is_by_device=True
+                )  # fmt: skip
+            if self._log.rates.gather is not None:
+                duration_s = load.weight_nbytes / self._log.rates.gather
+                ready = self._log.add(GATHER, f"weights of {load.name}", duration_s, after=[ready],
+                                  nbytes=load.weight_nbytes, traffic=GATHER)  # fmt: skip
+        return ready
+
+    def _fetch(self, unit: int, visit: Visit) -> int | None:
+        if visit.is_hit:
+            return None
+        load = self._log.job.units[unit]
+        after: list[int | None]
+        after = [each for seen in visit.evicts for each in self._host_free.get(seen, ())]
+        after.append(self._log.written.weights.get(unit))
+        if not self._log.job.reads_ahead:
+            after.append(self._log.last_on.get(COMPUTE))
+        name, of = f"weights of {load.name}", load.divided
+        if of is None or not of.comes_to_host:
+            traffic = CHECKPOINT_READ if load.weights == "checkpoint" else READ
+            return self._log.nvme(traffic, name, load.weight_nbytes, after)
+        after.append(self.agreed)
+        ready = self.read_parts(load, load.weight_nbytes + of.served_nbytes, after)
+        return self._log.send("got", name, of.got_nbytes, [*after, *ready], is_by_device=False)
+
+    def read_parts(
+        self, load: UnitLoad, nbytes: int, after: Sequence[int | None]
+    ) -> list[int | None]:
+        """Reads weights from their tier on this rank, for this rank and for the others, which
+        request them at the same time."""
+        name = f"weights of {load.name}"
+        if load.weights == "nvme":
+            return [self._log.nvme(READ, name, nbytes, after)]
+        if load.weights == "device" and not self._log.job.shares_host_memory:
+            return [self._log.move(D2H, name, nbytes, after)]
+        return []
+
+    def let_go(self, use: Use, computed: int) -> None:
+        """Frees the space of ended visits and writes changed weights."""
+        first = self._visit - len(use.units)
+        for visit in range(first, self._visit):
+            written = self._log.written.weights.get(self._host[visit].unit)
+            free = (computed,) if written is None else (computed, written)
+            self._host_free[visit] = self._device_free[visit] = free

@@ -1,0 +1,85 @@
+"""The operations of simulated steps in the order in which they are needed. Pure.
+
+Tracks: compute, update (the host's thread), nvme, h2d, d2h, gather (between devices), sockets
+(between the hosts of ranks). If the device is the host itself, compute and update are one thread
+and one track.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from infinity.simulate.clock import Operation
+from infinity.simulate.rates import Rates
+from infinity.simulate.spec import StepSpec
+
+COMPUTE, UPDATE, NVME, H2D, D2H, GATHER = "compute", "update", "nvme", "h2d", "d2h", "gather"
+SOCKETS = "sockets"
+READ, WRITE = "nvme_read", "nvme_write"
+CHECKPOINT_READ = "checkpoint_read"  # Of the files that a frozen base rests in.
+
+# By the last step but one the caches and queues are in their steady state. The last step exists to
+# compete with it for the links.
+NUM_STEPS = 5
+SHOWN = NUM_STEPS - 2
+
+
+@dataclass(slots=True)
+class LastWrites:
+    """The operations that a later read of the same bytes waits for, by unit."""
+
+    weights: dict[int, int] = field(default_factory=dict)
+    state: dict[tuple[int, int], int] = field(default_factory=dict)
+    gradients: dict[int, int] = field(default_factory=dict)
+
+
+class OperationLog:
+    """Appends operations. Operations of compute and update keep the order of the program.
+
+    `decided` has the operation of each step at which the optimizer decides.
+    """
+
+    def __init__(self, job: StepSpec, rates: Rates) -> None:
+        self.job = job
+        self.rates = rates
+        self.operations: list[Operation] = []
+        self.decided: list[int] = []
+        self.step = 0
+        self.pass_name = ""
+        self.update_track = COMPUTE if job.shares_host_memory else UPDATE
+        self.last_on: dict[str, int] = {}
+        self.written = LastWrites()
+
+    def add(
+        self, track: str, name: str, duration_s: float = 0.0, *, after: Sequence[int | None] = (),
+        nbytes: int = 0, traffic: str = "",
+    ) -> int:  # fmt: skip
+        before = [each for each in after if each is not None]
+        if track in (COMPUTE, UPDATE) and track in self.last_on:
+            before.append(self.last_on[track])
+        index = len(self.operations)
+        self.last_on[track] = index
+        label = f"{self.pass_name}: {name}"
+        waits = tuple(dict.fromkeys(before))
+        self.operations.append(
+            Operation(track, label, duration_s, waits, nbytes, traffic, self.step)
+        )
+        return index
+
+    def move(self, track: str, name: str, nbytes: int, after: Sequence[int | None]) -> int:
+        """Adds a transfer between device and host."""
+        rate = {H2D: self.rates.h2d, D2H: self.rates.d2h}[track]
+        return self.add(track, name, nbytes / rate, after=after, nbytes=nbytes, traffic=track)
+
+    def nvme(self, traffic: str, name: str, nbytes: int, after: Sequence[int | None]) -> int:
+        return self.add(NVME, name, after=after, nbytes=nbytes, traffic=traffic)
+
+    def send(
+        self, verb: str, name: str, nbytes: int, after: Sequence[int | None], *, is_by_device: bool
+    ) -> int:
+        """Adds a transfer from other ranks ("got") or to other ranks ("given")."""
+        track, rate = (GATHER, self.rates.peers) if is_by_device else (SOCKETS, self.rates.sockets)
+        return self.add(
+            track, name, nbytes / rate, after=after, nbytes=nbytes, traffic=f"{track}_{verb}"
+        )

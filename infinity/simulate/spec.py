@@ -1,0 +1,137 @@
+"""The input of the simulated step: the load of every unit, their uses, and caches. Pure.
+
+With ranks, the input is that of one rank, beside other ranks that do the same at the same time. A
+shared unit has a `Divided`, and every resource of the node that ranks share is given as this rank's
+part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from infinity.simulate.order import Use
+
+
+@dataclass(frozen=True, slots=True)
+class Divided:
+    """The traffic of one rank for a unit whose state is shared by `count` ranks.
+
+    Data that the ranks' devices do not exchange directly passes between their hosts. `got_nbytes`
+    of weights are the other ranks' parts. If they pass between hosts, `served_nbytes` of this
+    rank's part are read from their tier for the others. `given_nbytes` of gradients are sent to
+    their owners.
+    """
+
+    count: int
+    whole_nbytes: int  # Of weights, in the form in which they are used.
+    # Every fetch gathers the weights (stage 3); otherwise every rank has all of them.
+    is_put_together: bool
+    are_weights_between_devices: bool
+    are_gradients_between_devices: bool
+    got_nbytes: int
+    served_nbytes: int
+    given_nbytes: int
+    # Stage 1: the place where this rank sums its gradients of a step before it sends them.
+    sums: str | None = None
+    sums_nbytes: int = 0
+
+    @property
+    def comes_to_host(self) -> bool:
+        return self.is_put_together and not self.are_weights_between_devices
+
+
+@dataclass(frozen=True, slots=True)
+class UnitLoad:
+    """One unit in the simulated schedule. `weights` is the tier where they rest, or "checkpoint"
+    for frozen weights that are read from the files of their checkpoint; bytes are by tier name.
+
+    With ranks, the weights are those that rest on this rank: all of the unit's, or its part. State
+    and gradients are its part. `leaving_nbytes` are of the full unit.
+    """
+
+    name: str
+    weights: str
+    weight_nbytes: int
+    written_nbytes: int  # Of the weights, by an update.
+    state_read_nbytes: Mapping[str, int]
+    state_write_nbytes: Mapping[str, int]
+    update_nbytes: int  # Touched in memory by the optimizer's pass; 0 for a frozen unit.
+    gradients: str
+    gradient_nbytes: int
+    leaving_nbytes: int  # Of a gradient that leaves a device, in its own dtype.
+    divided: Divided | None = None
+
+    @property
+    def used_nbytes(self) -> int:
+        """Bytes of weights that are computed with."""
+        return self.weight_nbytes if self.divided is None else self.divided.whole_nbytes
+
+    @property
+    def fetched_nbytes(self) -> int:
+        """Bytes of weights that a use fetches to host memory."""
+        if self.divided is not None and self.divided.comes_to_host:
+            return self.divided.whole_nbytes
+        return self.weight_nbytes if self.weights in ("nvme", "checkpoint") else 0
+
+    @property
+    def inward_nbytes(self) -> int:
+        """Bytes of weights that a use copies from the host to a device."""
+        if self.divided is None or not self.divided.is_put_together:
+            return self.weight_nbytes
+        if self.divided.comes_to_host:
+            return self.divided.whole_nbytes
+        return self.weight_nbytes if self.weights != "device" else 0
+
+    @property
+    def is_away(self) -> bool:
+        """Whether the weights rest off the device."""
+        is_put_together = self.divided is not None and self.divided.is_put_together
+        return is_put_together or self.weights != "device"
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether a step changes the unit, on any rank."""
+        return self.update_nbytes > 0 or (
+            self.divided is not None and self.divided.given_nbytes > 0
+        )
+
+    @property
+    def sums(self) -> tuple[str, int]:
+        """The place where the backward sums gradients, and the fp32 bytes there."""
+        if self.divided is not None and self.divided.sums is not None:
+            return self.divided.sums, self.divided.sums_nbytes
+        return self.gradients, self.gradient_nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class StepSpec:
+    """Everything that the prediction depends on, except the machine's speed.
+
+    `weights_cache_nbytes` is host memory for weights in transit, and `device_cache_nbytes` the same
+    on the device (None if it computes on host memory). `ring_nbytes` of state are in memory at the
+    same time. `backward_ratio` is the backward's FLOPs over the forward's: 2, or 3 with
+    recomputation, if all weights are trained. A micro-batch may stand for `num_fibers` of them that
+    pass block by block, `tile_micro_batches` at a time in a block with tiles. `repeats_in_place`:
+    see `moves`.
+    """
+
+    units: tuple[UnitLoad, ...]
+    uses: tuple[Use, ...]
+    num_micro_batches: int
+    backward_ratio: float
+    weights_cache_nbytes: float
+    device_cache_nbytes: float | None
+    ring_nbytes: float
+    num_gradient_buffers: int = 2
+    reads_ahead: bool = True
+    is_deferred: bool = True
+    updates_on_device: bool = False
+    saved_on: str = "device"
+    num_fibers: int = 1
+    tile_micro_batches: int = 1
+    repeats_in_place: bool = False
+
+    @property
+    def shares_host_memory(self) -> bool:
+        return self.device_cache_nbytes is None

@@ -1,0 +1,139 @@
+"""Updates of units by the optimizer, in the simulated step. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from infinity.simulate.log import COMPUTE, D2H, H2D, READ, WRITE, OperationLog
+from infinity.simulate.spec import UnitLoad
+
+
+class UnitUpdates:
+    """Appends updates. `unwritten`: updated weights by unit, with the update."""
+
+    def __init__(self, log: OperationLog) -> None:
+        self._log = log
+        self.unwritten: dict[int, int] = {}
+        # The operations that free segments of the ring, oldest first.
+        self._ring: list[tuple[int, ...]] = []
+        # The bytes if everything that reaches host memory were kept: with ranks, parts beside the
+        # gathered weights.
+        self._all_fetched_nbytes = sum(
+            unit.fetched_nbytes
+            + (unit.weight_nbytes if unit.divided is not None and unit.divided.comes_to_host else 0)
+            for unit in log.job.units
+        )
+
+    def stays(self, load: UnitLoad) -> bool:
+        """Whether weights on NVMe are still cached when the step changes them. The model assumes so
+        only if all of them fit in memory."""
+        return (
+            load.weights == "nvme"
+            and self._all_fetched_nbytes <= self._log.job.weights_cache_nbytes
+        )
+
+    def at_step(self, unit: int) -> None:
+        load = self._log.job.units[unit]
+        if not load.update_nbytes:
+            return
+        ready = None
+        if load.weights == "nvme" and not (load.divided is not None and self.stays(load)):
+            last = self._log.written.weights.get(unit)
+            name = f"weights of {load.name}"
+            ready = self._log.nvme(READ, name, load.weight_nbytes, [last, self._log.decided[-1]])
+        done = self.update(unit, ready)
+        self._log.last_on[COMPUTE] = self._log.add(COMPUTE, f"updated {load.name}", after=[done])
+
+    def update(self, unit: int, weights_ready: int | None) -> int:
+        """Reads state a segment at a time, updates it and writes it back; then writes the
+        weights."""
+        job, load = self._log.job, self._log.job.units[unit]
+        decided = self._log.decided[-1]
+        if load.weights == "device" and not job.shares_host_memory:
+            weights_ready = self._log.move(
+                D2H, f"weights of {load.name}", load.weight_nbytes, [decided]
+            )
+        resident_nbytes = max(sum(load.state_read_nbytes.values()), 1)
+        count, capacity = _segments(resident_nbytes, job.ring_nbytes)
+        done = weights_ready
+        for segment in range(count):
+            done = self._update_segment(unit, segment, count, capacity, weights_ready)
+        assert done is not None
+        if load.weights == "nvme":
+            if job.shares_host_memory and job.is_deferred:
+                self.unwritten[unit] = done  # The pages are under the model until it has run.
+            else:
+                self.write_weights(unit, [done])
+        elif load.weights == "device" and not job.shares_host_memory:
+            done = self._log.move(H2D, f"weights of {load.name}", load.written_nbytes, [done])
+        return done
+
+    def write_weights(self, unit: int, after: Sequence[int]) -> None:
+        load = self._log.job.units[unit]
+        name = f"weights of {load.name}"
+        self._log.written.weights[unit] = self._log.nvme(WRITE, name, load.written_nbytes, after)
+
+    def _update_segment(
+        self, unit: int, segment: int, count: int, capacity: int, weights_ready: int | None
+    ) -> int:
+        job, load = self._log.job, self._log.job.units[unit]
+        name = f"state of {load.name}"
+
+        def share(nbytes: int) -> int:
+            return nbytes * (segment + 1) // count - nbytes * segment // count
+
+        before: list[int | None] = [
+            self._log.decided[-1],
+            self._log.written.state.get((unit, segment)),
+        ]
+        before.append(self._log.written.gradients.get(unit))
+        if any(load.state_read_nbytes.values()):
+            if len(self._ring) >= capacity:
+                before += self._ring[-capacity]
+            if not job.reads_ahead:
+                before.append(self._log.last_on.get(COMPUTE))
+        reads = []
+        if load.state_read_nbytes.get("nvme"):
+            nbytes = share(load.state_read_nbytes["nvme"])
+            reads.append(self._log.nvme(READ, name, nbytes, before))
+        if load.state_read_nbytes.get("device"):
+            reads.append(self._log.move(D2H, name, share(load.state_read_nbytes["device"]), before))
+        before = [*reads, weights_ready, self._log.decided[-1]]
+        if job.updates_on_device and not job.shares_host_memory:
+            # All state moves to the device, and changed state returns.
+            changed_nbytes = share((load.update_nbytes - load.gradient_nbytes) // 2)
+            there = changed_nbytes + share(load.gradient_nbytes)
+            # Until then the target memory on the device may be in use.
+            arrived = self._log.move(H2D, name, there, [*before, self._log.last_on.get(COMPUTE)])
+            duration_s = share(load.update_nbytes) / self._log.rates.device_update
+            updated = self._log.add(COMPUTE, name, duration_s, after=[arrived])
+            updated = self._log.move(D2H, name, changed_nbytes, [updated])
+        else:
+            duration_s = share(load.update_nbytes) / self._log.rates.update
+            updated = self._log.add(self._log.update_track, name, duration_s, after=before)
+        free = [updated]
+        if load.state_write_nbytes.get("nvme"):
+            nbytes = share(load.state_write_nbytes["nvme"])
+            written = self._log.nvme(WRITE, name, nbytes, [updated])
+            self._log.written.state[unit, segment] = written
+            free.append(written)
+        if load.state_write_nbytes.get("device"):
+            free.append(
+                self._log.move(H2D, name, share(load.state_write_nbytes["device"]), [updated])
+            )
+        if reads:
+            self._ring.append(tuple(free))
+        return updated
+
+
+# More segments make the prediction slower, but not better.
+_MOST_SEGMENTS = 8
+_WANTED_IN_RING = 3
+
+
+def _segments(state_nbytes: int, ring_nbytes: float) -> tuple[int, int]:
+    """Returns (segments of one unit's state, segments in the ring), with three in the ring if
+    possible."""
+    wanted = -(-state_nbytes * _WANTED_IN_RING // max(int(ring_nbytes), 1))
+    count = min(max(wanted, 1), _MOST_SEGMENTS)
+    return count, max(1, int(ring_nbytes * count // state_nbytes))

@@ -1,0 +1,197 @@
+"""Frozen weights as they rest in safetensors shards, and their layout in a host block.
+
+A parameter is made of *pieces*: boxes of its elements, each decoded from byte ranges of shards. The
+ranges of a unit lie anywhere in the files. `lay_out_stored` covers them with *runs* of whole pages,
+because O_DIRECT moves whole pages (open(2)); neighbours share a run. A host block holds the runs
+one behind the other, and a range starts in the block at the offset that it has in its page.
+
+Pure: names, offsets and shapes. `StoredWeights.decode` computes on the tensors that it is given.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+
+from infinity.sizes import KIB, PAGE_NBYTES, align_down, align_up
+from infinity.storage.shards import ShardRange, ShardRun
+
+# A gap up to this size is read: one larger request is faster than two, and the bytes are few.
+_GAP_NBYTES = 16 * KIB
+
+Box = tuple[int | slice, ...]
+
+
+class Decoder(Protocol):
+    """The part of a codec (`infinity.codecs`) that makes elements of bytes."""
+
+    def decode(
+        self, parts: Sequence[torch.Tensor], shape: tuple[int, ...], out: torch.Tensor
+    ) -> None:
+        """Fills `out`, shape `shape` and any strides, from the stored parts.
+
+        Parts are flat, uint8, at any alignment, on the device of `out`.
+        """
+
+    def rows(
+        self, shape: tuple[int, ...], start: int, stop: int
+    ) -> Sequence[tuple[int, int]] | None:
+        """Returns the (offset, length) in bytes, of each part, that makes rows [start, stop) of the
+        first axis; None if these rows have no bytes of their own."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPiece:
+    """A box of a parameter, and the bytes that make it.
+
+    `parameter[box]`, its axes permuted by `axes`, has the shape `shape` of the stored tensor.
+    `parts` are the ranges that `codec` decodes, in its order. `source` names the stored tensor.
+    """
+
+    source: str
+    box: Box
+    axes: tuple[int, ...]
+    shape: tuple[int, ...]
+    codec: Decoder
+    parts: tuple[ShardRange, ...]
+
+    def target(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Returns the view of `parameter` that the piece fills, in the shape of its source."""
+        return parameter[self.box].permute(self.axes)
+
+
+StoredTensor = tuple[StoredPiece, ...]  # The pieces cover every element once.
+
+
+def stored_rows(tensor: StoredTensor, start: int, stop: int) -> StoredTensor | None:
+    """Returns rows [start, stop) of a stored parameter; None if its codec cannot divide a piece."""
+    pieces: list[StoredPiece] = []
+    for piece in tensor:
+        first = piece.box[0]
+        if isinstance(first, int):
+            if start <= first < stop:
+                pieces.append(replace(piece, box=(first - start, *piece.box[1:])))
+            continue
+        low, high = max(first.start, start), min(first.stop, stop)
+        if low >= high:
+            continue
+        if (low, high) != (first.start, first.stop):
+            cut = _cut_rows(piece, low - first.start, high - first.start)
+            if cut is None:
+                return None
+            piece = cut
+        pieces.append(replace(piece, box=(slice(low - start, high - start), *piece.box[1:])))
+    return tuple(pieces)
+
+
+def _cut_rows(piece: StoredPiece, start: int, stop: int) -> StoredPiece | None:
+    """Returns rows of the first axis of the parameter, if that is the first axis of the source."""
+    stacked = sum(isinstance(each, int) for each in piece.box)
+    if stacked or piece.axes[0] != 0:
+        return None
+    ranges = piece.codec.rows(piece.shape, start, stop)
+    if ranges is None:
+        return None
+    parts = tuple(
+        ShardRange(part.path, part.offset_nbytes + offset, nbytes)
+        for part, (offset, nbytes) in zip(piece.parts, ranges, strict=True)
+    )
+    return replace(piece, shape=(stop - start, *piece.shape[1:]), parts=parts)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredWeights:
+    """The weights of a frozen unit in shards.
+
+    `nbytes`: the host block that holds all `runs`. `pieces`: name of the parameter, piece, and the
+    (offset, length) in bytes of every part in the block.
+    """
+
+    nbytes: int
+    runs: tuple[ShardRun, ...]
+    pieces: tuple[tuple[str, StoredPiece, tuple[tuple[int, int], ...]], ...]
+
+    @property
+    def source_nbytes(self) -> int:
+        """Bytes of the stored tensors, without the rest of their pages."""
+        return sum(nbytes for _, _, parts in self.pieces for _, nbytes in parts)
+
+    def decode(self, block: torch.Tensor, parameter: Callable[[str], torch.Tensor]) -> None:
+        """Fills the parameters from the bytes of the block: uint8, shape (nbytes,).
+
+        `parameter(name)` returns the tensor to fill, on the device of `block`.
+        """
+        tensors: dict[str, torch.Tensor] = {}
+        with torch.no_grad():
+            for name, piece, parts in self.pieces:
+                if name not in tensors:
+                    tensors[name] = parameter(name)
+                stored = [block[start : start + nbytes] for start, nbytes in parts]
+                piece.codec.decode(stored, piece.shape, piece.target(tensors[name]))
+
+    def decoded_pieces(
+        self, block: torch.Tensor, dtype_of: Callable[[str], torch.dtype]
+    ) -> Iterator[tuple[str, StoredPiece, torch.Tensor]]:
+        """Yields every piece with its elements, in memory of its own. For comparison."""
+        for name, piece, parts in self.pieces:
+            elements = torch.empty(piece.shape, dtype=dtype_of(name))
+            stored = [block[start : start + nbytes] for start, nbytes in parts]
+            piece.codec.decode(stored, piece.shape, elements)
+            yield name, piece, elements
+
+    def sources_in(self, path: str, start_nbytes: int, stop_nbytes: int) -> list[str]:
+        """Returns the stored tensors with bytes in a range of a file, for messages."""
+        return list(
+            dict.fromkeys(
+                piece.source
+                for _, piece, _ in self.pieces
+                for part in piece.parts
+                if part.path == path
+                and part.offset_nbytes < stop_nbytes
+                and start_nbytes < part.offset_nbytes + part.nbytes
+            )
+        )
+
+
+def lay_out_stored(tensors: Mapping[str, StoredTensor]) -> StoredWeights:
+    """Covers the ranges of all pieces with runs of pages, in the order of files and offsets.
+
+    Worked example: ranges [100, 5000) and [5000, 9000) of one file are the run [0, 12288); the
+    second range starts at byte 5000 of the block.
+    """
+    ranges = {part for pieces in tensors.values() for piece in pieces for part in piece.parts}
+    runs: list[ShardRun] = []
+    block_nbytes = 0
+    for each in sorted(ranges, key=lambda part: (part.path, part.offset_nbytes, part.nbytes)):
+        if not each.nbytes:
+            continue
+        start = align_down(each.offset_nbytes, PAGE_NBYTES)
+        stop = align_up(each.offset_nbytes + each.nbytes, PAGE_NBYTES)
+        last = runs[-1] if runs else None
+        if last and last.path == each.path and start <= last.end_nbytes + _GAP_NBYTES:
+            grown_nbytes = max(last.nbytes, stop - last.offset_nbytes)
+            runs[-1] = ShardRun(
+                last.path, last.offset_nbytes, grown_nbytes, last.block_offset_nbytes
+            )
+            block_nbytes = last.block_offset_nbytes + grown_nbytes
+        else:
+            runs.append(ShardRun(each.path, start, stop - start, block_nbytes))
+            block_nbytes += stop - start
+    starts = [(run.path, run.offset_nbytes) for run in runs]
+
+    def place(part: ShardRange) -> tuple[int, int]:
+        if not part.nbytes:
+            return 0, 0
+        run = runs[bisect_right(starts, (part.path, part.offset_nbytes)) - 1]
+        return run.block_offset_nbytes + part.offset_nbytes - run.offset_nbytes, part.nbytes
+
+    pieces = tuple(
+        (name, piece, tuple(place(part) for part in piece.parts))
+        for name, each in tensors.items()
+        for piece in each
+    )
+    return StoredWeights(max(block_nbytes, PAGE_NBYTES), tuple(runs), pieces)

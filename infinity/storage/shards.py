@@ -1,0 +1,250 @@
+"""Files of a checkpoint that are read in place, and never written.
+
+The files belong to the user. They are opened for reading alone, and compared with what they were
+when the checkpoint was opened: length, modification time and inode. With `verify`, the first read
+of a run takes a checksum, and every later read is compared with it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import threading
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from infinity.errors import CorruptionError, StorageError
+from infinity.storage.checksums import digest
+from infinity.storage.protocol import Priority, Segment, StorageEngine, Ticket
+
+
+@dataclass(frozen=True, slots=True)
+class ShardRange:
+    """Bytes of a file: one stored tensor, or rows of one."""
+
+    path: str
+    offset_nbytes: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ShardRun:
+    """Whole pages of one file, and the offset in the host block that they are read to."""
+
+    path: str
+    offset_nbytes: int
+    nbytes: int
+    block_offset_nbytes: int
+
+    @property
+    def end_nbytes(self) -> int:
+        return self.offset_nbytes + self.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class RunChecksum:
+    """The checksum of the pages of one run: a CRC32 of the CRC32C of each page."""
+
+    path: str
+    offset_nbytes: int
+    nbytes: int
+    crc32c: int
+
+
+@dataclass(frozen=True, slots=True)
+class ShardIdentity:
+    """What tells a file from another one, or from itself after a change.
+
+    `header_sha256`: the digest of the safetensors header, in hexadecimal.
+    """
+
+    path: str
+    nbytes: int
+    mtime_ns: int
+    inode: int
+    header_sha256: str
+
+
+def difference(identity: ShardIdentity) -> str | None:
+    """Returns how the file at the path differs from `identity`, without reading it; None if it does
+    not."""
+    try:
+        found = os.stat(identity.path)
+    except OSError as error:
+        return f"it cannot be found any more ({os.strerror(error.errno or 0)})"
+    if found.st_size != identity.nbytes:
+        return f"it has {found.st_size} bytes, and had {identity.nbytes}"
+    if found.st_mtime_ns != identity.mtime_ns:
+        return "it was modified"
+    if found.st_ino != identity.inode:
+        return "another file has its name"
+    return None
+
+
+def refuse_changed(identity: ShardIdentity) -> None:
+    """Raises CorruptionError for a file that is not what it was when the checkpoint was opened."""
+    changed = difference(identity)
+    if changed is not None:
+        raise CorruptionError(
+            errno.ESTALE,
+            operation="read",
+            path=identity.path,
+            detail=f"{changed} since the checkpoint was opened. Frozen weights rest in this file: "
+            "put the original back, or start again from the changed one",
+        )
+
+
+class ShardFiles:
+    """The open shards of a model. Any thread may read; the storage engine is the caller's.
+
+    `close` waits for reads. Raises StorageError for a file that cannot be opened, CorruptionError
+    for one that changed.
+    """
+
+    def __init__(
+        self, engine: StorageEngine, identities: Sequence[ShardIdentity], *, verify: bool
+    ) -> None:
+        self._engine = engine
+        self.identities: Mapping[str, ShardIdentity] = {each.path: each for each in identities}
+        self._files: dict[str, int] = {}
+        self._checksums: dict[tuple[str, int, int], int] | None = {} if verify else None
+        self._lock = threading.Lock()  # Guards the table of checksums.
+        try:
+            for each in identities:
+                refuse_changed(each)
+                self._files[each.path] = _open(engine, each.path)
+        except BaseException:
+            self.close()
+            raise
+
+    def path_of(self, file: int) -> str:
+        """Returns the path behind a file id of `Ticket.passages`."""
+        return next(path for path, own in self._files.items() if own == file)
+
+    def read(
+        self, runs: Sequence[ShardRun], *, address: int, priority: Priority, label: str
+    ) -> Ticket:
+        """Reads runs into a host block at `address`, a multiple of 4096. `label` is for errors."""
+        segments = [
+            Segment(
+                self._files[run.path],
+                run.offset_nbytes,
+                address + run.block_offset_nbytes,
+                run.nbytes,
+            )
+            for run in runs
+        ]
+        ticket = self._engine.submit("read", segments, priority)
+        return _ShardRead(ticket, self, tuple(runs), address, label)
+
+    def checksums(self) -> list[RunChecksum]:
+        """Returns the checksums that the first reads have taken."""
+        with self._lock:
+            return [RunChecksum(*key, value) for key, value in (self._checksums or {}).items()]
+
+    def expect(self, checksums: Iterable[RunChecksum]) -> None:
+        """Compares the first reads, too, with these checksums of an earlier run."""
+        with self._lock:
+            if self._checksums is not None:
+                for each in checksums:
+                    self._checksums[each.path, each.offset_nbytes, each.nbytes] = each.crc32c
+
+    def check(self, runs: Sequence[ShardRun], address: int, label: str) -> None:
+        """Compares what was read with the first read of the same run. Raises CorruptionError."""
+        if self._checksums is None:
+            return
+        for run in runs:
+            valid_nbytes = min(run.nbytes, self.identities[run.path].nbytes - run.offset_nbytes)
+            place = address + run.block_offset_nbytes
+            ctypes.memset(place + valid_nbytes, 0, run.nbytes - valid_nbytes)  # Behind the end.
+            found = zlib.crc32(digest(place, run.nbytes))
+            with self._lock:
+                first = self._checksums.setdefault((run.path, run.offset_nbytes, run.nbytes), found)
+            if found != first:
+                raise CorruptionError(
+                    errno.EBADMSG,
+                    operation="read",
+                    path=run.path,
+                    offset_nbytes=run.offset_nbytes,
+                    nbytes=run.nbytes,
+                    detail=f"{label}: the bytes are not those of the first read (CRC32C). The "
+                    "drive, its cable, its file system or another program changed them. Nothing "
+                    "was computed from them; check the file, and resume from the newest checkpoint",
+                )
+
+    def explain(self, error: StorageError, label: str) -> StorageError:
+        """Returns a failure of a read with what was read, and with what happened to the file."""
+        if isinstance(error, CorruptionError):
+            return error
+        identity = self.identities.get(error.path)
+        changed = None if identity is None else difference(identity)
+        reason = error.detail or os.strerror(error.errno or errno.EIO)
+        return StorageError(
+            error.errno or errno.EIO,
+            operation=error.operation,
+            path=error.path,
+            offset_nbytes=error.offset_nbytes,
+            nbytes=error.nbytes,
+            detail=f"{label}: {changed or reason}. Frozen weights rest in this file",
+        )
+
+    def close(self) -> None:
+        """Closes the files, after the reads of them. Idempotent."""
+        while self._files:
+            self._engine.close_file(self._files.popitem()[1])
+
+
+class _ShardRead:
+    """A ticket whose wait() checks what was read, once, on the thread that waits first."""
+
+    def __init__(
+        self,
+        inner: Ticket,
+        files: ShardFiles,
+        runs: tuple[ShardRun, ...],
+        address: int,
+        label: str,
+    ) -> None:
+        self._inner = inner
+        self._files = files
+        self._runs = runs
+        self._address = address
+        self._label = label
+        self._error: CorruptionError | None = None
+        self._lock = threading.Lock()  # Guards the error, and the runs that are not checked yet.
+
+    def done(self) -> bool:
+        return self._inner.done()
+
+    def cancel(self) -> bool:
+        return self._inner.cancel()
+
+    def passages(self) -> Sequence[tuple[int, int, int, int]]:
+        return self._inner.passages()
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """As Ticket.wait; also raises CorruptionError for bytes that changed."""
+        try:
+            self._inner.wait(timeout_s)
+        except StorageError as error:
+            raise self._files.explain(error, self._label) from None
+        with self._lock:
+            runs, self._runs = self._runs, ()  # Later the memory is the caller's to change.
+            try:
+                self._files.check(runs, self._address, self._label)
+            except CorruptionError as error:
+                self._error = error
+            if self._error is not None:
+                raise self._error.with_traceback(None)
+
+
+def _open(engine: StorageEngine, path: str) -> int:
+    """Opens a file past the page cache, or through it where the file system has no O_DIRECT."""
+    try:
+        return engine.open(path, direct=True, read_only=True)
+    except StorageError as error:
+        if error.errno != errno.EINVAL:
+            raise
+    return engine.open(path, direct=False, read_only=True)

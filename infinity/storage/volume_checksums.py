@@ -1,0 +1,98 @@
+"""The checksums of a volume's buffers: one table for each path."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from infinity.sizes import PAGE_NBYTES
+from infinity.storage.checksums import CHECKSUM_NBYTES, DigestedWrite, PageChecksums, digest
+from infinity.storage.generations import GenerationRun
+from infinity.storage.protocol import Ticket
+from infinity.storage.volume_layout import Extent
+
+
+class BufferChecksums:
+    """CRC32C of each page of every buffer, as last written. Thread-safe as `PageChecksums`.
+
+    With `is_deferred` a thread of this object computes the checksums of a write beside the
+    transfer, in the order of the writes; they are needed when something is frozen, not before.
+    """
+
+    def __init__(self, *, is_deferred: bool) -> None:
+        self._tables: list[PageChecksums] = []
+        self._digester = ThreadPoolExecutor(1) if is_deferred else None
+
+    def close(self) -> None:
+        """Ends the thread."""
+        if self._digester is not None:
+            self._digester.shutdown()
+
+    def add_path(self, *, is_fresh: bool) -> None:
+        """Adds the table of the next path; `is_fresh` as for `PageChecksums`."""
+        self._tables.append(PageChecksums(is_fresh=is_fresh))
+
+    def grow(self, path_index: int, size_nbytes: int) -> None:
+        """Extends the table of a path to the size of its file."""
+        self._tables[path_index].grow(size_nbytes)
+
+    def of(self, extents: Sequence[Extent]) -> bytes:
+        """Returns the checksums of a buffer, 4 bytes for each page in native order."""
+        return b"".join(
+            self._tables[extent.path_index].of(extent.offset_nbytes, extent.nbytes)
+            for extent in extents
+        )
+
+    def put(self, extents: Sequence[Extent], checksums: bytes) -> None:
+        """Sets the checksums of a buffer, as `of` returns them."""
+        at = 0
+        for extent in extents:
+            nbytes = extent.nbytes // PAGE_NBYTES * CHECKSUM_NBYTES
+            self._tables[extent.path_index].put(extent.offset_nbytes, checksums[at : at + nbytes])
+            at += nbytes
+
+    def forget(self, path_index: int, run: GenerationRun) -> None:
+        """Drops the checksums of a range whose current bytes changed other than by a write."""
+        self._tables[path_index].forget(run.offset_nbytes, run.nbytes)
+
+    def known(
+        self, path_index: int, runs: Sequence[GenerationRun]
+    ) -> list[tuple[GenerationRun, bytes]]:
+        """Returns the parts of `runs` that have checksums, with the checksums."""
+        table = self._tables[path_index]
+        return [
+            (GenerationRun(run.generation, *part), table.of(*part))
+            for run in runs
+            for part in table.known(run.offset_nbytes, run.nbytes)
+        ]
+
+    def digests(self, parts: Sequence[tuple[Extent, int]], address: int) -> list[bytes] | None:
+        """Returns the checksums of the parts of a write; None if `record` computes them later.
+
+        `parts`: the extents, each with its distance from `address` in memory.
+        """
+        if self._digester is not None:
+            return None
+        return [digest(address + at, extent.nbytes) for extent, at in parts]
+
+    def record(
+        self,
+        ticket: Ticket,
+        parts: Sequence[tuple[Extent, int]],
+        address: int,
+        digests: Sequence[bytes] | None,
+    ) -> Ticket:
+        """Records the checksums of a write that is queued. Returns the ticket to wait for: the
+        memory belongs to the write until that ticket is done."""
+        if digests is not None:
+            self._put(parts, digests)
+            return ticket
+        assert self._digester is not None
+        return DigestedWrite(ticket, self._digester.submit(self._digest, parts, address))
+
+    def _digest(self, parts: Sequence[tuple[Extent, int]], address: int) -> None:
+        self._put(parts, [digest(address + at, extent.nbytes) for extent, at in parts])
+
+    def _put(self, parts: Sequence[tuple[Extent, int]], digests: Sequence[bytes]) -> None:
+        for (extent, _), checksums in zip(parts, digests, strict=True):
+            self._tables[extent.path_index].put(extent.offset_nbytes, checksums)

@@ -1,0 +1,172 @@
+"""The paths of a volume: their settings, direct I/O, bandwidths, and the space on them."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NoReturn
+
+from infinity.errors import CapacityError, UnsupportedError
+from infinity.sizes import format_nbytes
+from infinity.storage.bandwidth import SAMPLE_NBYTES, measure_bandwidth
+from infinity.storage.protocol import StorageEngine
+from infinity.storage.swap_directory import SwapDirectory
+from infinity.storage.volume_layout import SPARES_REMEDY, PathSpace
+
+_log = logging.getLogger(__name__)
+_warned_buffered: set[str] = set()
+
+
+@dataclass(frozen=True, slots=True)
+class VolumePath:
+    """One swap directory. `capacity_nbytes` None takes the free space less a reserve.
+
+    `direct` "auto" uses O_DIRECT where the file system has it, "always" insists on it, "never" goes
+    through the page cache. `weight` is the path's bandwidth in GB/s, or a number proportional to it
+    where every path has one. None measures it, when there are several paths.
+    """
+
+    path: str
+    capacity_nbytes: int | None = None
+    direct: Literal["auto", "always", "never"] = "auto"
+    weight: float | None = 1.0
+
+
+@dataclass(slots=True)
+class OpenPath:
+    """A path with its swap directory, and the engine's files: one for each generation."""
+
+    path: VolumePath
+    directory: SwapDirectory
+    files: list[int] = field(default_factory=list)
+
+
+def uses_direct_io(path: VolumePath, directory: SwapDirectory) -> bool:
+    """Whether the files of a path are opened with O_DIRECT.
+
+    Warns, once for each path, if "auto" finds that direct I/O is not possible. Raises
+    UnsupportedError if "always" finds so.
+    """
+    if path.direct == "never":
+        return False
+    refusal = directory.refusal_of_direct_io()
+    if refusal is None:
+        return True
+    if path.direct == "always":
+        raise UnsupportedError(
+            f"direct I/O was asked for and is not possible in {path.path!r}: {refusal}. "
+            "Use another file system (ext4, XFS), or direct='auto'"
+        )
+    _warn_of_buffering(path.path, refusal)
+    return False
+
+
+def _warn_of_buffering(path: str, refusal: str) -> None:
+    message = (
+        f"swap path {path!r} goes through the page cache, because direct I/O is not possible: "
+        f"{refusal}. Expect 40-100 times the CPU use and less bandwidth; ext4 and XFS support it, "
+        "direct='never' silences this"
+    )
+    if path in _warned_buffered:
+        return
+    _warned_buffered.add(path)
+    _log.warning("%s", message)
+    warnings.warn(message, RuntimeWarning, stacklevel=5)
+
+
+def find_weights(paths: Sequence[OpenPath], engine: StorageEngine) -> tuple[float, ...]:
+    """Returns the weight of each path; measures the paths without one.
+
+    If a path has no space for the measurement, every path without a weight gets the weight 1: a
+    guess for one path is no better than that.
+    """
+    given = [each.path.weight for each in paths]
+    if len(given) == 1:
+        return (given[0] or 1.0,)
+    if not all(each.path.weight is not None or _has_room_to_measure(each) for each in paths):
+        _log.info("swap paths too small to be measured are striped evenly")
+        return tuple(weight or 1.0 for weight in given)
+    found = []
+    for each, weight in zip(paths, given, strict=True):
+        if weight is None:
+            with each.directory.scratch(SAMPLE_NBYTES):
+                weight = measure_bandwidth(engine, each.files[0]) / 1e9
+            _log.info("swap path %r moves %.2f GB/s", each.directory.path, weight)
+        found.append(weight)
+    return tuple(found)
+
+
+def _has_room_to_measure(each: OpenPath) -> bool:
+    return all(
+        nbytes is None or nbytes >= SAMPLE_NBYTES
+        for nbytes in (each.path.capacity_nbytes, each.directory.free_nbytes())
+    )
+
+
+def spaces_of(paths: Sequence[OpenPath], weights: Sequence[float]) -> list[PathSpace]:
+    """Returns the bytes by which each path may grow. Paths on one device share its space by
+    weight."""
+    spaces = []
+    together = list(zip(paths, weights, strict=True))
+    for each, weight in together:
+        path, directory = each.path, each.directory
+        sharing = [
+            other_weight
+            for other, other_weight in together
+            if other.directory.device == directory.device and other.path.capacity_nbytes is None
+        ]
+        free_nbytes = directory.free_nbytes()
+        if free_nbytes is not None:
+            free_nbytes += directory.adopted_nbytes
+        if path.capacity_nbytes is not None:
+            room_nbytes = max(0, path.capacity_nbytes - directory.size_nbytes)
+            if free_nbytes is not None:
+                room_nbytes = min(room_nbytes, free_nbytes)
+        elif free_nbytes is None:
+            room_nbytes = 1 << 62
+        else:
+            room_nbytes = int(free_nbytes * (weight / sum(sharing)))
+        spaces.append(PathSpace(directory.size_nbytes, room_nbytes, weight))
+    return spaces
+
+
+def check_growths(
+    paths: Sequence[OpenPath],
+    growths: Sequence[int],
+    rooms: Sequence[PathSpace],
+    *,
+    num_spares: int,
+) -> None:
+    """Raises CapacityError if a path has no space for the growth of its files, or if two paths
+    together do not fit their device. `growths`: bytes of each path, spare files included."""
+    together = [
+        (each.directory, growth, room)
+        for each, growth, room in zip(paths, growths, rooms, strict=True)
+    ]
+    for directory, growth_nbytes, room in together:
+        free_nbytes = directory.free_nbytes()
+        same = [other for other, _, _ in together if other.device == directory.device]
+        on_device = sum(each for other, each, _ in together if other in same)
+        if free_nbytes is not None:
+            free_nbytes += sum(other.adopted_nbytes for other in same)
+        if growth_nbytes > room.room_nbytes:
+            _refuse(directory, growth_nbytes, room.room_nbytes, "the swap path", num_spares)
+        if free_nbytes is not None and on_device > free_nbytes:
+            _refuse(directory, on_device, free_nbytes, "the device", num_spares)
+
+
+def _refuse(
+    directory: SwapDirectory, needed_nbytes: int, room_nbytes: int, what: str, num_spares: int
+) -> NoReturn:
+    spares = f", {num_spares} spare generations included" if num_spares else ""
+    raise CapacityError(
+        "nvme",
+        needed_nbytes=needed_nbytes,
+        available_nbytes=room_nbytes,
+        key="tiers.nvme.capacity",
+        remedy=SPARES_REMEDY if num_spares else "",
+        detail=f"{what} of {directory.path!r} is too full "
+        f"({format_nbytes(room_nbytes)} free{spares})",
+    )

@@ -1,0 +1,131 @@
+"""Updates one chunk of state that is in memory.
+
+Pure but for the arrays of the chunk and the weights, which change in place. The caller has the
+unit's weights checked out, and orders the calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from infinity.ops.dynamic_8bit import State8Bit
+from infinity.ops.optimizers import Settings, step_
+from infinity.ops.span import StateSpan
+from infinity.state.moments_8bit import states_within
+from infinity.state.store import Transfer
+from infinity.state.units import Chunk, Slice, StateKind
+from infinity.streaming.device_update import can_update_on_device, update_on_device
+from infinity.streaming.step_record import StepRecord
+from infinity.tiers.device import DeviceAdapter
+from infinity.tiers.host import Block
+
+
+@dataclass(eq=False, slots=True)
+class StagingSlot:
+    """Space for one chunk of every state kind that travels, and the transfers from and to it."""
+
+    parts: dict[StateKind, Block]
+    transfers: list[Transfer] = field(default_factory=list)
+
+
+@dataclass(eq=False, slots=True)
+class StagedChunk:
+    """One chunk in memory, or being read: arrays of the chunk's length, by state kind."""
+
+    chunk: Chunk
+    slot: StagingSlot | None
+    arrays: dict[StateKind, torch.Tensor]
+
+
+def update_chunk(
+    staged: StagedChunk, weights: torch.Tensor, record: StepRecord, device: DeviceAdapter | None
+) -> None:
+    """Updates a chunk in place: the arrays of the chunk, and the unit's weights.
+
+    `weights`: the bytes of the unit's weights, uint8. `device` computes the update if the device
+    has the rule; None computes on the host.
+    """
+    # The native update takes spans of one rule, setting and format at a time.
+    groups: dict[tuple[Settings, torch.dtype], list[Slice]] = {}
+    for part in staged.chunk.slices:
+        group = record.settings[part.tensor], part.tensor.facts.dtype
+        groups.setdefault(group, []).append(part)
+    for (settings, _), slices in groups.items():
+        moments = [StateKind(name) for name in settings.state_names]
+        spans = [span for part in slices for span in _spans(staged, weights, part, moments)]
+        if settings.step == 1:  # Whatever an optimizer before this one has left.
+            for span in spans:
+                _forget(span, settings)
+        _step(spans, settings, record.clip_factor, device)
+        if staged.chunk.unit.master_dtype is torch.float32:
+            for part in slices:
+                master = staged.arrays[StateKind.MASTER][_range(staged, part)]
+                _weight_slice(weights, part).copy_(master)
+
+
+def _step(
+    spans: list[StateSpan],
+    settings: Settings,
+    clip_factor: torch.Tensor | None,
+    device: DeviceAdapter | None,
+) -> None:
+    if device is None or not can_update_on_device(spans, settings):
+        step_(spans, settings, grad_scale=clip_factor)
+    else:
+        grad_scale = 1.0 if clip_factor is None else float(clip_factor)
+        update_on_device(device, spans, settings, grad_scale)
+
+
+def _spans(
+    staged: StagedChunk, weights: torch.Tensor, part: Slice, kinds: Sequence[StateKind]
+) -> Iterator[StateSpan]:
+    """Yields the arrays of a slice, with the moments in `kinds`.
+
+    The weight is fp32, or bf16 with its residual, or the fp32 master. One span; with moments of
+    eight bits, one for each granule.
+    """
+    unit = staged.chunk.unit
+    whole = _range(staged, part)
+    weight = _weight_slice(weights, part)
+    if unit.master_dtype is torch.float32:
+        weight = staged.arrays[StateKind.MASTER][whole]
+    master = staged.arrays[StateKind.MASTER][whole] if weight.dtype is torch.bfloat16 else None
+    gradient = staged.arrays[StateKind.GRADIENTS][whole]
+    moments = [staged.arrays[kind] for kind in kinds]
+    if not moments or not unit.moments.is_8bit:
+        yield StateSpan(weight, gradient, tuple(moment[whole] for moment in moments), master)
+        return
+    numel = staged.chunk.stop - staged.chunk.start
+    granules = (states_within(moment, numel, whole.start, whole.stop) for moment in moments)
+    for of_granule in zip(*granules, strict=True):
+        start = of_granule[0][0] - whole.start
+        states = tuple(state for _, state in of_granule)
+        each = slice(start, start + states[0].numel())
+        residual = None if master is None else master[each]
+        yield StateSpan(weight[each], gradient[each], states, residual)
+
+
+def _range(staged: StagedChunk, part: Slice) -> slice:
+    """Returns the range of a slice's elements in the arrays of the chunk."""
+    start = part.state_start - staged.chunk.start
+    return slice(start, start + part.stop - part.start)
+
+
+def _forget(span: StateSpan, settings: Settings) -> None:
+    """Sets the moments to zero."""
+    for state, name in zip(span.states, settings.state_names, strict=True):
+        if isinstance(state, State8Bit):
+            state.zero_(name)
+        else:
+            state.zero_()
+
+
+def _weight_slice(weights: torch.Tensor, part: Slice) -> torch.Tensor:
+    """Returns the elements of one tensor in the unit's weight bytes, in the tensor's own dtype."""
+    dtype = part.tensor.facts.dtype
+    start = part.tensor.weight_offset_nbytes + part.start * dtype.itemsize
+    stop = part.tensor.weight_offset_nbytes + part.stop * dtype.itemsize
+    return weights[start:stop].view(dtype)

@@ -1,0 +1,388 @@
+"""Writes tiny checkpoints in the layouts in which quantised models are published.
+
+    model = tiny_causal_lm("deepseek-v3")
+    write_quantized(model, "k2", "int4")       # a directory with several shards and an index
+    write_decoded("k2", "k2-bf16")             # the same values as plain bfloat16
+
+Names are those of the published files, because transformers writes them. Headers are not padded and
+no tensor starts at a multiple of four bytes, as in files of older writers.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from infinity.codecs import (
+    Codec,
+    Encoded,
+    Fp8Blocks,
+    Int4Groups,
+    Mxfp4Blocks,
+    Nf4,
+    logical_tensors,
+)
+from infinity.codecs.part import flat_bytes
+
+CONFIG_NAME = "config.json"
+INDEX_NAME = "model.safetensors.index.json"
+# Tensors start at this remainder of 8.
+ODD_OFFSET = 1
+
+Names = list[str]
+# Of one stored tensor: dtype as safetensors calls it, shape, bytes.
+Stored = tuple[str, tuple[int, ...], torch.Tensor]
+
+_PROJECTIONS = re.compile(r"\.layers\.\d+\..*(_proj|_proj_with_mqa)\.weight$")
+_EXPERTS = re.compile(r"\.experts\.\d+\..*_proj\.weight$")
+_PACKED_EXPERTS = re.compile(r"\.experts\.(gate_up_proj|down_proj)$")
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How one publisher stores quantised weights.
+
+    codec_of: returns the codec of a tensor by name, None for one that stays plain
+    table: `quantization_config` of config.json
+    lists_plain: whether the table lists the modules that stay plain
+    suffixes: other ends of names than those that the codec writes; "/scale" replaces the last part
+        of the name of the weight
+    dtypes: other dtypes of parts than those that the codec writes, by suffix
+    """
+
+    codec_of: Callable[[str], Codec | None]
+    table: Mapping[str, Any]
+    lists_plain: bool = False
+    suffixes: Mapping[str, str] = field(default_factory=dict)
+    dtypes: Mapping[str, str] = field(default_factory=dict)
+
+
+def _matching(pattern: re.Pattern[str], codec: Codec) -> Callable[[str], Codec | None]:
+    return lambda name: codec if pattern.search(name) else None
+
+
+def _compressed_table(form: str, kind: str, ignore: list[str]) -> dict[str, Any]:
+    group: dict[str, Any] = {
+        "input_activations": None,
+        "output_activations": None,
+        "targets": ["Linear"],
+        "weights": {
+            "actorder": None,
+            "block_structure": None,
+            "dynamic": False,
+            "group_size": 32,
+            "num_bits": 4,
+            "observer": "minmax",
+            "observer_kwargs": {},
+            "strategy": "group",
+            "symmetric": True,
+            "type": kind,
+        },
+    }
+    return {
+        "config_groups": {"group_0": group},
+        "format": form,
+        "ignore": ignore,
+        "kv_cache_scheme": None,
+        "quant_method": "compressed-tensors",
+        "quantization_status": "compressed",
+    }
+
+
+_FP8_TABLE = {
+    "activation_scheme": "dynamic",
+    "fmt": "e4m3",
+    "quant_method": "fp8",
+    "weight_block_size": [128, 128],
+}
+_MXFP4_TABLE = {
+    "modules_to_not_convert": [
+        "model.layers.*.self_attn",
+        "model.layers.*.mlp.router",
+        "model.embed_tokens",
+        "lm_head",
+    ],
+    "quant_method": "mxfp4",
+}
+_INT4_IGNORED = [
+    "lm_head",
+    "re:.*self_attn.*",
+    "re:.*shared_experts.*",
+    "re:.*mlp\\.(gate|up|gate_up|down)_proj.*",
+]
+_NF4_TABLE = {
+    "bnb_4bit_compute_dtype": "bfloat16",
+    "bnb_4bit_quant_storage": "uint8",
+    "bnb_4bit_quant_type": "nf4",
+    "bnb_4bit_use_double_quant": True,
+    "llm_int8_skip_modules": ["lm_head"],
+    "load_in_4bit": True,
+    "load_in_8bit": False,
+    "quant_method": "bitsandbytes",
+}
+
+
+def _fp4_or_fp8(name: str) -> Codec | None:
+    if _EXPERTS.search(name):
+        return Mxfp4Blocks()
+    return Fp8Blocks(scale="F8_E8M0") if _PROJECTIONS.search(name) else None
+
+
+LAYOUTS: dict[str, Layout] = {
+    # DeepSeek-V3, R1 and V3.2, Kimi-K2.
+    "fp8": Layout(_matching(_PROJECTIONS, Fp8Blocks()), _FP8_TABLE),
+    # Qwen3-FP8.
+    "fp8-bf16-scales": Layout(
+        _matching(_PROJECTIONS, Fp8Blocks(scale="BF16")), _FP8_TABLE, lists_plain=True
+    ),
+    # Kimi-K2-Thinking, K2.5: experts only.
+    "int4": Layout(
+        _matching(_EXPERTS, Int4Groups()),
+        _compressed_table("pack-quantized", "int", _INT4_IGNORED),
+    ),
+    # The same for every projection, as for models without experts.
+    "int4-dense": Layout(
+        _matching(_PROJECTIONS, Int4Groups()),
+        _compressed_table("pack-quantized", "int", ["lm_head"]),
+    ),
+    # gpt-oss.
+    "mxfp4": Layout(_matching(_PACKED_EXPERTS, Mxfp4Blocks(is_transposed=True)), _MXFP4_TABLE),
+    # MXFP4 of compressed-tensors.
+    "mxfp4-packed": Layout(
+        _matching(_EXPERTS, Mxfp4Blocks()),
+        _compressed_table("mxfp4-pack-quantized", "float", ["lm_head"]),
+    ),
+    # DeepSeek-V4: experts in FP4, the rest in FP8, with scales that are powers of two.
+    "fp4-experts": Layout(
+        _fp4_or_fp8,
+        {**_FP8_TABLE, "scale_fmt": "ue8m0", "expert_dtype": "fp4"},
+        suffixes={"_packed": "", "_scale": "/scale", "_scale_inv": "/scale"},
+        dtypes={"_packed": "I8", "_scale": "F8_E8M0"},
+    ),
+    # bitsandbytes with double quantisation.
+    "nf4": Layout(_matching(_PROJECTIONS, Nf4()), _NF4_TABLE),
+    # Not quantised.
+    "bf16": Layout(lambda _: None, {}),
+}
+
+
+def write_quantized(
+    model: Any, directory: str | Path, codec_name: str, *, num_shards: int = 3
+) -> None:
+    """Writes a transformers model as a quantised checkpoint of one of the LAYOUTS.
+
+    Creates the directory. Tensors that are not quantised keep the dtype that they have in the
+    model. Asserts that the layout stores some tensor of the model.
+    """
+    layout, target = LAYOUTS[codec_name], Path(directory)
+    target.mkdir(parents=True)
+    with tempfile.TemporaryDirectory() as scratch:
+        model.save_pretrained(scratch, max_shard_size="100GB")
+        weights = _read_plain(Path(scratch) / "model.safetensors")
+        config = json.loads((Path(scratch) / CONFIG_NAME).read_text())
+    stored: dict[str, Stored] = {}
+    plain: Names = []
+    for name, weight in weights.items():
+        codec = layout.codec_of(name)
+        if codec is None:
+            plain.append(name)
+            stored[name] = _plain(weight)
+        else:
+            stored.update(_encoded(name, weight, codec, layout))
+    if layout.table:
+        assert len(plain) < len(weights), f"{codec_name} stores no tensor of this model"
+        config["quantization_config"] = {**layout.table, **_skipped(layout, plain)}
+    (target / CONFIG_NAME).write_text(json.dumps(config, indent=2))
+    write_shards(target, stored, num_shards)
+
+
+def _skipped(layout: Layout, plain: Names) -> dict[str, Any]:
+    modules = [name.removesuffix(".weight") for name in plain if name.endswith(".weight")]
+    return {"modules_to_not_convert": modules} if layout.lists_plain else {}
+
+
+def _plain(weight: torch.Tensor) -> Stored:
+    names = {torch.bfloat16: "BF16", torch.float32: "F32", torch.float16: "F16"}
+    return names[weight.dtype], tuple(weight.shape), flat_bytes(weight)
+
+
+def _encoded(name: str, weight: torch.Tensor, codec: Codec, layout: Layout) -> dict[str, Stored]:
+    shape = tuple(weight.shape)
+    encoding = codec.encode(weight)
+    stored: dict[str, Stored] = {}
+    for part, content in zip(encoding.codec.parts(shape), encoding.parts, strict=True):
+        suffix = layout.suffixes.get(part.suffix, part.suffix)
+        own, slash, end = suffix.partition("/")
+        full = f"{name.rpartition('.')[0]}.{end}" if slash else f"{name}{own}"
+        stored[full] = (layout.dtypes.get(part.suffix, part.dtype), part.shape, content)
+    for suffix, tensor in encoding.aside.items():
+        dtype = {torch.uint8: "U8", torch.int32: "I32"}[tensor.dtype]
+        stored[f"{name}{suffix}"] = (dtype, tuple(tensor.shape), flat_bytes(tensor))
+    return stored
+
+
+def write_shards(directory: Path, stored: Mapping[str, Stored], num_shards: int) -> None:
+    """Writes tensors in the order given into shards of about equal size, and their index."""
+    total = sum(content.numel() for _, _, content in stored.values())
+    shards: list[dict[str, Stored]] = [{} for _ in range(num_shards)]
+    done = 0
+    for name, tensor in stored.items():
+        shards[min(done * num_shards // max(total, 1), num_shards - 1)][name] = tensor
+        done += tensor[2].numel()
+    places: dict[str, str] = {}
+    for number, shard in enumerate(shards, start=1):
+        file = f"model-{number:05}-of-{num_shards:05}.safetensors"
+        _write_file(directory / file, shard)
+        places.update(dict.fromkeys(shard, file))
+    index = {"metadata": {"total_size": total}, "weight_map": places}
+    (directory / INDEX_NAME).write_text(json.dumps(index))
+
+
+def _write_file(path: Path, tensors: Mapping[str, Stored]) -> None:
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, (dtype, shape, content) in tensors.items():
+        start, end = end, end + content.numel()
+        entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
+    header = json.dumps(entries).encode()
+    header += b" " * ((ODD_OFFSET - len(header)) % 8)
+    data = b"".join(tensor[2].numpy().tobytes() for tensor in tensors.values())
+    path.write_bytes(struct.pack("<Q", len(header)) + header + data)
+
+
+def read_headers(directory: str | Path) -> dict[str, tuple[str, tuple[int, ...], Path, int, int]]:
+    """Returns (dtype, shape, file, first byte, bytes) of every tensor of a directory."""
+    found = {}
+    for path in sorted(Path(directory).glob("*.safetensors")):
+        with path.open("rb") as file:
+            (nbytes,) = struct.unpack("<Q", file.read(8))
+            entries = json.loads(file.read(nbytes))
+        for name, entry in entries.items():
+            if name != "__metadata__":
+                start, end = entry["data_offsets"]
+                shape = tuple(entry["shape"])
+                found[name] = (entry["dtype"], shape, path, 8 + nbytes + start, end - start)
+    return found
+
+
+def read_tensor_bytes(place: tuple[str, tuple[int, ...], Path, int, int]) -> bytes:
+    """Returns the bytes of a tensor of `read_headers`."""
+    _, _, path, start, nbytes = place
+    with path.open("rb") as file:
+        file.seek(start)
+        return file.read(nbytes)
+
+
+def find_logical(directory: str | Path) -> dict[str, Encoded]:
+    """Returns the logical tensors of a directory."""
+    places = read_headers(directory)
+    return logical_tensors(
+        json.loads((Path(directory) / CONFIG_NAME).read_text()),
+        {name: place[:2] for name, place in places.items()},
+        read=lambda name: read_tensor_bytes(places[name]),
+        where=str(directory),
+    )
+
+
+def decoded_weights(directory: str | Path) -> dict[str, torch.Tensor]:
+    """Returns every logical tensor of a directory, decoded by the references of the codecs."""
+    places = read_headers(directory)
+    weights = {}
+    for name, encoded in find_logical(directory).items():
+        contents = (read_tensor_bytes(places[stored]) for stored in encoded.names)
+        parts = [torch.frombuffer(bytearray(content), dtype=torch.uint8) for content in contents]
+        values = encoded.codec.values(parts, encoded.shape)
+        weights[name] = values.to(encoded.dtype).contiguous()
+    return weights
+
+
+def write_decoded(directory: str | Path, target: str | Path, *, num_shards: int = 1) -> None:
+    """Writes the weights of a quantised directory, decoded, as a plain checkpoint."""
+    target = Path(target)
+    target.mkdir(parents=True)
+    config = json.loads((Path(directory) / CONFIG_NAME).read_text())
+    config.pop("quantization_config", None)
+    (target / CONFIG_NAME).write_text(json.dumps(config))
+    stored = {name: _plain(weight) for name, weight in decoded_weights(directory).items()}
+    write_shards(target, stored, num_shards)
+
+
+def _read_plain(path: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return load_file(path)
+
+
+def tiny_causal_lm(name: str, *, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> Any:
+    """Returns a random transformers model of an architecture in TINY_CONFIGS, on the CPU."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    kind, values = TINY_CONFIGS[name]
+    config = AutoConfig.for_model(kind, **values)
+    torch.manual_seed(seed)
+    return AutoModelForCausalLM.from_config(config, dtype=dtype)
+
+
+_TINY: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 192,  # Not a multiple of 128: the last blocks of FP8 are short.
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+}
+_TINY_MLA: dict[str, Any] = {
+    **_TINY,
+    "num_key_value_heads": 4,
+    "intermediate_size": 160,
+    "moe_intermediate_size": 64,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 96,
+    "kv_lora_rank": 128,
+    "qk_rope_head_dim": 16,  # kv_a_proj_with_mqa has 144 rows.
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 32,
+}
+_TINY_EXPERTS: dict[str, Any] = {
+    **_TINY,
+    "head_dim": 48,
+    "intermediate_size": 160,
+    "moe_intermediate_size": 64,
+    "num_experts_per_tok": 2,
+}
+TINY_CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "deepseek-v3": ("deepseek_v3", _TINY_MLA),
+    "kimi-k2": ("deepseek_v3", {**_TINY_MLA, "n_group": 1, "routed_scaling_factor": 2.827}),
+    "gpt-oss": (
+        "gpt_oss",
+        {
+            **_TINY,
+            "head_dim": 48,
+            "intermediate_size": 64,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": 16,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+    "qwen3-moe": ("qwen3_moe", {**_TINY_EXPERTS, "num_experts": 8}),
+    "glm4-moe": (
+        "glm4_moe",
+        {**_TINY_EXPERTS, "n_routed_experts": 8, "first_k_dense_replace": 1},
+    ),
+    "llama": ("llama", {**_TINY, "intermediate_size": 320}),
+}

@@ -1,0 +1,297 @@
+"""The adapter of `[adapter]`: attached by PEFT to a model on meta, checked, saved in PEFT's format.
+
+PEFT makes the modules, draws their first values and names them. This file chooses the modules of
+"auto", compares a saved adapter with the model before anything is written, and gives PEFT's own
+`save_pretrained` the adapter's values, so that no byte of the base is read.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from infinity.checkpoint.huggingface.import_checks import listed
+from infinity.checkpoint.huggingface.safetensors_file import SafetensorsReader
+from infinity.checkpoint.run.directory import sync_directory
+from infinity.config.schema import ALL_LINEAR, AUTO_TARGETS, AdapterConfig
+from infinity.engine.registry import engine_of
+from infinity.errors import ConfigError, StorageError
+from infinity.modules.tiling.split import modules_of, parameters_of
+
+CONFIG_NAME, WEIGHTS_NAME = "adapter_config.json", "adapter_model.safetensors"
+_PARTIAL_NAME = ".adapter.partial"
+# Linear modules that route tokens, by the last part of their names.
+_ROUTERS = ("gate", "router", "shared_expert_gate", "shared_experts_gate")
+
+
+def attach_adapter(model: Any, options: AdapterConfig, *, base: Path | None, seed: int) -> Any:
+    """Returns the model with the adapter of `[adapter]` around it; the base is frozen.
+
+    model: on meta, from `infinity.init_empty_weights`; the adapter has memory and values
+    base: the directory of the base's weights, which adapter_config.json names
+    seed: of the first values; they are those of `peft.get_peft_model` after `torch.manual_seed`
+
+    Raises ConfigError, which names the module or tensor, for targets that the model lacks and for
+    a saved adapter that is of another model.
+    """
+    import peft
+
+    if base is None:
+        raise ConfigError(
+            "adapter: expected model.path, the directory of the base's weights; got "
+            "[model.config], whose random weights no other program could find again"
+        )
+    config = _new_config(model, options) if options.resume is None else _saved_config(options)
+    config.base_model_name_or_path = str(base)
+    if config.target_modules is None and config.target_parameters:
+        config.target_modules = []  # Otherwise PEFT adds its own choice of modules.
+    torch.manual_seed(seed)
+    try:
+        adapted = peft.get_peft_model(model, config)
+    except (ValueError, TypeError, RuntimeError, AttributeError) as error:
+        # PEFT raises these for targets that are absent and for layers that it cannot adapt.
+        raise ConfigError(f"adapter: {' '.join(str(error).split())}") from error
+    if options.resume is not None:
+        _load(adapted, options.resume)
+    elif not options.experts and adapted.peft_config["default"].target_parameters:
+        raise ConfigError(
+            f"adapter.targets: PEFT takes {listed(list(options.targets))} of a "
+            f"{type(model).__name__} for its routed experts; set adapter.experts = true to adapt "
+            "them, or leave gate_proj, up_proj and down_proj out"
+        )
+    return adapted
+
+
+def adapter_nbytes(model: nn.Module) -> int:
+    """Returns the bytes of the adapter's parameters."""
+    return sum(tensor.numel() * tensor.element_size() for _, tensor in _trained(model))
+
+
+def save_adapter(model: Any, directory: Path, *, tokenizer: Any = None) -> None:
+    """Writes adapter_config.json and adapter_model.safetensors for `PeftModel.from_pretrained`.
+
+    Reads the adapter's units only. The files get their names when all of them are synced, the
+    weights last. Raises StorageError.
+    """
+    engine = engine_of(model)
+    values = {name: engine.read_parameter(name) for name, _ in _trained(model)}
+    partial = directory / _PARTIAL_NAME
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        model.save_pretrained(partial, state_dict=values, save_embedding_layers=False)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(partial)
+        names = sorted(os.listdir(partial), key=lambda name: name == WEIGHTS_NAME)
+        for name in names:
+            with (partial / name).open("rb") as file:
+                os.fsync(file.fileno())
+        for name in names:
+            os.replace(partial / name, directory / name)
+        sync_directory(directory)
+        partial.rmdir()
+    except OSError as error:
+        where = str(error.filename or directory)
+        raise StorageError(error.errno or 0, operation="save the adapter", path=where) from None
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def auto_targets(model: nn.Module) -> list[str]:
+    """Returns the shortest endings of names that mean the linear layers of attention, of dense MLPs
+    and of shared experts, and no other linear layer.
+
+    PEFT takes some names for the routed experts that they meant in checkpoints of transformers 4
+    (`gate_proj` of Qwen-MoE, DeepSeek, GLM); these are left out.
+    """
+    linear = list(_linear_names(model))
+    head = _head_names(model)
+    wanted = [name for name in linear if name not in head and _is_auto_target(name, model)]
+    others = [name for name in linear if name not in set(wanted)]
+    endings: dict[str, None] = {}
+    for name in wanted:
+        parts = name.split(".")
+        options = (".".join(parts[-count:]) for count in range(1, len(parts) + 1))
+        endings[
+            next(each for each in options if not any(_ends(other, each) for other in others))
+        ] = None
+    return sorted(ending for ending in endings if not _means_experts(model, ending))
+
+
+def _means_experts(model: nn.Module, ending: str) -> bool:
+    """Whether PEFT adapts the routed experts where this target is named."""
+    import peft
+
+    try:
+        from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+    except ImportError:  # Another release of PEFT; `attach_adapter` looks at the result.
+        return False
+    config = peft.LoraConfig(target_modules=[ending])
+    try:
+        convert_peft_config_for_transformers(config, model, None)
+    except ValueError:  # It wants the projection that is fused with this one, too.
+        return True
+    return bool(config.target_parameters)
+
+
+def expert_targets(model: nn.Module) -> list[str]:
+    """Returns the endings of names that mean the packed weights of routed experts, as PEFT's
+    `target_parameters` takes them. Raises ConfigError for a model without any."""
+    found: dict[str, None] = {}
+    for name, parameter in model.named_parameters():
+        parts = name.split(".")
+        if parameter.ndim == 3 and len(parts) > 1 and "experts" in parts[-2]:
+            found[".".join(parts[-2:])] = None
+    if not found:
+        raise ConfigError(
+            f"adapter.experts: {type(model).__name__} has no packed experts (parameters of three "
+            "dimensions in a module called experts); leave the key out"
+        )
+    return sorted(found)
+
+
+def _new_config(model: nn.Module, options: AdapterConfig) -> Any:
+    import peft
+
+    alpha = options.alpha
+    return peft.LoraConfig(
+        task_type="CAUSAL_LM",
+        r=options.rank,
+        lora_alpha=int(alpha) if alpha.is_integer() else alpha,  # type: ignore[arg-type]
+        lora_dropout=options.dropout,
+        use_rslora=options.rslora,
+        use_dora=options.method == "dora",
+        target_modules=_target_modules(model, options.targets),
+        target_parameters=expert_targets(model) if options.experts else None,
+    )
+
+
+def _target_modules(model: nn.Module, targets: tuple[str, ...]) -> Any:
+    if targets == (ALL_LINEAR,):
+        return ALL_LINEAR
+    if targets != (AUTO_TARGETS,):
+        return list(targets)
+    found = auto_targets(model)
+    if not found:
+        raise ConfigError(
+            f'adapter.targets: "auto" finds no linear layer in {type(model).__name__}; name the '
+            "modules"
+        )
+    return found
+
+
+def _saved_config(options: AdapterConfig) -> Any:
+    """Returns the configuration of the adapter to go on from. Raises ConfigError if it cannot be
+    read, is no LoRA, or contradicts a key of the file."""
+    import peft
+
+    path = options.resume
+    assert path is not None
+    for name in (CONFIG_NAME, WEIGHTS_NAME):
+        if not (path / name).is_file():
+            raise ConfigError(
+                f"adapter.resume: {path} has no {name}; expected the directory of an adapter that "
+                "PEFT saved with safetensors"
+            )
+    try:
+        config: Any = peft.PeftConfig.from_pretrained(str(path))
+    except Exception as error:  # A broken file makes PEFT raise any exception.
+        raise ConfigError(
+            f"adapter.resume: {path / CONFIG_NAME} cannot be used: {error}"
+        ) from error
+    if not isinstance(config, peft.LoraConfig):
+        raise ConfigError(
+            f"adapter.resume: {path} is of type {config.peft_type}; expected LORA or DoRA"
+        )
+    config.inference_mode = False
+    _refuse_contradictions(path, config, options)
+    return config
+
+
+def _refuse_contradictions(path: Path, config: Any, options: AdapterConfig) -> None:
+    saved = {
+        "method": "dora" if config.use_dora else "lora",
+        "rank": config.r,
+        "alpha": float(config.lora_alpha),
+        "dropout": config.lora_dropout,
+        "rslora": config.use_rslora,
+        "experts": bool(config.target_parameters),
+    }
+    wrong = [
+        f"adapter.{key} is {value!r}, and {saved[key]!r} in {path / CONFIG_NAME}"
+        for key, value in options.set_keys.items()
+        if key in saved and value != saved[key]
+    ]
+    if wrong:
+        raise ConfigError("; ".join(wrong) + ": leave out the key, or begin without adapter.resume")
+
+
+def _load(adapted: Any, path: Path) -> None:
+    """Loads a saved adapter after every name and shape of its header has been compared."""
+    import peft
+    from safetensors.torch import load_file
+
+    own = dict(adapted.named_parameters())
+    wanted = peft.get_peft_model_state_dict(adapted, state_dict=own, save_embedding_layers=False)
+    file = path / WEIGHTS_NAME
+    with SafetensorsReader(file) as reader:
+        found = {name: info.shape for name, info in reader.tensors.items()}
+    lacking = [name for name in wanted if name not in found]
+    foreign = [name for name in found if name not in wanted]
+    if lacking or foreign:
+        what = f"lacks {listed(lacking)}" if lacking else f"has {listed(foreign)} beside them"
+        raise ConfigError(
+            f"adapter.resume: {file} is of another base or another adapter_config.json: it {what}; "
+            f"expected the {len(wanted)} tensors of this adapter on {_base_name(adapted)}"
+        )
+    for name, tensor in wanted.items():
+        if tuple(tensor.shape) != found[name]:
+            raise ConfigError(
+                f"adapter.resume: {file} is of another base: {name!r} has shape {found[name]}, "
+                f"expected {tuple(tensor.shape)} on {_base_name(adapted)}"
+            )
+    peft.set_peft_model_state_dict(adapted, load_file(file))
+
+
+def _base_name(adapted: Any) -> str:
+    return type(adapted.get_base_model()).__name__
+
+
+def _trained(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields (name, parameter) of the trainable parameters, a tiled one under its own name."""
+    for path, module in modules_of(model):
+        for leaf, parameter in parameters_of(module).items():
+            if parameter is not None and parameter.requires_grad:
+                yield f"{path}.{leaf}" if path else leaf, parameter
+
+
+def _linear_names(model: nn.Module) -> Iterator[str]:
+    """Yields the names of linear layers, of those also that GPT-2 calls Conv1D."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D":
+            yield name
+
+
+def _head_names(model: Any) -> set[str]:
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    return {name for name, module in model.named_modules() if module is head}
+
+
+def _is_auto_target(name: str, model: nn.Module) -> bool:
+    parts = name.split(".")
+    is_routed = any("experts" in one and other.isdigit() for one, other in pairwise(parts))
+    # The matrices of a state-space mixer are read by its kernel, past their modules.
+    is_mixer = any("mamba" in part or "ssm" in part for part in parts)
+    rows = int(model.get_submodule(name).weight.shape[0])  # type: ignore[index]
+    return not (is_routed or is_mixer or parts[-1] in _ROUTERS or rows == 1)
+
+
+def _ends(name: str, ending: str) -> bool:
+    return name == ending or name.endswith(f".{ending}")

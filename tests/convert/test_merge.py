@@ -1,0 +1,143 @@
+"""`infinity merge`: base and adapter as a checkpoint, tensor by tensor."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
+
+from infinity.checkpoint.convert.directory import write_directory
+from infinity.checkpoint.huggingface.import_weights import weight_source
+from infinity.cli import app
+from infinity.errors import ConfigError
+from infinity.testing.quantized import tiny_causal_lm, write_decoded, write_quantized
+from infinity.training.merge import plan_merge
+
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+MLA = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
+EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
+
+
+def adapt(base: Path, directory: Path, **options: Any) -> Any:
+    """Saves an adapter whose every value is random; returns the model with it, in memory."""
+    model: Any = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
+    torch.manual_seed(3)
+    model = peft.get_peft_model(model, peft.LoraConfig(r=4, lora_alpha=8, **options))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(directory)
+    return model
+
+
+def merged_in_memory(base: Path, adapter: Path, target: Path) -> dict[str, torch.Tensor]:
+    model: Any = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
+    model = peft.PeftModel.from_pretrained(model, adapter).merge_and_unload()
+    model.save_pretrained(target)
+    return weights(target)
+
+
+def weights(directory: Path) -> dict[str, torch.Tensor]:
+    source = weight_source(directory)
+    return {name: source.read(name) for name in source.names()}
+
+
+def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    """Vectors keep the dtype that they have in the file; transformers widens some of them."""
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        assert value.dtype is other[name].dtype or value.dim() < 2, name
+        assert torch.equal(value.float(), other[name].float()), name
+
+
+def merge(base: Path, adapter: Path, out: Path, **options: Any) -> dict[str, torch.Tensor]:
+    write_directory(plan_merge(base, adapter, **options), out)
+    return weights(out)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("llama", {"target_modules": [*ATTENTION, "down_proj"]}),
+        ("llama", {"target_modules": "all-linear", "use_dora": True, "use_rslora": True}),
+        ("llama", {"target_modules": ["q_proj", "v_proj"], "rank_pattern": {"v_proj": 2}}),
+        ("deepseek-v3", {"target_modules": MLA}),
+        ("qwen3-moe", {"target_modules": ATTENTION, "target_parameters": EXPERTS}),
+    ],
+)
+def test_a_merge_has_the_bits_of_peft(tmp_path, name, options, dtype) -> None:
+    model = tiny_causal_lm(name, dtype=dtype)
+    write_quantized(model, tmp_path / "base", "bf16", num_shards=3)
+    adapt(tmp_path / "base", tmp_path / "adapter", **options)
+    expected = merged_in_memory(tmp_path / "base", tmp_path / "adapter", tmp_path / "expected")
+    got = merge(tmp_path / "base", tmp_path / "adapter", tmp_path / "out")
+    assert_equal(got, expected)
+    before = weights(tmp_path / "base")
+    assert any(not torch.equal(value, before[key]) for key, value in got.items())
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    assert loaded.dtype is dtype
+
+
+def test_experts_that_are_stored_packed_and_transposed_are_merged(tmp_path) -> None:
+    """gpt-oss: (expert, in, out) in the file and in the model."""
+    write_quantized(tiny_causal_lm("gpt-oss"), tmp_path / "base", "bf16")
+    adapt(tmp_path / "base", tmp_path / "adapter", target_modules=[], target_parameters=EXPERTS)
+    expected = merged_in_memory(tmp_path / "base", tmp_path / "adapter", tmp_path / "expected")
+    assert_equal(merge(tmp_path / "base", tmp_path / "adapter", tmp_path / "out"), expected)
+
+
+@pytest.mark.parametrize("codec", ["fp8", "int4", "nf4"])
+def test_a_quantised_base_is_decoded_or_kept(tmp_path, codec) -> None:
+    write_quantized(tiny_causal_lm("deepseek-v3"), tmp_path / "base", codec)
+    write_decoded(tmp_path / "base", tmp_path / "decoded")
+    adapt(tmp_path / "decoded", tmp_path / "adapter", target_modules=MLA, target_parameters=EXPERTS)
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    expected = merged_in_memory(tmp_path / "decoded", adapter, tmp_path / "expected")
+    assert_equal(merge(base, adapter, tmp_path / "out"), expected)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert "quantization_config" not in config
+
+    kept = merge(base, adapter, tmp_path / "kept", to="keep")
+    before, after = weight_source(base), weight_source(tmp_path / "kept")
+    own = (tmp_path / "base" / "config.json").read_text()
+    assert json.loads((tmp_path / "kept" / "config.json").read_text()) == json.loads(own)
+    for name in before.names():
+        old, new = before.encoded(name), after.encoded(name)
+        assert type(new.codec) is type(old.codec) and new.names == old.names
+        again = old.codec.encode(expected[name])
+        decoded = torch.empty_like(expected[name])
+        again.codec.decode(again.parts, old.shape, decoded)
+        is_same = torch.equal(expected[name], before.read(name))
+        assert torch.equal(kept[name], before.read(name) if is_same else decoded), name
+
+
+def test_an_adapter_of_another_base_is_refused_by_name(tmp_path) -> None:
+    write_quantized(tiny_causal_lm("llama"), tmp_path / "base", "bf16")
+    write_quantized(tiny_causal_lm("deepseek-v3"), tmp_path / "other", "bf16")
+    adapt(tmp_path / "base", tmp_path / "adapter", target_modules=["q_proj"])
+    with pytest.raises(ConfigError, match="q_proj"):
+        plan_merge(tmp_path / "other", tmp_path / "adapter")
+    with pytest.raises(ConfigError, match="no adapter_config.json"):
+        plan_merge(tmp_path / "base", tmp_path / "base")
+
+
+def test_the_command_writes_a_new_directory_only(tmp_path) -> None:
+    write_quantized(tiny_causal_lm("llama"), tmp_path / "base", "bf16")
+    (tmp_path / "base" / "tokenizer.json").write_text("{}")
+    adapt(tmp_path / "base", tmp_path / "adapter", target_modules=["q_proj"])
+    arguments = ["merge", str(tmp_path / "base"), str(tmp_path / "adapter"), "-o"]
+    out = tmp_path / "out"
+    done = CliRunner().invoke(app, [*arguments, str(out), "--json"])
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["nbytes"] == sum(value.nbytes for value in weights(out).values())
+    assert (out / "tokenizer.json").exists()
+    again = CliRunner().invoke(app, [*arguments, str(out)])
+    assert again.exit_code == 2 and "is there already" in again.stderr

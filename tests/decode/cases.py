@@ -1,0 +1,61 @@
+"""Codecs with shapes that they can store, and random parts of any bits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from infinity.codecs import Codec, Fp8Blocks, Int4Groups, Mxfp4Blocks, Nf4, Plain
+
+Shape = tuple[int, ...]
+
+CASES: tuple[tuple[Codec, Shape], ...] = (
+    (Fp8Blocks(), (256, 384)),
+    (Fp8Blocks(), (576, 200)),  # Ragged: kv_a_proj of DeepSeek-V3 has 576 rows.
+    (Fp8Blocks(scale="BF16"), (3, 130, 72)),
+    (Fp8Blocks((128, 128), "F8_E8M0"), (129, 257)),
+    (Fp8Blocks((1, 0)), (37, 53)),
+    (Fp8Blocks((0, 0), "BF16"), (37, 53)),
+    (Int4Groups(), (48, 96)),
+    (Int4Groups(128, "F16"), (5, 256)),
+    (Int4Groups(64, "F32"), (2, 7, 64)),
+    (Mxfp4Blocks(), (33, 96)),
+    (Mxfp4Blocks(is_transposed=True), (3, 64, 40)),
+    (Mxfp4Blocks(is_transposed=True), (96, 33)),
+    (Nf4(), (130, 129)),
+    (Nf4(nested_block=0, stored="F16"), (33, 77)),
+    (Nf4(128, 64, 0.25, "F32"), (40, 64)),
+)
+PLAIN_CASES: tuple[tuple[Codec, Shape], ...] = (
+    (Plain("BF16"), (7, 9)),
+    (Plain("F32"), (2, 3, 5)),
+    (Plain("F16"), (11,)),
+)
+
+
+def name_of(case: tuple[Codec, Shape]) -> str:
+    return f"{case[0]}-{'x'.join(map(str, case[1]))}"
+
+
+def random_parts(codec: Codec, shape: Shape, seed: int, offset: int = 0) -> list[torch.Tensor]:
+    """Parts of any bits, each `offset` bytes behind an aligned address."""
+    source = torch.Generator().manual_seed(seed)
+    parts = []
+    for part in codec.parts(shape):
+        block = torch.randint(256, (part.nbytes + offset,), generator=source, dtype=torch.uint8)
+        parts.append(block[offset:])
+    return parts
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    kind = torch.int32 if tensor.element_size() == 4 else torch.int16
+    return tensor.contiguous().view(kind)
+
+
+def decoded(
+    codec: Codec, parts: Sequence[torch.Tensor], shape: Shape, dtype: torch.dtype
+) -> torch.Tensor:
+    out = torch.full(shape, 123.0, dtype=dtype)
+    codec.decode(parts, shape, out)
+    return out

@@ -1,0 +1,123 @@
+"""Whole checkpoints in the published layouts: every tensor is found, and decodes to its weight."""
+
+from __future__ import annotations
+
+import functools
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from infinity.codecs import Fp8Blocks, Int4Groups, Mxfp4Blocks, Nf4, Plain
+from infinity.testing.quantized import (
+    LAYOUTS,
+    TINY_CONFIGS,
+    decoded_weights,
+    find_logical,
+    read_headers,
+    tiny_causal_lm,
+    write_decoded,
+    write_quantized,
+)
+
+transformers = pytest.importorskip("transformers")
+
+# Layouts that a model is published in, or that say most about its names.
+PUBLISHED = [
+    ("deepseek-v3", "fp8", 72),
+    ("kimi-k2", "int4", 48),
+    ("kimi-k2", "fp8", 72),
+    ("deepseek-v3", "fp4-experts", 72),
+    ("deepseek-v3", "mxfp4-packed", 48),
+    ("gpt-oss", "mxfp4", 6),
+    ("qwen3-moe", "fp8-bf16-scales", 84),
+    ("qwen3-moe", "nf4", 84),
+    ("glm4-moe", "fp8", 69),
+    ("llama", "int4-dense", 21),
+    ("llama", "nf4", 21),
+    ("llama", "bf16", 0),
+]
+CODECS = {
+    "fp8": {Fp8Blocks()},
+    "fp8-bf16-scales": {Fp8Blocks(scale="BF16")},
+    "int4": {Int4Groups()},
+    "int4-dense": {Int4Groups()},
+    "fp4-experts": {Mxfp4Blocks(), Fp8Blocks(scale="F8_E8M0")},
+    "mxfp4-packed": {Mxfp4Blocks()},
+    "mxfp4": {Mxfp4Blocks(is_transposed=True)},
+    "bf16": set(),
+}
+
+
+@functools.cache
+def model_of(name: str) -> Any:
+    return tiny_causal_lm(name)
+
+
+@functools.cache
+def plain_weights(name: str) -> dict[str, torch.Tensor]:
+    with tempfile.TemporaryDirectory() as scratch:
+        write_quantized(model_of(name), Path(scratch) / "plain", "bf16")
+        return decoded_weights(Path(scratch) / "plain")
+
+
+@pytest.mark.parametrize(("name", "layout", "num_quantised"), PUBLISHED)
+def test_a_published_layout_decodes_to_the_weights(
+    name: str, layout: str, num_quantised: int, tmp_path: Path
+) -> None:
+    directory = tmp_path / "model"
+    write_quantized(model_of(name), directory, layout)
+    found = find_logical(directory)
+    quantised = {key for key, encoded in found.items() if not isinstance(encoded.codec, Plain)}
+    assert len(quantised) == num_quantised
+    codecs = {found[key].codec for key in quantised}
+    if layout == "nf4":
+        assert all(isinstance(codec, Nf4) for codec in codecs)
+    else:
+        assert codecs == CODECS[layout]
+    expected = plain_weights(name)
+    decoded = decoded_weights(directory)
+    assert decoded.keys() == expected.keys()
+    for key, weight in expected.items():
+        assert (decoded[key].shape, decoded[key].dtype) == (weight.shape, weight.dtype)
+        if key in quantised:
+            error = (decoded[key].float() - weight.float()).norm() / weight.float().norm()
+            assert 0 < error < 0.15
+        else:
+            assert torch.equal(decoded[key], weight)
+
+
+def test_every_model_has_a_published_layout() -> None:
+    assert {name for name, _, _ in PUBLISHED} == set(TINY_CONFIGS)
+    assert {layout for _, layout, _ in PUBLISHED} == set(LAYOUTS)
+
+
+@pytest.mark.parametrize("layout", ["fp8", "int4"])
+def test_files_have_odd_offsets_several_shards_and_published_names(
+    layout: str, tmp_path: Path
+) -> None:
+    write_quantized(model_of("kimi-k2"), tmp_path / "model", layout, num_shards=3)
+    places = read_headers(tmp_path / "model")
+    assert len({place[2] for place in places.values()}) == 3
+    assert all(place[3] % 4 for place in places.values() if place[0] in ("I32", "F32"))
+    index = json.loads((tmp_path / "model" / "model.safetensors.index.json").read_text())
+    assert index["weight_map"] == {name: place[2].name for name, place in places.items()}
+    stem = "model.layers.2.mlp.experts.7.up_proj.weight"
+    suffixes = {"fp8": ("", "_scale_inv"), "int4": ("_packed", "_scale", "_shape")}[layout]
+    assert {name for name in places if name.startswith(stem)} == {stem + end for end in suffixes}
+
+
+def test_a_decoded_copy_loads_in_transformers(tmp_path: Path) -> None:
+    write_quantized(model_of("kimi-k2"), tmp_path / "int4", "int4")
+    write_decoded(tmp_path / "int4", tmp_path / "bf16")
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "bf16", output_loading_info=True, dtype=torch.bfloat16
+    )
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    decoded = decoded_weights(tmp_path / "int4")
+    up = [decoded[f"model.layers.1.mlp.experts.{e}.up_proj.weight"] for e in range(8)]
+    packed = model.model.layers[1].mlp.experts.gate_up_proj
+    assert torch.equal(packed[:, packed.shape[1] // 2 :], torch.stack(up))

@@ -1,0 +1,97 @@
+"""What every codec keeps: encoding is near, stable, and cut where `rows` says."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from infinity.codecs import Codec, Fp8Blocks, Int4Groups, Mxfp4Blocks, Nf4, Plain
+from infinity.errors import ConfigError
+from tests.decode.cases import CASES, PLAIN_CASES, bits, decoded, name_of, random_parts
+
+# The relative error of normally distributed weights; 2^-9 is that of rounding to bfloat16.
+ERRORS = {Fp8Blocks: 0.03, Int4Groups: 0.13, Mxfp4Blocks: 0.13, Nf4: 0.11, Plain: 0.003}
+
+every_case = pytest.mark.parametrize(
+    ("codec", "shape"), [*CASES, *PLAIN_CASES], ids=map(name_of, [*CASES, *PLAIN_CASES])
+)
+
+
+def weight_of(shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(3)) * 0.02
+
+
+@every_case
+def test_an_encoded_weight_decodes_to_one_near_it(codec: Codec, shape: tuple[int, ...]) -> None:
+    weight = weight_of(shape)
+    encoding = codec.encode(weight)
+    sizes = [part.nbytes for part in encoding.codec.parts(shape)]
+    assert [part.numel() for part in encoding.parts] == sizes
+    out = decoded(encoding.codec, encoding.parts, shape, torch.bfloat16)
+    assert (out.float() - weight).norm() < ERRORS[type(codec)] * weight.norm()
+
+
+@every_case
+def test_encoding_is_deterministic(codec: Codec, shape: tuple[int, ...]) -> None:
+    first, second = codec.encode(weight_of(shape)), codec.encode(weight_of(shape))
+    assert first.codec == second.codec
+    assert all(map(torch.equal, first.parts, second.parts))
+
+
+@every_case
+def test_zeros_survive(codec: Codec, shape: tuple[int, ...]) -> None:
+    encoding = codec.encode(torch.zeros(shape))
+    assert not decoded(encoding.codec, encoding.parts, shape, torch.float32).any()
+
+
+@every_case
+def test_the_ranges_of_rows_decode_to_those_rows(codec: Codec, shape: tuple[int, ...]) -> None:
+    parts = random_parts(codec, shape, 1)
+    full = decoded(codec, parts, shape, torch.bfloat16)
+    num_cuts = 0
+    for start in range(0, shape[0], 1):
+        for stop in {start + 1, min(start + 128, shape[0]), shape[0]}:
+            ranges = codec.rows(shape, start, stop)
+            if ranges is None:
+                continue
+            num_cuts += start > 0
+            cut = [part[begin:end] for part, (begin, end) in zip(parts, ranges, strict=True)]
+            out = decoded(codec, cut, (stop - start, *shape[1:]), torch.bfloat16)
+            assert torch.equal(bits(out), bits(full[start:stop]))
+    is_flat = isinstance(codec, Nf4) or (codec == Mxfp4Blocks(True) and len(shape) == 2)
+    assert num_cuts or is_flat or codec == Fp8Blocks((0, 0), "BF16")
+
+
+@every_case
+def test_a_part_of_another_size_is_refused(codec: Codec, shape: tuple[int, ...]) -> None:
+    parts = random_parts(codec, shape, 1)
+    out = torch.zeros(shape, dtype=torch.bfloat16)
+    for place, part in enumerate(parts):
+        wrong = [*parts[:place], part[:-1], *parts[place + 1 :]]
+        with pytest.raises(ConfigError, match="bytes"):
+            codec.decode(wrong, shape, out)
+    assert not out.any()
+
+
+@every_case
+def test_an_output_of_another_shape_is_refused(codec: Codec, shape: tuple[int, ...]) -> None:
+    with pytest.raises(ConfigError, match="output"):
+        codec.decode(random_parts(codec, shape, 1), shape, torch.empty(1, *shape))
+
+
+@pytest.mark.parametrize(("codec", "shape"), CASES, ids=map(name_of, CASES))
+def test_weights_that_are_not_finite_are_not_encoded(codec: Codec, shape: tuple[int, ...]) -> None:
+    weight = weight_of(shape)
+    weight.view(-1)[1] = float("inf")
+    with pytest.raises(ConfigError, match="not finite"):
+        codec.encode(weight)
+
+
+@pytest.mark.parametrize(
+    ("codec", "shape"),
+    [(Int4Groups(), (4, 40)), (Mxfp4Blocks(), (4, 40)), (Mxfp4Blocks(True), (40, 64)),
+     (Fp8Blocks(), (64,)), (Int4Groups(), (64,))],
+)  # fmt: skip
+def test_a_shape_that_the_format_cannot_store_is_refused(codec: Codec, shape: tuple) -> None:
+    with pytest.raises(ConfigError):
+        codec.encode(torch.zeros(shape))

@@ -1,0 +1,299 @@
+"""What configuration and headers must say, and how every contradiction is refused."""
+
+from __future__ import annotations
+
+import copy
+import json
+from typing import Any
+
+import pytest
+
+from infinity.codecs import (
+    Encoded,
+    Fp8Blocks,
+    Int4Groups,
+    Mxfp4Blocks,
+    Nf4,
+    Plain,
+    logical_tensors,
+)
+from infinity.errors import ConfigError, UnsupportedError
+from infinity.testing.quantized import LAYOUTS
+
+Headers = dict[str, tuple[str, tuple[int, ...]]]
+
+FP8 = {"quantization_config": LAYOUTS["fp8"].table}
+INT4 = {"quantization_config": LAYOUTS["int4"].table}
+MXFP4 = {"quantization_config": LAYOUTS["mxfp4"].table}
+NF4 = {"quantization_config": LAYOUTS["nf4"].table}
+
+NORM: Headers = {"norm.weight": ("BF16", (64,))}
+FP8_HEADERS: Headers = {
+    **NORM,
+    "a.weight": ("F8_E4M3", (576, 200)),
+    "a.weight_scale_inv": ("F32", (5, 2)),
+}
+INT4_HEADERS: Headers = {
+    **NORM,
+    "a.weight_packed": ("I32", (48, 12)),
+    "a.weight_scale": ("BF16", (48, 3)),
+    "a.weight_shape": ("I32", (2,)),
+}
+MXFP4_HEADERS: Headers = {
+    **NORM,
+    "e.down_proj_blocks": ("U8", (4, 40, 2, 16)),
+    "e.down_proj_scales": ("U8", (4, 40, 2)),
+    "e.down_proj_bias": ("BF16", (4, 40)),
+}
+NF4_STATE = Nf4(offset=0.5).state_json((64, 96))
+NF4_HEADERS: Headers = {
+    **NORM,
+    "a.weight": ("U8", (3072, 1)),
+    "a.weight.absmax": ("U8", (96,)),
+    "a.weight.quant_map": ("F32", (16,)),
+    "a.weight.nested_absmax": ("F32", (1,)),
+    "a.weight.nested_quant_map": ("F32", (256,)),
+    "a.weight.quant_state.bitsandbytes__nf4": ("U8", (len(NF4_STATE),)),
+}
+CHECKPOINTS = {
+    "fp8": (FP8, FP8_HEADERS, "a.weight", Fp8Blocks(), (576, 200)),
+    "int4": (INT4, INT4_HEADERS, "a.weight", Int4Groups(), (48, 96)),
+    "mxfp4": (MXFP4, MXFP4_HEADERS, "e.down_proj", Mxfp4Blocks(True), (4, 64, 40)),
+    "nf4": (NF4, NF4_HEADERS, "a.weight", Nf4(offset=0.5), (64, 96)),
+}
+
+
+def find(config: dict[str, Any], headers: Headers, state: bytes = NF4_STATE) -> dict[str, Encoded]:
+    return logical_tensors(config, headers, read=lambda _: state, where="/model")
+
+
+def weights(**changes: Any) -> dict[str, Any]:
+    """INT4 with other settings of its weights."""
+    config = copy.deepcopy(INT4)
+    config["quantization_config"]["config_groups"]["group_0"]["weights"].update(changes)
+    return config
+
+
+def quantization(base: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    return {"quantization_config": {**base["quantization_config"], **changes}}
+
+
+@pytest.mark.parametrize("kind", CHECKPOINTS)
+def test_a_quantised_weight_is_one_logical_tensor(kind: str) -> None:
+    config, headers, name, codec, shape = CHECKPOINTS[kind]
+    found = find(config, headers)
+    assert (found[name].codec, found[name].shape) == (codec, shape)
+    assert found["norm.weight"] == Encoded(Plain("BF16"), ("norm.weight",), (64,))
+    covered = [stored for each in found.values() for stored in (*each.names, *each.aside)]
+    assert sorted(covered) == sorted(headers)
+
+
+@pytest.mark.parametrize("kind", CHECKPOINTS)
+@pytest.mark.parametrize("section", ["text_config", "llm_config"])
+@pytest.mark.parametrize("key", ["quantization_config", "compression_config"])
+def test_the_table_may_stand_in_a_part_of_the_configuration(
+    kind: str, section: str, key: str
+) -> None:
+    config, headers, *_ = CHECKPOINTS[kind]
+    nested = {section: {key: config["quantization_config"]}, "vision_config": {}}
+    assert find(nested, headers) == find(config, headers)
+
+
+def test_without_a_quantisation_every_tensor_is_plain() -> None:
+    found = find({}, FP8_HEADERS)
+    assert {name: each.codec for name, each in found.items()} == {
+        "norm.weight": Plain("BF16"),
+        "a.weight": Plain("F8_E4M3"),
+        "a.weight_scale_inv": Plain("F32"),
+    }
+
+
+@pytest.mark.parametrize("kind", CHECKPOINTS)
+def test_every_missing_part_is_named(kind: str) -> None:
+    config, headers, *_ = CHECKPOINTS[kind]
+    optional = {"norm.weight", "a.weight_shape", "e.down_proj_bias"}
+    for name in headers.keys() - optional:
+        rest = {key: value for key, value in headers.items() if key != name}
+        with pytest.raises(ConfigError, match="/model: '[ae]"):
+            find(config, rest)
+
+
+@pytest.mark.parametrize("kind", CHECKPOINTS)
+def test_every_part_of_another_shape_or_dtype_is_named(kind: str) -> None:
+    config, headers, *_ = CHECKPOINTS[kind]
+    optional = {"norm.weight", "a.weight_shape", "e.down_proj_bias"}
+    for name, (dtype, shape) in headers.items():
+        if name in optional or name.endswith("nf4"):
+            continue
+        for wrong in [
+            (dtype, (*shape[:-1], shape[-1] + 129)),
+            (dtype, (*shape, 3)),
+            ("F64", shape),
+        ]:
+            if (kind, name, wrong[0]) == ("fp8", "a.weight", "F64"):
+                continue  # A plain weight; its scales are left over, as the test below shows.
+            with pytest.raises(ConfigError, match="/model: '[ae]"):
+                find(config, {**headers, name: wrong})
+
+
+def test_scales_without_codes_are_refused() -> None:
+    with pytest.raises(ConfigError, match="a.weight_scale_inv"):
+        find(FP8, {**FP8_HEADERS, "a.weight": ("BF16", (576, 200))})
+
+
+@pytest.mark.parametrize("shape", [(4, 2), (5, 1), (576, 200), (2, 5), (), (1,), (10,)])
+def test_fp8_scales_must_be_those_of_padded_blocks(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ConfigError, match=r"needs F32 \(5, 2\)"):
+        find(FP8, {**FP8_HEADERS, "a.weight_scale_inv": ("F32", shape)})
+
+
+@pytest.mark.parametrize(("dtype", "names"), [
+    ("BF16", ("a.weight_scale_inv",)), ("F8_E8M0", ("a.scale",)), ("F32", ("a.qscale_weight",)),
+])  # fmt: skip
+def test_fp8_scales_have_several_names_and_dtypes(dtype: str, names: tuple[str]) -> None:
+    headers = {"a.weight": ("F8_E4M3", (576, 200)), names[0]: (dtype, (5, 2))}
+    found = find(FP8, headers)["a.weight"]
+    assert found == Encoded(Fp8Blocks(scale=dtype), ("a.weight", names[0]), (576, 200))
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
+def test_fp8_may_have_one_scale_per_matrix(shape: tuple[int, ...]) -> None:
+    headers = {"a.weight": ("F8_E4M3", (576, 200)), "a.weight_scale_inv": ("F32", shape)}
+    found = find(quantization(FP8, weight_block_size=None), headers)["a.weight"]
+    assert found.codec == Fp8Blocks((0, 0))
+
+
+def test_packed_fp8_experts_have_a_grid_per_expert() -> None:
+    headers = {
+        "e.down_proj": ("F8_E4M3", (4, 130, 64)),
+        "e.down_proj_scale_inv": ("F32", (4, 2, 1)),
+    }
+    assert find(FP8, headers)["e.down_proj"].shape == (4, 130, 64)
+
+
+def test_fp4_experts_of_an_fp8_checkpoint_are_mxfp4() -> None:
+    headers = {**FP8_HEADERS, "e.weight": ("I8", (40, 32)), "e.scale": ("F8_E8M0", (40, 2))}
+    found = find(FP8, headers)["e.weight"]
+    assert found == Encoded(Mxfp4Blocks(), ("e.weight", "e.scale"), (40, 64))
+    with pytest.raises(ConfigError, match="e.scale"):
+        find(FP8, {**headers, "e.scale": ("F8_E8M0", (40, 1))})
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int4", "mxfp4"])
+def test_codes_of_another_format_are_refused(kind: str) -> None:
+    config, headers, *_ = CHECKPOINTS[kind]
+    for dtype in ("I8", "F4", "F8_E5M2"):
+        with pytest.raises(ConfigError, match="'b.weight' is"):
+            find(config, {**headers, "b.weight": (dtype, (64, 64))})
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "gptq"),
+        ({"quantization_config": {"quant_method": "awq"}}, "awq"),
+        ({"quantization_config": {"bits": 4}}, "None"),
+        ({"quantization_config": "fp8"}, "expected a table"),
+        ({"quantization_config": {"quant_method": "fp8"}, "text_config": INT4}, "two different"),
+        (quantization(FP8, fmt="e5m2"), "e5m2"),
+        (quantization(FP8, weight_block_size=[128]), "weight_block_size"),
+        (quantization(FP8, weight_block_size=[0, 128]), "weight_block_size"),
+        (quantization(FP8, weight_block_size="128"), "weight_block_size"),
+        (quantization(INT4, config_groups={}), "config_groups"),
+        (quantization(INT4, config_groups={"group_0": 4}), "group_0"),
+        (quantization(INT4, format="marlin-24"), "marlin-24"),
+        (quantization(INT4, format="nvfp4-pack-quantized"), "nvfp4"),
+        (quantization(INT4, sparsity_config={"format": "sparse-24"}), "sparsity_config"),
+        (quantization(INT4, transform_config={"config_groups": {}}), "transform_config"),
+        (weights(symmetric=False), "asymmetric"),
+        (weights(actorder="group"), "actorder='group'"),
+        (weights(actorder=True), "actorder=True"),
+        (weights(num_bits=8), "8 bits"),
+        (weights(type="float"), "float"),
+        (weights(strategy="block"), "block"),
+        (weights(group_size=20), "group_size=20"),
+        (quantization(NF4, load_in_4bit=False, load_in_8bit=True), "8 bits"),
+        (quantization(NF4, bnb_4bit_quant_type="fp4"), "fp4"),
+    ],
+)
+def test_a_scheme_without_a_codec_is_named(config: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=told) as refused:
+        find(config, {**NORM, "a.weight_packed": ("I32", (48, 12))})
+    assert str(refused.value).startswith("/model: ")
+
+
+@pytest.mark.parametrize("suffix", ["zero_point", "g_idx", "global_scale"])
+def test_parts_that_no_codec_reads_are_refused(suffix: str) -> None:
+    with pytest.raises(ConfigError, match=f"a.weight_{suffix}"):
+        find(INT4, {**INT4_HEADERS, f"a.weight_{suffix}": ("I32", (6, 3))})
+
+
+def test_the_group_size_of_files_and_configuration_must_agree() -> None:
+    with pytest.raises(ConfigError, match="groups of 32 columns; config.json says 128"):
+        find(weights(group_size=128), INT4_HEADERS)
+
+
+def test_int4_may_have_one_scale_per_row() -> None:
+    headers = {**INT4_HEADERS, "a.weight_scale": ("BF16", (48, 1))}
+    found = find(weights(strategy="channel", group_size=None), headers)
+    assert found["a.weight"].codec == Int4Groups(96)
+
+
+def test_groups_of_modules_may_have_schemes_of_their_own() -> None:
+    config = copy.deepcopy(INT4)
+    groups = config["quantization_config"]["config_groups"]
+    fp8 = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": "128x128"}
+    groups["group_1"] = {"format": "float-quantized", "targets": [], "weights": fp8}
+    headers = {
+        **INT4_HEADERS,
+        "b.weight": ("F8_E4M3", (130, 64)),
+        "b.weight_scale": ("BF16", (2, 1)),
+    }
+    found = find(config, headers)
+    assert found["a.weight"].codec == Int4Groups()
+    assert found["b.weight"].codec == Fp8Blocks(scale="BF16")
+    with pytest.raises(ConfigError, match="fits no group"):
+        find(INT4, headers)
+
+
+@pytest.mark.parametrize(("strategy", "shape", "block"), [
+    ("channel", (130, 1), (1, 0)), ("tensor", (1,), (0, 0)), ("tensor", (), (0, 0)),
+])  # fmt: skip
+def test_fp8_of_compressed_tensors_has_scales_of_rows_or_matrices(
+    strategy: str, shape: tuple[int, ...], block: tuple[int, int]
+) -> None:
+    config = quantization(
+        weights(num_bits=8, type="float", strategy=strategy), format="float-quantized"
+    )
+    headers = {
+        "b.weight": ("F8_E4M3", (130, 64)),
+        "b.weight_scale": ("F32", shape),
+        "b.input_scale": ("F32", (1,)),
+    }
+    found = find(config, headers)["b.weight"]
+    assert found.codec == Fp8Blocks(block) and found.aside == ("b.input_scale",)
+
+
+def test_codes_of_nf4_may_be_stored_under_another_dtype() -> None:
+    headers = {**NF4_HEADERS, "a.weight": ("BF16", (1536, 1))}
+    assert find(NF4, headers)["a.weight"].shape == (64, 96)
+
+
+@pytest.mark.parametrize("change", [
+    {"quant_type": "fp4"}, {"dtype": "int8"}, {"blocksize": 0}, {"blocksize": 63},
+    {"blocksize": "64"}, {"shape": [64, -96]}, {"shape": 6144}, {"nested_offset": "0"},
+    {"nested_offset": True}, {"nested_dtype": "float16"}, {"nested_blocksize": 1},
+])  # fmt: skip
+def test_a_damaged_state_of_nf4_is_refused(change: dict[str, Any]) -> None:
+    state = json.dumps({**json.loads(NF4_STATE), **change}).encode()
+    with pytest.raises(ConfigError, match="quant_state.bitsandbytes__nf4' is malformed"):
+        find(NF4, NF4_HEADERS, state)
+    with pytest.raises(ConfigError, match="is malformed"):
+        find(NF4, NF4_HEADERS, state[:-1])
+
+
+def test_a_dtype_that_torch_lacks_is_refused_only_when_it_is_used() -> None:
+    found = find({}, {**NORM, "a": ("F6_E2M3", (64,))})
+    assert found["norm.weight"].nbytes == 128
+    with pytest.raises(UnsupportedError, match="F6_E2M3"):
+        assert found["a"].dtype

@@ -1,0 +1,407 @@
+"""Accumulation windows of transformers.Trainer, layer-major: the bits of a plain Trainer.
+
+The plain Trainer draws the random numbers of each micro-batch from the state that
+`infinity.forward_backward` gives to that micro-batch; everything else is its own.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import AdaptionPromptConfig, LoraConfig, PrefixTuningConfig, get_peft_model
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+
+import infinity
+from infinity.errors import ConfigError, UnsupportedError
+from infinity.integrations.hf import prepare_trainer
+
+LORA = LoraConfig(r=4, target_modules=["c_attn"], task_type="CAUSAL_LM", lora_dropout=0.1)
+
+
+class Tokens(Dataset[dict[str, Tensor]]):
+    """Sequences of a fixed seed, some of whose labels do not count."""
+
+    def __init__(self, count: int, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.ids = torch.randint(0, 50, (count, 12), generator=generator)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        labels = self.ids[index].clone()
+        labels[: index % 5] = -100
+        return {"input_ids": self.ids[index], "labels": labels}
+
+
+class Seeded(Trainer):
+    """A plain Trainer whose micro-batches draw from states of their own."""
+
+    window: int | None = None  # The first one of a window goes on with the present state.
+
+    def get_batch_samples(self, *args: Any, **options: Any) -> Any:
+        self.place = 0
+        return super().get_batch_samples(*args, **options)
+
+    def training_step(self, *args: Any, **options: Any) -> Tensor:
+        place = self.place % self.window if self.window else self.place
+        self.place += 1
+        if not place:
+            first = torch.get_rng_state()
+            self.seeds = [int(torch.randint(2**62, ())) for _ in range(8)]
+            torch.set_rng_state(first)
+            return super().training_step(*args, **options)
+        kept = torch.get_rng_state()
+        torch.manual_seed(self.seeds[place - 1])
+        loss = super().training_step(*args, **options)
+        torch.set_rng_state(kept)
+        return loss
+
+
+class Journal(TrainerCallback):
+    """Every event of a run, with what a callback can see of it."""
+
+    def __init__(self) -> None:
+        self.events: list[Any] = []
+
+    def __getattribute__(self, name: str) -> Any:
+        if not name.startswith("on_"):
+            return super().__getattribute__(name)
+
+        def note(args: Any, state: Any, control: Any, **more: Any) -> None:
+            logs = {k: v for k, v in (more.get("logs") or {}).items() if not _is_timed(k)}
+            self.events.append((name, state.global_step, state.epoch, logs, control.should_log))
+
+        return note
+
+
+def _is_timed(key: str) -> bool:
+    return any(word in key for word in ("time", "runtime", "per_second", "flos"))
+
+
+def gpt2(**options: Any) -> GPT2LMHeadModel:
+    torch.manual_seed(7)
+    config = GPT2Config(
+        n_layer=2, n_embd=32, n_head=2, vocab_size=50, n_positions=16, bos_token_id=0,
+        eos_token_id=0, tie_word_embeddings=False, **options,
+    )  # fmt: skip
+    return GPT2LMHeadModel(config)  # Dropout is on.
+
+
+def gpt2_lora() -> Any:
+    torch.manual_seed(3)
+    return get_peft_model(gpt2(), LORA)
+
+
+def mixtral_lora() -> Any:
+    torch.manual_seed(3)
+    config = MixtralConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, vocab_size=50, num_local_experts=4, output_router_logits=True,
+    )  # fmt: skip
+    lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    return get_peft_model(MixtralForCausalLM(config), lora)
+
+
+def arguments(directory: Path, **options: Any) -> TrainingArguments:
+    options = {
+        "num_train_epochs": 2, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 3,
+        "learning_rate": 1e-2, "weight_decay": 0.1, "max_grad_norm": 0.5, "warmup_steps": 2,
+        "logging_steps": 1, "eval_strategy": "steps", "eval_steps": 2, "save_strategy": "no",
+        "report_to": [], "use_cpu": True, "disable_tqdm": True, "seed": 11,
+    } | options  # fmt: skip
+    return TrainingArguments(output_dir=str(directory), **options)
+
+
+def make_trainer(cls: Any, model: Any, directory: Path, **options: Any) -> Any:
+    """Of ten micro-batches per epoch: the last window of an epoch has one."""
+    more = {k: options.pop(k) for k in ("compute_loss_func",) if k in options}
+    return cls(
+        model=model, args=arguments(directory, **options), train_dataset=Tokens(20, 1),
+        eval_dataset=Tokens(6, 2), callbacks=[Journal()], **more,
+    )  # fmt: skip
+
+
+def swap(directory: Path, **host: Any) -> dict[str, Any]:
+    nvme = [{"path": str(directory / "swap"), "capacity": "64MiB"}]
+    return {"tiers": {"host": {"capacity": "16MiB", "huge_pages": False} | host, "nvme": nvme}}
+
+
+def events(trainer: Any) -> list[Any]:
+    (journal,) = [c for c in trainer.callback_handler.callbacks if isinstance(c, Journal)]
+    found: list[Any] = journal.events
+    return found
+
+
+def a_loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+    logits = outputs.logits[:, :-1].flatten(0, 1)
+    total = nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum")
+    return total / num_items_in_batch
+
+
+RUNS: list[tuple[Callable[[], Any], dict[str, Any]]] = [
+    (gpt2, {}),
+    (gpt2_lora, {"gradient_accumulation_steps": 5, "window": 2}),
+    (gpt2, {"label_smoothing_factor": 0.1, "average_tokens_across_devices": False}),
+    (gpt2, {"compute_loss_func": a_loss, "max_grad_norm": 0.0}),
+    (gpt2_lora, {"gradient_checkpointing": True, "gradient_accumulation_steps": 4}),
+    (gpt2_lora, {"gradient_accumulation_steps": 1, "gradient_checkpointing": True}),
+    (gpt2_lora, {"neftune_noise_alpha": 5.0, "torch_empty_cache_steps": 1}),
+    (mixtral_lora, {}),
+]
+
+
+@pytest.mark.parametrize(("make", "options"), [(make, dict(run)) for make, run in RUNS])
+def test_a_layer_major_run_is_that_of_a_plain_trainer(
+    make: Callable[[], Any], options: dict[str, Any], tmp_path: Path
+) -> None:
+    """Losses, norms and evaluations; the order of callbacks and what they see; the weights."""
+    window = options.pop("window", None)
+    plain = make_trainer(Seeded, make(), tmp_path / "plain", **options)
+    plain.window = window
+    plain.train()
+    model = infinity.offload(make(), swap(tmp_path))
+    mine = make_trainer(Trainer, model, tmp_path / "mine", **options)
+    prepare_trainer(mine, layer_major=True, window=window).train()
+    assert events(mine) == events(plain)
+    names = [event[0] for event in events(mine)]
+    steps = {1: 20, 3: 8, 4: 6, 5: 4}[mine.args.gradient_accumulation_steps]
+    assert names.count("on_step_end") == steps and names.count("on_evaluate") == steps // 2
+    assert names.count("on_substep_end") == 20 - steps
+    assert mine.state.log_history[-1]["train_loss"] == plain.state.log_history[-1]["train_loss"]
+    with infinity.engine_of(model) as engine:
+        for name, parameter in plain.model.named_parameters():
+            assert torch.equal(engine.read_parameter(name), parameter), name
+
+
+def test_layer_inputs_of_a_window_rest_on_the_tier_that_is_configured(tmp_path: Path) -> None:
+    """And that changes no bit."""
+    seen = []
+    for tier in ("host", "nvme"):
+        config = swap(tmp_path) | {"placement": {"activations": tier}}
+        model = infinity.offload(gpt2(), config)
+        trainer = make_trainer(Trainer, model, tmp_path / "out", max_steps=2, eval_strategy="no")
+        with infinity.engine_of(model) as engine:
+            prepare_trainer(trainer, layer_major=True).train()
+            assert (engine.counters.snapshot().get("activation_out_nbytes", 0) > 0) == (
+                tier == "nvme"
+            )
+        seen.append(events(trainer))
+    assert seen[0] == seen[1]
+
+
+def test_a_resumed_run_is_the_same(tmp_path: Path) -> None:
+    options = {"save_strategy": "steps", "save_steps": 3, "eval_strategy": "no"}
+
+    def run(name: str, resume: bool | str = False, **more: Any) -> Any:
+        model = infinity.offload(gpt2_lora(), swap(tmp_path / name))
+        trainer = make_trainer(Trainer, model, tmp_path / name / "out", **options, **more)
+        prepare_trainer(trainer, layer_major=True).train(resume_from_checkpoint=resume)
+        with infinity.engine_of(model) as engine:
+            weights = {n: engine.read_parameter(n) for n in engine.parameter_names()}
+        return trainer.state.log_history[:-1], weights
+
+    for name in ("whole", "again"):
+        (tmp_path / name).mkdir()
+    whole = run("whole")
+    again = run("again", str(tmp_path / "whole" / "out" / "checkpoint-3"))
+    keys = ("step", "loss", "grad_norm", "learning_rate")
+    rows = [[{k: row.get(k) for k in keys} for row in each[0]] for each in (whole, again)]
+    assert rows[0] == rows[1] and len(rows[0]) == 8
+    assert all(torch.equal(whole[1][name], again[1][name]) for name in whole[1])
+
+
+# -- What it is for --------------------------------------------------------------------------------
+
+
+def llama() -> Any:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=128, intermediate_size=512, num_hidden_layers=10, num_attention_heads=2,
+        num_key_value_heads=2, vocab_size=50, tie_word_embeddings=False,
+    )  # fmt: skip
+    lora = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    return get_peft_model(LlamaForCausalLM(config), lora)
+
+
+def test_bytes_of_a_step_do_not_grow_with_the_window(tmp_path: Path) -> None:
+    """As counted by the engine: a step reads the base twice for 1, 4 and 8 micro-batches; the plain
+    loop reads it twice for each."""
+    base = sum(p.numel() * 4 for n, p in llama().named_parameters() if "layers" in n)
+    read: dict[Any, float] = {}
+    runs: list[tuple[int, dict[str, Any]]] = [
+        (1, {}), (4, {}), (8, {}), (8, {"window": 4}), (4, {"layer_major": False}),
+    ]  # fmt: skip
+    for count, how in runs:
+        config = swap(tmp_path, capacity="2800KiB") | {"schedule": {"prefetch": False}}
+        config["placement"] = {"parameters": ["nvme"]}
+        model = infinity.offload(llama(), config)
+        trainer = make_trainer(
+            Trainer, model, tmp_path / "out", gradient_accumulation_steps=count, max_steps=2,
+            per_device_train_batch_size=1,
+            eval_strategy="no",
+        )  # fmt: skip
+        counts: list[float] = []
+        with infinity.engine_of(model) as engine:
+
+            class Counts(TrainerCallback):
+                def on_step_end(self, *args: Any, engine: Any = engine, **more: Any) -> None:
+                    counts.append(engine.counters.snapshot()["nvme_read_nbytes"])  # noqa: B023
+
+            trainer.add_callback(Counts())
+            prepare_trainer(trainer, **how).train()
+        read[count, *how] = counts[-1] - counts[-2]
+    for count in (4, 8):
+        assert abs(read[count,] / read[1,] - 1) <= 0.02, read
+    assert 1.9 * base <= read[1,] <= 2.05 * base, (read, base)
+    assert abs(read[8, "window"] / read[1,] / 2 - 1) <= 0.02, read
+    assert read[4, "layer_major"] >= 3.8 * read[1,], read
+
+
+# -- What goes back to the plain loop --------------------------------------------------------------
+
+
+def said_by_us(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.name == "infinity"]
+
+
+class OwnStep(Trainer):
+    def training_step(self, *args: Any, **options: Any) -> Tensor:
+        loss = super().training_step(*args, **options)
+        assert any(p.grad is not None for p in self.model.parameters())
+        return loss
+
+
+class OwnLoss(Trainer):
+    def compute_loss(self, *args: Any, **options: Any) -> Any:
+        return super().compute_loss(*args, **options)
+
+
+def prefix() -> Any:
+    config = PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    return get_peft_model(gpt2(), config)
+
+
+class WithReference(Trainer):
+    """As those of DPO and KTO, whose loss disables adapters."""
+
+    ref_model = None
+
+
+def adaption_prompt() -> Any:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, vocab_size=50,
+    )  # fmt: skip
+    adapter = AdaptionPromptConfig(adapter_len=3, adapter_layers=2, task_type="CAUSAL_LM")
+    return get_peft_model(LlamaForCausalLM(config), adapter)
+
+
+class NoBlocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.embed = nn.Embedding(50, 50)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        logits = self.embed(input_ids)
+        return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())}
+
+
+@pytest.mark.parametrize(
+    ("cls", "make", "said"),
+    [
+        (OwnStep, gpt2, "training_step of OwnStep may need gradients"),
+        (Trainer, prefix, "PREFIX_TUNING gives a cache"),
+        (WithReference, adaption_prompt, "ADAPTION_PROMPT is disabled by other modules"),
+        (Trainer, NoBlocks, "no list of blocks"),
+    ],
+)
+def test_what_cannot_run_layer_major_runs_plain_and_says_why(
+    cls: Any, make: Any, said: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = {"max_steps": 2, "eval_strategy": "no"}
+    plain = make_trainer(cls, make(), tmp_path / "plain", **options)
+    plain.train()
+    model = infinity.offload(make(), swap(tmp_path))
+    trainer = make_trainer(cls, model, tmp_path / "out", **options)
+    with infinity.engine_of(model), caplog.at_level(logging.WARNING, logger="infinity"):
+        with pytest.raises(UnsupportedError, match=said):
+            prepare_trainer(trainer, layer_major=True)
+        assert not said_by_us(caplog)
+        prepare_trainer(trainer).train()
+        assert [said in message for message in said_by_us(caplog)] == [True]
+        assert events(trainer) == events(plain)
+
+
+class InPlace(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(50, 8)
+        self.blocks = nn.ModuleList([nn.Sequential(nn.ReLU(inplace=True), nn.Linear(8, 8))])
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        hidden = self.embed(input_ids)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return {"loss": hidden.square().mean()}
+
+
+class StepTwice(Trainer):
+    def compute_loss(self, *args: Any, **options: Any) -> Any:
+        loss = super().compute_loss(*args, **options)
+        self.accelerator.backward(loss)
+        return loss
+
+
+@pytest.mark.parametrize(
+    ("cls", "make", "said"),
+    [
+        (Trainer, InPlace, r"changes an argument in place.*layer_major=False"),
+        (StepTwice, gpt2, r"backward once, got 2 calls.*layer_major=False"),
+    ],
+)
+def test_what_shows_in_the_first_window_names_the_way_back(
+    cls: Any, make: Any, said: str, tmp_path: Path
+) -> None:
+    model = infinity.offload(make(), swap(tmp_path))
+    with infinity.engine_of(model):
+        trainer = make_trainer(cls, model, tmp_path / "out", max_steps=1, eval_strategy="no")
+        with pytest.raises(UnsupportedError, match=said):
+            prepare_trainer(trainer).train()
+
+
+def test_a_window_of_no_micro_batches_is_refused(tmp_path: Path) -> None:
+    trainer = make_trainer(Trainer, gpt2(), tmp_path / "out")
+    with pytest.raises(ConfigError, match="number of micro-batches"):
+        prepare_trainer(trainer, swap(tmp_path), window=0)
+    assert not (tmp_path / "swap").exists()
+
+
+def test_a_trainer_with_a_loss_of_its_own_runs_layer_major(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = infinity.offload(gpt2(), swap(tmp_path))
+    with infinity.engine_of(model), caplog.at_level(logging.WARNING, logger="infinity"):
+        trainer = make_trainer(OwnLoss, model, tmp_path / "out", max_steps=1, eval_strategy="no")
+        assert prepare_trainer(trainer).is_layer_major and not said_by_us(caplog)
+        assert not prepare_trainer(trainer, layer_major=False).is_layer_major
+        trainer.train()

@@ -1,0 +1,222 @@
+"""Frozen weights that rest in a checkpoint's own files train as decoded weights in memory do.
+
+The comparison is plain PyTorch: the same transformers model with the decoded weights in memory,
+the same adapter, `torch.optim.AdamW`. Losses, gradients, adapters and moments have the same bits.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import infinity
+from infinity.testing.quantized import tiny_causal_lm, write_decoded, write_quantized
+from infinity.testing.simulated_device import SimulatedDevice
+
+STEPS, MICRO_BATCHES = 3, 3
+# Architecture, layout, projections with an adapter.
+CASES = {
+    "llama-bf16": ("llama", "bf16"),
+    "llama-nf4": ("llama", "nf4"),
+    "deepseek-fp8": ("deepseek-v3", "fp8"),
+    "deepseek-int4": ("deepseek-v3", "int4"),
+    "qwen3-moe-fp8": ("qwen3-moe", "fp8-bf16-scales"),
+    "gpt-oss-mxfp4": ("gpt-oss", "mxfp4"),
+    "glm-int4": ("glm4-moe", "int4"),
+    "deepseek-fp4": ("deepseek-v3", "fp4-experts"),
+}
+LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["o_proj", "down_proj", "kv_b_proj"]}
+
+
+class Base:
+    """A quantised directory, and the losses and adapters of the plain run over its weights."""
+
+    def __init__(self, case: str, directory: Path) -> None:
+        architecture, layout = CASES[case]
+        self.quantized, self.decoded = directory / "base", directory / "decoded"
+        write_quantized(tiny_causal_lm(architecture), self.quantized, layout)
+        write_decoded(self.quantized, self.decoded)
+        model = AutoModelForCausalLM.from_pretrained(self.decoded, dtype=torch.bfloat16)
+        model = adapted(model)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        self.expected = train(model, torch.optim.AdamW(trained, lr=1e-2, fused=True))
+
+    @property
+    def nbytes(self) -> int:
+        return sum(path.stat().st_size for path in self.quantized.glob("*.safetensors"))
+
+    def digest(self) -> list[bytes]:
+        files = sorted(self.quantized.iterdir())
+        return [hashlib.sha256(path.read_bytes()).digest() for path in files]
+
+
+def adapted(model: Any) -> Any:
+    torch.manual_seed(7)
+    return peft.get_peft_model(model, peft.LoraConfig(**LORA))
+
+
+def batches(step: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return [torch.randint(0, 96, (2, 12), generator=generator) for _ in range(MICRO_BATCHES)]
+
+
+def loss_of(model: Any, batch: torch.Tensor) -> torch.Tensor:
+    return model(input_ids=batch, labels=batch, use_cache=False).loss / MICRO_BATCHES
+
+
+def train(
+    model: Any, optimizer: Any, *, layer_major: bool = False, steps: Any = range(STEPS)
+) -> dict[str, torch.Tensor]:
+    """Returns losses, gradients of the last step, and adapters with their moments."""
+    seen: dict[str, torch.Tensor] = {}
+    for step in steps:
+        if layer_major:
+            losses = infinity.forward_backward(model, lambda b: loss_of(model, b), batches(step))
+        else:
+            losses = []
+            for batch in batches(step):
+                losses.append(loss_of(model, batch))
+                losses[-1].backward()
+        for index, loss in enumerate(losses):
+            seen[f"loss {step}.{index}"] = loss.detach().clone()
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                seen[f"gradient of {name}"] = parameter.grad.detach().clone()
+        optimizer.step()
+        optimizer.zero_grad()
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            seen[name] = parameter.detach().clone()
+            for kind in ("exp_avg", "exp_avg_sq"):
+                seen[f"{kind} of {name}"] = optimizer.state[parameter][kind].detach().clone()
+    return seen
+
+
+@pytest.fixture(scope="module", params=CASES)
+def base(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Base:
+    return Base(request.param, tmp_path_factory.mktemp("base"))
+
+
+def config_of(directory: Path, **sections: Any) -> dict[str, Any]:
+    config: dict[str, Any] = {
+        "tiers": {"host": {"capacity": "64MiB"}, "nvme": [{"path": str(directory / "swap")}]},
+        "placement": {"gradients": "host"},
+    }
+    for name, values in sections.items():
+        config[name] = {**config.get(name, {}), **values}
+    return config
+
+
+@contextmanager
+def over(base: Base, config: dict[str, Any], **options: Any) -> Iterator[tuple[Any, Any]]:
+    """The adapter over the base in place: the model and its engine."""
+    with infinity.init_empty_weights():
+        architecture = AutoConfig.from_pretrained(base.quantized)
+        model = AutoModelForCausalLM.from_config(architecture, dtype=torch.bfloat16)
+    model = adapted(model)
+    infinity.offload(model, config, **{"weights": base.quantized, **options})
+    try:
+        yield model, infinity.engine_of(model)
+    finally:
+        infinity.close(model)
+
+
+def assert_same(seen: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert seen.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(seen[name], value), name
+
+
+@pytest.mark.parametrize(
+    ("sections", "simulated"),
+    [
+        ({}, False),
+        ({"tiers": {"host": {"capacity": "least"}}}, False),
+        ({"schedule": {"prefetch": False}, "io": {"engine": "threads"}}, False),
+        ({"placement": {"parameters": "host", "master": "host", "moments": "host"}}, False),
+        ({"placement": {"frozen": "copy"}}, False),
+        ({}, True),
+        ({"tiers": {"device": {"capacity": "least"}}}, True),
+    ],
+    ids=["nvme", "least", "threads", "host", "copied", "device", "device-least"],
+)
+def test_an_adapter_trains_as_over_decoded_weights_in_memory(
+    base: Base, tmp_path: Path, sections: dict[str, Any], simulated: bool
+) -> None:
+    before = base.digest()
+    options = {"device": SimulatedDevice(3)} if simulated else {}
+    config = at_least(base, config_of(tmp_path, **sections), simulated)
+    with over(base, config, **options) as (model, engine):
+        is_copied = sections.get("placement", {}).get("frozen") == "copy"
+        frozen = [unit for unit in engine.store.units if not unit.state_numel]
+        assert all((unit.stored is None) == is_copied for unit in frozen) and frozen
+        seen = train(model, infinity.AdamW(model, lr=1e-2))
+    assert_same(seen, base.expected)
+    assert base.digest() == before
+
+
+def at_least(base: Base, config: dict[str, Any], simulated: bool) -> dict[str, Any]:
+    """Replaces the capacity "least" by the smallest one that the engine names."""
+    for tier in config["tiers"].values():
+        if isinstance(tier, dict) and tier.get("capacity") == "least":
+            tier["capacity"] = "1MiB"
+            options = {"device": SimulatedDevice(3)} if simulated else {}
+            with pytest.raises(infinity.CapacityError) as refused, over(base, config, **options):
+                pass
+            tier["capacity"] = f"{-(-refused.value.needed_nbytes >> 20)}MiB"
+    return config
+
+
+def test_layer_major_reads_the_base_twice_however_many_micro_batches(
+    base: Base, tmp_path: Path
+) -> None:
+    """And gives the bits of layer-major over copied weights, whose sums have an order of their own."""
+    with over(base, config_of(tmp_path, placement={"frozen": "copy"})) as (model, _):
+        expected = train(model, infinity.AdamW(model, lr=1e-2), layer_major=True)
+    with over(base, config_of(tmp_path)) as (model, engine):
+        seen = train(model, infinity.AdamW(model, lr=1e-2), layer_major=True)
+        num_fetches = engine.counters.snapshot()["fetches"]
+        num_units = len(engine.store.units)
+    assert_same(seen, expected)
+    assert num_fetches <= STEPS * (2 * num_units + 2 * MICRO_BATCHES * 8)
+
+
+def test_no_byte_of_the_base_is_written_or_saved(base: Base, tmp_path: Path) -> None:
+    with over(base, config_of(tmp_path)) as (model, engine):
+        assert engine.counters.snapshot().get("shard_read_nbytes", 0) == 0, (
+            "start-up reads headers only"
+        )
+        optimizer = infinity.AdamW(model, lr=1e-2)
+        train(model, optimizer)
+        before = engine.counters.snapshot().get("shard_read_nbytes", 0)
+        saved = infinity.checkpoint.save(tmp_path / "runs", model, optimizer)
+        model.save_pretrained(tmp_path / "adapter")
+        assert engine.counters.snapshot().get("shard_read_nbytes", 0) == before
+    assert sum(path.stat().st_size for path in saved.iterdir()) < base.nbytes
+    loaded = AutoModelForCausalLM.from_pretrained(base.decoded, dtype=torch.bfloat16)
+    loaded = peft.PeftModel.from_pretrained(loaded, tmp_path / "adapter", is_trainable=True)
+    for name, parameter in loaded.named_parameters():
+        if parameter.requires_grad:
+            assert torch.equal(parameter, base.expected[name]), name
+
+
+def test_a_run_goes_on_exactly_from_its_checkpoint(base: Base, tmp_path: Path) -> None:
+    config = config_of(tmp_path, checkpoint={"keep": 1})
+    with over(base, config) as (model, _):
+        optimizer = infinity.AdamW(model, lr=1e-2)
+        first = train(model, optimizer, steps=range(2))
+        infinity.checkpoint.save(tmp_path / "runs", model, optimizer)
+    with over(base, config, weights=None, resume=tmp_path / "runs") as (model, _):
+        optimizer = infinity.AdamW(model, lr=1e-2)
+        infinity.checkpoint.load(tmp_path / "runs", model, optimizer)
+        second = train(model, optimizer, steps=range(2, STEPS))
+    losses = {name: value for name, value in first.items() if name.startswith("loss")}
+    assert_same(losses | second, base.expected)

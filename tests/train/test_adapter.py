@@ -1,0 +1,472 @@
+"""`infinity train` with [adapter]: the bits of PyTorch and PEFT in memory, in PEFT's format."""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from rich.console import Console
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    LlamaConfig,
+    Qwen3MoeConfig,
+)
+
+import infinity
+from infinity.config import SwapConfig
+from infinity.errors import ConfigError
+from infinity.training import program
+from infinity.training.adapter import auto_targets, expert_targets, save_adapter
+from infinity.training.chat import conversations
+from infinity.training.data import ByteTokenizer, open_batches
+from infinity.training.loop import make_scheduler, parameter_groups
+from infinity.training.marks import IGNORED, count_learned, split_marks
+
+SMALL = {
+    "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_key_value_heads": 2,
+    "vocab_size": 256, "max_position_embeddings": 128, "tie_word_embeddings": False,
+    "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0,
+}  # fmt: skip
+CONFIGS = {
+    "llama": LlamaConfig(**SMALL, num_hidden_layers=2),
+    "qwen3_moe": Qwen3MoeConfig(
+        **SMALL, num_hidden_layers=2, num_experts=4, num_experts_per_tok=2, head_dim=16,
+        moe_intermediate_size=16, decoder_sparse_step=1,
+    ),
+    "deepseek_v3": DeepseekV3Config(
+        **SMALL, num_hidden_layers=2, n_routed_experts=4, num_experts_per_tok=2, n_group=1,
+        topk_group=1, first_k_dense_replace=1, moe_intermediate_size=16, kv_lora_rank=8,
+        q_lora_rank=8, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8,
+    ),
+}  # fmt: skip
+STEPS = 20
+
+
+def save_base(directory: Path, kind: str = "llama", dtype: torch.dtype = torch.bfloat16) -> Path:
+    torch.manual_seed(11)
+    model = AutoModelForCausalLM.from_config(copy.deepcopy(CONFIGS[kind]), dtype=dtype)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    model.save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> dict[str, Any]:
+    """A small job, its base on nvme; tests change what they are about."""
+    text = "".join(f"{i} and {i * i} are {i * i * i}\n" for i in range(400))
+    (tmp_path / "text.txt").write_text(text)
+    return {
+        "tiers": {"host": {"capacity": "64MiB"}, "nvme": [{"path": str(tmp_path / "swap")}]},
+        "model": {"path": str(tmp_path / "base"), "seed": 5},
+        "adapter": {"rank": 4, "alpha": 8},
+        "data": {"paths": [str(tmp_path / "text.txt")], "sequence_length": 32},
+        "train": {"steps": STEPS, "batch_size": 2, "gradient_accumulation_steps": 2},
+        "optimizer": {"lr": 1e-2, "max_grad_norm": 0.5, "weight_decay": 0.1},
+        "output": {"directory": str(tmp_path / "output")},
+    }
+
+
+def run(table: dict[str, Any], **options: Any) -> dict[str, Any]:
+    console = Console(file=io.StringIO(), width=200)
+    summary, code = program.train(SwapConfig.load(table), console=console, **options)
+    assert code == 0
+    return summary.to_dict()
+
+
+def metrics(table: dict[str, Any]) -> list[tuple[float, float]]:
+    path = Path(table["output"]["directory"]) / "metrics.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    return [(line["loss"], line["grad_norm"]) for line in lines]
+
+
+def plain(table: dict[str, Any]) -> tuple[Any, list[tuple[float, float]]]:
+    """(model, [(loss, norm)]) of the same run by PyTorch and PEFT with everything in memory."""
+    config = SwapConfig.load(table)
+    assert config.data and config.train and config.adapter and config.model
+    model: Any = AutoModelForCausalLM.from_pretrained(config.model.path, dtype="auto")
+    adapter = config.adapter
+    torch.manual_seed(config.model.seed)
+    lora = peft.LoraConfig(
+        task_type="CAUSAL_LM", r=adapter.rank, lora_alpha=8, use_rslora=adapter.rslora,
+        use_dora=adapter.method == "dora", target_modules=auto_targets(model),
+        target_parameters=expert_targets(model) if adapter.experts else None,
+    )  # fmt: skip
+    model = peft.get_peft_model(model, lora).train()
+    batches = open_batches(config.data, ByteTokenizer(), batch_size=2, vocab_size=256)
+    options = config.optimizer
+    optimizer = torch.optim.AdamW(
+        parameter_groups(model, options), lr=options.lr, betas=options.betas, eps=options.eps,
+        fused=True,
+    )  # fmt: skip
+    scheduler = make_scheduler(optimizer, config.train)
+    outcomes = []
+    for step in range(config.train.steps):
+        numbers = (2 * step, 2 * step + 1)
+        marks = [torch.from_numpy(batches.train_batch(number)) for number in numbers]
+        total = sum(count_learned(each) for each in marks) if batches.is_marked else 0
+        shares = []
+        for each in marks:
+            ids, labels = split_marks(each) if batches.is_marked else (each, each)
+            loss = model(input_ids=ids, labels=labels, use_cache=False).loss
+            share = loss / (total / count_learned(each)) if total else loss / 2
+            share.backward()
+            shares.append(share.item())
+        trained = [p for p in model.parameters() if p.requires_grad]
+        norm = torch.nn.utils.clip_grad_norm_(trained, 0.5)
+        outcomes.append((sum(shares), norm.item()))
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+    return model, outcomes
+
+
+def values_of(model: Any) -> dict[str, torch.Tensor]:
+    return peft.get_peft_model_state_dict(model, save_embedding_layers=False)
+
+
+def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys() and one
+    for name, value in one.items():
+        assert torch.equal(value, other[name]), name
+
+
+@pytest.mark.parametrize(
+    ("kind", "adapter"),
+    [
+        ("llama", {}),
+        ("llama", {"method": "dora", "rslora": True}),
+        ("qwen3_moe", {"experts": True}),
+        ("deepseek_v3", {}),
+    ],
+)
+def test_a_run_has_the_bits_of_peft_in_memory(tmp_path, table, kind, adapter) -> None:
+    """Loss and gradient norm of 20 steps, the adapter, and the logits of plain PEFT with it."""
+    base = save_base(tmp_path / "base", kind)
+    table["adapter"] |= adapter
+    run(table)
+    expected, outcomes = plain(table)
+    assert metrics(table) == outcomes
+    saved = load_file(tmp_path / "output" / "adapter_model.safetensors")
+    assert_equal(saved, values_of(expected))
+    described = json.loads((tmp_path / "output" / "adapter_config.json").read_text())
+    assert described["base_model_name_or_path"] == str(base)
+    assert not list((tmp_path / "output").glob("model*.safetensors"))
+
+    loaded: Any = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
+    loaded = peft.PeftModel.from_pretrained(loaded, tmp_path / "output").eval()
+    ids = torch.arange(32)[None]
+    with torch.no_grad():
+        assert torch.equal(loaded(ids).logits, expected.eval()(ids).logits)
+
+
+def test_a_step_fetches_a_block_once_for_all_its_batches(tmp_path, table) -> None:
+    large = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 6}
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**SMALL | large), dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path / "base")
+    base_nbytes = sum(2 * parameter.numel() for parameter in model.model.layers.parameters())
+    table["tiers"]["host"]["capacity"] = "6MiB"
+    table["train"] |= {"steps": 4, "batch_size": 1, "gradient_accumulation_steps": 1}
+    table["output"]["directory"] = str(tmp_path / "one")
+    run(table)
+    table["train"] |= {"gradient_accumulation_steps": 6}
+    table["output"]["directory"] = str(tmp_path / "six")
+    run(table)
+
+    def read_nbytes(name: str) -> int:
+        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        return sum(json.loads(line)["nvme_read_nbytes"] for line in lines[2:])
+
+    # Twice the base, and the adapter with its state.
+    assert base_nbytes < read_nbytes("one") / 2 < 2.5 * base_nbytes
+    assert read_nbytes("six") < 1.05 * read_nbytes("one")  # What stays in memory differs a little.
+
+
+def test_resumed_after_any_step_it_is_the_same_run(tmp_path, table) -> None:
+    save_base(tmp_path / "base")
+    table["train"]["steps"] = 8
+    whole = table | {"output": {"directory": str(tmp_path / "whole")}}
+    run(whole)
+    table["checkpoint"] = {"every": 4}
+    run(table | {"train": table["train"] | {"steps": 4}})
+    run(table, resume=True)
+    assert metrics(table) == metrics(whole)
+    name = "adapter_model.safetensors"
+    assert_equal(load_file(tmp_path / "output" / name), load_file(tmp_path / "whole" / name))
+
+
+def test_another_adapter_is_no_continuation(tmp_path, table) -> None:
+    save_base(tmp_path / "base")
+    table["train"]["steps"] = 2
+    table["checkpoint"] = {"every": 2}
+    run(table)
+    table["adapter"]["rank"] = 8
+    with pytest.raises(ConfigError, match="adapter.rank is 8 and was 4"):
+        run(table, resume=True)
+
+
+def test_a_saved_adapter_is_gone_on_from(tmp_path, table) -> None:
+    """Its values, and the other keys from its adapter_config.json."""
+    save_base(tmp_path / "base")
+    table["train"]["steps"] = 2
+    run(table)
+    first = load_file(tmp_path / "output" / "adapter_model.safetensors")
+    table["adapter"] = {"resume": str(tmp_path / "output")}
+    table["output"] = {"directory": str(tmp_path / "second")}
+    table["optimizer"]["lr"] = 0.0
+    run(table)
+    second = load_file(tmp_path / "second" / "adapter_model.safetensors")
+    assert_equal(first, second)
+    described = json.loads((tmp_path / "second" / "adapter_config.json").read_text())
+    assert (described["r"], described["lora_alpha"]) == (4, 8)
+
+
+def test_a_saved_adapter_that_does_not_fit_is_refused_by_name(tmp_path, table) -> None:
+    save_base(tmp_path / "base")
+    table["train"]["steps"] = 1
+    run(table)
+    saved, file = tmp_path / "output", tmp_path / "output" / "adapter_model.safetensors"
+    own = load_file(file)
+    table["output"] = {"directory": str(tmp_path / "second")}
+
+    def refused(match: str, **adapter: Any) -> None:
+        table["adapter"] = {"resume": str(saved)} | adapter
+        with pytest.raises(ConfigError, match=match):
+            run(table)
+        assert not (tmp_path / "second").exists() and not list((tmp_path / "swap").iterdir())
+
+    refused("adapter.rank is 8, and 4 in", rank=8)
+    name = next(iter(own))
+    wrong = own | {name: torch.zeros(4, 7)}
+    save_file(wrong, file)
+    refused(f"of another base: '{name}' has shape \\(4, 7\\)")
+    save_file({key: value for key, value in own.items() if key != name}, file)
+    refused(f"lacks '{name}'")
+    save_file(own | {"more": torch.zeros(1)}, file)
+    refused("has 'more' beside")
+    file.unlink()
+    refused("has no adapter_model.safetensors")
+
+
+def test_targets_that_the_model_lacks_are_refused(tmp_path, table) -> None:
+    save_base(tmp_path / "base")
+    table["adapter"] = {"targets": ["no_such_proj"]}
+    with pytest.raises(ConfigError, match="no_such_proj"):
+        run(table)
+    table["adapter"] = {"experts": True}
+    with pytest.raises(ConfigError, match="adapter.experts: LlamaForCausalLM has no packed"):
+        run(table)
+    save_base(tmp_path / "base", "deepseek_v3")
+    table["adapter"] = {"targets": ["gate_proj", "up_proj"]}
+    with pytest.raises(ConfigError, match="for its routed experts; set adapter.experts"):
+        run(table)
+    table["adapter"], table["model"] = {}, {"config": {"model_type": "llama", **SMALL}}
+    with pytest.raises(ConfigError, match="expected model.path"):
+        run(table)
+    assert not (tmp_path / "swap").exists()
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("llama", ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]),
+        ("qwen3_moe", ["k_proj", "o_proj", "q_proj", "v_proj"]),
+        (
+            "deepseek_v3",
+            ["kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "q_a_proj", "q_b_proj"],
+        ),
+    ],
+)  # fmt: skip
+def test_auto_targets_leave_out_head_and_routers(kind: str, expected: list[str]) -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(CONFIGS[kind]))
+    assert auto_targets(model) == expected
+
+
+def test_auto_targets_are_longer_where_an_excluded_layer_ends_alike() -> None:
+    model = torch.nn.ModuleDict({
+        "mlp": torch.nn.ModuleDict({"down": torch.nn.Linear(2, 2), "gate": torch.nn.Linear(2, 2)}),
+        "experts": torch.nn.ModuleList([torch.nn.ModuleDict({"down": torch.nn.Linear(2, 2)})]),
+    })  # fmt: skip
+    assert auto_targets(model) == ["mlp.down"]
+
+
+def test_saving_an_adapter_reads_no_byte_of_the_base(tmp_path) -> None:
+    save_base(tmp_path / "base")
+    with infinity.init_empty_weights():
+        config = copy.deepcopy(CONFIGS["llama"])
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj"]))
+    tiers = {"host": {"capacity": "4MiB"}, "nvme": [{"path": str(tmp_path / "swap")}]}
+    infinity.offload(model, {"tiers": tiers}, weights=tmp_path / "base")
+    engine = infinity.engine_of(model)
+    try:
+        units = {param.unit.index for param in engine.params if not param.handle.requires_grad}
+        read: list[int] = []
+        enter = engine._uses.using
+
+        def using(indices: Any) -> Any:
+            read.extend(indices)
+            return enter(indices)
+
+        engine._uses.using = using
+        save_adapter(model, tmp_path / "saved")
+        assert read and not units.intersection(read)
+    finally:
+        engine.close()
+    assert sorted(path.name for path in (tmp_path / "saved").iterdir()) == [
+        "README.md", "adapter_config.json", "adapter_model.safetensors",
+    ]  # fmt: skip
+
+
+# -- Conversations ---------------------------------------------------------------------------------
+
+CHAT = [
+    {"messages": [
+        {"role": "user", "content": f"what is {i} squared?"},
+        {"role": "assistant", "content": str(i * i)},
+        {"role": "user", "content": "sure?"},
+        {"role": "assistant", "content": "yes" * (i % 3 + 1)},
+    ]}
+    for i in range(60)
+]  # fmt: skip
+
+
+def write_chat(path: Path, records: list[Any]) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def test_a_run_over_conversations_has_the_bits_of_peft_in_memory(tmp_path, table) -> None:
+    save_base(tmp_path / "base")
+    table["data"] |= {
+        "paths": [str(write_chat(tmp_path / "chat.jsonl", CHAT))], "sequence_length": 128,
+    }  # fmt: skip
+    table["train"] |= {"steps": 6, "eval_every": 3}
+    run(table)
+    expected, outcomes = plain(table)
+    assert metrics(table) == outcomes
+    saved = load_file(tmp_path / "output" / "adapter_model.safetensors")
+    assert_equal(saved, values_of(expected))
+
+
+def test_only_the_assistant_is_learned_without_a_template(tmp_path: Path) -> None:
+    path = write_chat(tmp_path / "chat.jsonl", CHAT[:1])
+    (marks,) = conversations(path, ByteTokenizer(), sequence_length=160)
+    ids, labels = split_marks(torch.from_numpy(marks)[None])
+    text = bytes(ids[0].tolist()).decode()
+    assert text.startswith(
+        "<|im_start|>user\nwhat is 0 squared?<|im_end|>\n<|im_start|>assistant\n"
+    )
+    learned = bytes(labels[0][labels[0] != IGNORED].tolist()).decode()
+    assert learned == "0<|im_end|>\nyes<|im_end|>\n"
+    assert count_learned(torch.from_numpy(marks)[None]) == len(learned)
+
+
+def chat_tokenizer(template: str) -> Any:
+    """A tokenizer of bytes with this chat template, in the shape that `conversations` takes."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({char: i for i, char in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    fast.chat_template = template
+
+    class Wrapped:
+        tokenizer = fast
+
+    return Wrapped()
+
+
+def learned_texts(tmp_path: Path, template: str, messages: list[Any]) -> list[tuple[str, str]]:
+    """[(whole text, learned text)] of one conversation."""
+    path = write_chat(tmp_path / "chat.jsonl", [{"messages": messages}])
+    tokenizer = chat_tokenizer(template)
+    found = []
+    for marks in conversations(path, tokenizer, sequence_length=256):
+        ids, labels = split_marks(torch.from_numpy(marks)[None])
+        decode = tokenizer.tokenizer.decode
+        found.append((decode(ids[0].tolist()), decode(labels[0][labels[0] != IGNORED].tolist())))
+    return found
+
+
+PLAIN = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+MARKED = (
+    "{% for m in messages %}[{{ m.role }}]{% if m.role == 'assistant' %}{% generation %}"
+    "{{ m.content }}!{% endgeneration %}{% else %}{{ m.content }}{% endif %}{{ '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+# Writes the last message of the assistant with a sign that earlier ones lose, as reasoning models.
+FORGETTING = (
+    "{% for m in messages %}[{{ m.role }}]{% if m.role == 'assistant' and loop.last %}*{% endif %}"
+    "{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+TALK = [
+    {"role": "user", "content": "a"}, {"role": "assistant", "content": "B"},
+    {"role": "user", "content": "c"}, {"role": "assistant", "content": "D"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        (PLAIN, [("[user]a\n[assistant]B\n[user]c\n[assistant]D\n", "B\nD\n")]),
+        (MARKED, [("[user]a\n[assistant]B!\n[user]c\n[assistant]D!", "B!D!")]),
+        (
+            FORGETTING,
+            [("[user]a\n[assistant]*B\n", "*B\n"),
+             ("[user]a\n[assistant]B\n[user]c\n[assistant]*D\n", "*D\n")],
+        ),
+    ],
+)  # fmt: skip
+def test_the_template_decides_what_is_learned(tmp_path, template, expected) -> None:
+    assert learned_texts(tmp_path, template, TALK) == expected
+
+
+def test_a_long_conversation_is_cut_and_one_without_an_answer_is_left_out(tmp_path, caplog) -> None:
+    path = write_chat(tmp_path / "chat.jsonl", CHAT[:3])
+    assert list(conversations(path, ByteTokenizer(), sequence_length=16)) == []
+    assert "3 conversations are longer" in caplog.text and "3 have nothing" in caplog.text
+    cut = list(conversations(path, ByteTokenizer(), sequence_length=70))
+    assert [len(marks) for marks in cut] == [70] * 3
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("not json", "chat.jsonl:2 is no JSON"),
+        ('{"text": "a"}', 'chat.jsonl:2: expected an object with a list "messages"'),
+        ('{"messages": ["a"]}', r"messages\[0\]: expected an object with a role"),
+        ('{"messages": [{"role": "user", "content": 3}]}', r"messages\[0\].content: expected text"),
+    ],
+)
+def test_what_is_no_conversation_is_refused_by_its_line(tmp_path, table, line, said) -> None:
+    save_base(tmp_path / "base")
+    path = write_chat(tmp_path / "chat.jsonl", CHAT[:1])
+    path.write_text(path.read_text() + line + "\n")
+    table["data"]["paths"] = [str(path)]
+    with pytest.raises(ConfigError, match=said):
+        run(table)
+    assert not (tmp_path / "swap").exists()
+
+
+def test_conversations_and_text_are_not_mixed(tmp_path, table) -> None:
+    save_base(tmp_path / "base")
+    table["data"]["paths"].append(str(write_chat(tmp_path / "chat.jsonl", CHAT)))
+    with pytest.raises(ConfigError, match="holds conversations and .* does not"):
+        run(table)
