@@ -114,8 +114,8 @@ class ModelPasses:
         self._refuse_accumulating()
         blocks = [(hooked, hooks) for hooked, hooks in self._hooks if hooked.is_block]
         schedule = LayerMajorSchedule(
-            self._model, self._uses, blocks, self._layer_inputs, self._activations, self._device,
-            tile_micro_batches=self._tile_micro_batches,
+            self._model, self._uses, blocks, self._layer_inputs, self._activations,
+            self._device, tile_micro_batches=self._tile_micro_batches,
         )  # fmt: skip
         with uninterrupted(), self._lock:
             self.reset()

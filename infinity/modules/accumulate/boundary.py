@@ -110,11 +110,6 @@ class Boundary(torch.autograd.Function):
         return None, None, None
 
 
-def has_tiles(block: nn.Module) -> bool:
-    """Whether a module of the block is divided into tiles."""
-    return any(isinstance(module, Tiled) for module in block.modules())
-
-
 def calls_behind(node: Node, known: dict[Node, frozenset[BlockCall]]) -> frozenset[BlockCall]:
     """Returns the calls whose boundaries a gradient can reach from `node`."""
     found = known.get(node)
