@@ -1,7 +1,7 @@
 // infinity._core: the library in io/ and the arena, as Python sees them.
 //
-// Only this file and bindings_update.cpp have pybind11 and throw. Blocking calls release the GIL
-// and look for signals every 50 ms. No thread of ours ever runs Python code.
+// Only this file and bindings_*.cpp have pybind11 and throw. Blocking calls release the GIL and look
+// for signals every 50 ms. No thread of ours ever runs Python code.
 #include <cerrno>
 #include <chrono>
 #include <cstring>

@@ -1,5 +1,5 @@
-"""Native part of infinity: the I/O engine, the arena and its windows, the optimizer's update. Use
-`infinity.storage` and `infinity.ops`."""
+"""Native part of infinity: the I/O engine, the arena and its windows, the optimizer's update,
+the decoders. Use `infinity.storage`, `infinity.ops` and `infinity.codecs`."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, TypedDict, final
@@ -126,3 +126,33 @@ class update:  # noqa: N801 (a submodule)
     ) -> int:
         """Spans are (weight, residual or 0, gradient, states, numel), addresses as integers.
         8-bit states are two addresses each: codes and scales."""
+
+class decode:  # noqa: N801 (a submodule)
+    @staticmethod
+    def fp8(
+        codes: int,
+        scales: int,
+        scale_format: str,
+        shape: tuple[int, int, int],
+        out: tuple[int, str, tuple[int, int, int]],
+        *,
+        block: tuple[int, int],
+        num_threads: int,
+        simd: str,
+    ) -> None:
+        """Addresses as integers. Out is (address, format, strides of matrices, rows, columns)."""
+    @staticmethod
+    def four_bits(
+        codes: int,
+        scales: int,
+        scale_format: str,
+        shape: tuple[int, int, int],
+        out: tuple[int, str, tuple[int, int, int]],
+        *,
+        group: int,
+        values: Sequence[float],
+        is_high_first: bool,
+        product_format: str,
+        num_threads: int,
+        simd: str,
+    ) -> None: ...

@@ -186,12 +186,14 @@ def plain_name(value: Any, what: str) -> str:
 
 
 def list_of(value: Any, what: str) -> list[Any]:
+    """Returns `value` if it is a list. Raises MalformedError, which names `what`."""
     if not isinstance(value, list):
         raise MalformedError(f"{what} is {_shown(value)}; expected a list")
     return value
 
 
 def table_of(value: Any, what: str) -> dict[str, Any]:
+    """Returns `value` if it is a table. Raises MalformedError, which names `what`."""
     if not isinstance(value, dict):
         raise MalformedError(f"{what} is {_shown(value)}; expected a table")
     return value

@@ -41,8 +41,8 @@ unsigned char* address_of(const Job& job, std::size_t row, std::size_t column) {
          offset * static_cast<std::ptrdiff_t>(item_nbytes(job.out_format));
 }
 
-// Stores columns of a tile whose rows are `kTileColumns` elements apart; `out` gives the address of a
-// column's first element.
+// Stores columns of a tile whose rows are `kTileColumns` elements apart; `out` returns the address
+// of a column's first element.
 template <class Element, class Address>
 void store_columns(const Element* tile, std::size_t num_rows, std::size_t column,
                    std::size_t num_columns, std::ptrdiff_t stride, const Address& out) {
@@ -183,7 +183,8 @@ void run(const Job& job, std::size_t num_threads, std::string_view simd) {
       job.code_format == CodeFormat::kFp8 ? table.fp8[format] : table.four_bits[product][format];
   const bool is_by_rows = job.column_stride == 1 || job.num_columns == 1;
   const std::size_t band_columns = std::min(job.num_columns, kItemNumel);
-  const Bands bands(job, is_by_rows ? std::max<std::size_t>(1, kItemNumel / band_columns) : kTileRows,
+  const std::size_t rows_of_item = std::max<std::size_t>(1, kItemNumel / band_columns);
+  const Bands bands(job, is_by_rows ? rows_of_item : kTileRows,
                     is_by_rows ? band_columns : kItemNumel / kTileRows);
   const std::size_t num_worth = (numel + kItemNumel - 1) / kItemNumel;
   update::process_pool().run(bands.count(), std::min(num_threads, num_worth),

@@ -26,8 +26,8 @@ struct Job {
   std::size_t block_rows = 1;
   std::size_t block_columns = 1;
 
-  // Four bits: a scale per `group` codes, counted from the first code of all. The product of a value
-  // and a scale is rounded to `product_format`, then to the format of the output.
+  // Four bits: a scale per `group` codes, counted from the first code of all. The product of a
+  // value and a scale is rounded to `product_format`, then to the format of the output.
   std::size_t group = 1;
   bool is_high_first = false;  // Which half of a byte holds the first of its two codes.
   float values[16] = {};

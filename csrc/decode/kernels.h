@@ -1,5 +1,5 @@
-// The table of kernels of one instruction set. As in update/kernels.h, everything with code in it is
-// in unnamed namespaces.
+// The table of kernels of one instruction set. As in update/kernels.h, everything with code in it
+// is in unnamed namespaces.
 #pragma once
 
 #include "decode.h"

@@ -1,4 +1,5 @@
-// Compiled for its instruction set when CMake could; called only where update/dispatch.cpp found it.
+// Compiled for its instruction set when CMake could; called only where update/dispatch.cpp found
+// it.
 #if defined(__AVX2__) && defined(__FMA__)
 
 #include <immintrin.h>

@@ -1,4 +1,5 @@
-// Compiled for its instruction set when CMake could; called only where update/dispatch.cpp found it.
+// Compiled for its instruction set when CMake could; called only where update/dispatch.cpp found
+// it.
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
 
 #include <immintrin.h>

@@ -10,7 +10,7 @@
 namespace infinity::decode {
 namespace {
 
-// Of the compiler, not of the library: a shared copy of std::bit_cast could be of any instruction set.
+// Not std::bit_cast, of which the linker could keep a copy for another instruction set.
 template <class To, class From>
 To cast(From value) noexcept {
   return __builtin_bit_cast(To, value);

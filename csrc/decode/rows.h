@@ -1,4 +1,4 @@
-// The decoding of one row, for every instruction set: `Lookup` says how four-bit codes become elements.
+// The decoding of one row; `Lookup` of an instruction set turns four-bit codes into elements.
 #pragma once
 
 #include <type_traits>
@@ -37,7 +37,8 @@ void fp8_row(const Job& job, std::size_t row, std::size_t column, std::size_t nu
 
 // The 16 elements that codes of one scale stand for.
 template <class Product, class Out>
-inline constexpr bool kIsRoundedOnce = std::is_same_v<Product, Fp32> || std::is_same_v<Product, Out>;
+inline constexpr bool kIsRoundedOnce =
+    std::is_same_v<Product, Fp32> || std::is_same_v<Product, Out>;
 
 template <class Product, class Out>
 struct Table {
@@ -85,7 +86,7 @@ void four_bit_row(const Job& job, std::size_t row, std::size_t column, std::size
 
 // Looks up one element at a time.
 struct ScalarLookup {
-  // Decodes codes from the start of a byte on, as many pairs as `numel` has. Returns how many codes.
+  // Decodes the pairs among `numel` codes, from the start of a byte on. Returns how many codes.
   template <class Product, class Out>
   static std::size_t pairs(const float* values, float scale, const std::uint8_t* codes,
                            std::size_t numel, bool is_high_first,

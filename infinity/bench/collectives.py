@@ -132,7 +132,7 @@ _OPERATIONS: dict[
         lambda ranks: bool((ranks.whole == _total(ranks)).all()),
         lambda n: 2 * (n - 1) / n,
     ),
-    "exchange": (_exchange, _is_exchanged, lambda n: 0.5),
+    "exchange": (_exchange, _is_exchanged, lambda _: 0.5),
 }
 
 

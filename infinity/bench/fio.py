@@ -28,7 +28,7 @@ Access = Literal["sequential", "strided", "random"]
 
 @dataclass(frozen=True, slots=True)
 class FioSettings:
-    """What is varied to find fio's best: bytes of one request, and how many are in flight.
+    """Settings that are varied to find fio's best: bytes of a request, and requests in flight.
 
     `access` "strided" leaves out every other block, "random" jumps between blocks.
     """
@@ -50,10 +50,12 @@ CANDIDATES = tuple(
 
 
 def is_installed() -> bool:
+    """Whether the program fio is on the path."""
     return shutil.which("fio") is not None
 
 
 def version() -> str | None:
+    """Returns the version that fio reports; None without fio."""
     if not is_installed():
         return None
     return subprocess.run(
@@ -103,7 +105,10 @@ def _rw(kind: TransferKind, settings: FioSettings) -> str:
 
 
 def environment(*, huge_pages: bool) -> dict[str, str]:
-    """What makes fio's malloc ask for transparent huge pages, as the arena does. glibc 2.35."""
+    """Returns an environment in which fio's malloc asks for huge pages, as the arena does.
+
+    Source: glibc 2.35, glibc.malloc.hugetlb.
+    """
     word = f"glibc.malloc.hugetlb={int(huge_pages)}"
     return {**os.environ, "GLIBC_TUNABLES": word}
 

@@ -65,7 +65,7 @@ class StreamingScale:
 
 
 class ArenaCopy:
-    """What the tiers do when bytes move inside the host: one tensor copied into another."""
+    """Copies one tensor into another, as the tiers do when bytes move inside the host."""
 
     name = "tensor copy"
 
@@ -137,7 +137,7 @@ def _measure(
 
 
 def _stepped(start: torch.Tensor) -> torch.Tensor:
-    """What PyTorch makes of the same weights, gradients and zero moments."""
+    """Returns PyTorch's update of the same weights, with the same gradients and zero moments."""
     weight = start.clone().requires_grad_()
     weight.grad = start.clone()
     torch.optim.AdamW(

@@ -48,7 +48,7 @@ class DriveSite:
 
     @property
     def note(self) -> str:
-        """What a reader must know to believe a figure; empty when there is nothing to say."""
+        """A remark without which a figure misleads; empty if the figure needs none."""
         if not all(self.scratch.is_direct):
             return "buffered: this is the page cache"
         return self._fio_note
@@ -113,7 +113,7 @@ class DriveSite:
 
 
 def has_raw_ring() -> bool:
-    """Whether the ceiling of the raw ring can be measured here."""
+    """Returns True if the ceiling of the raw ring can be measured on this machine."""
     return is_built() and explain_missing_uring() is None
 
 

@@ -28,7 +28,7 @@ def fill(memory: memoryview, *, offset_nbytes: int, seed: int) -> None:
 
 
 def matches(memory: memoryview, *, offset_nbytes: int, seed: int) -> bool:
-    """Whether every byte is what `fill` writes."""
+    """Returns True if every byte is the one that `fill` writes."""
     wanted = np.empty_like(_BASE)
     for words, base, mask in _chunks(memory, offset_nbytes, seed):
         np.bitwise_xor(base, mask, out=wanted[: len(words)])

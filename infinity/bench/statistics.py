@@ -20,6 +20,7 @@ class SampleSummary:
 
 
 def summarize(values: Sequence[float]) -> SampleSummary:
+    """Returns median, extremes and number of the values."""
     return SampleSummary(statistics.median(values), min(values), max(values), len(values))
 
 

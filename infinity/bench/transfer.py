@@ -205,8 +205,10 @@ def prepare(files: FileSet, moves: Sequence[TransferMove], seed: int) -> None:
 
 
 def compare(files: FileSet, moves: Sequence[TransferMove], seed: int) -> bool:
-    """Whether memory and file hold what they should after the moves. Reads back what was written,
-    into poisoned memory."""
+    """Returns True if memory and files hold the right bytes after the moves.
+
+    Reads what was written back into poisoned memory.
+    """
     spans = _spans(moves)
     written = [span for span in spans if span.operation == "write"]
     for span in written:

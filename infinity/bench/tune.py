@@ -91,7 +91,7 @@ Rates = Mapping[TransferKind, Mapping[Who, Sequence[float]]]
 
 @dataclass(frozen=True, slots=True)
 class PathBandwidth:
-    """What one directory's drive does through the engine with the chosen settings, in GB/s."""
+    """Bandwidth of one directory's drive through the engine with the chosen settings, in GB/s."""
 
     path: str
     read: SampleSummary
@@ -100,7 +100,7 @@ class PathBandwidth:
 
     @property
     def combined_gb_per_s(self) -> float:
-        """Of reading and then writing the same bytes, which is what a step does to state."""
+        """Bandwidth of reading and then writing the same bytes, as a step does with state."""
         return 2 / (1 / self.read.median + 1 / self.write.median)
 
 

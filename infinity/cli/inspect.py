@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -60,13 +60,7 @@ def inspect(
         _remove(directory, swaps)
         return
     if not swaps and not has_commits and directory.is_dir() and not any(directory.iterdir()):
-        if as_json:
-            typer.echo(json.dumps({"swap": None, "ranks": [], "commits": []}, indent=2))
-        else:
-            typer.echo(
-                f"{directory}: empty. There is no checkpoint; of a swap directory nothing else is "
-                "to be expected, as a job that ends well leaves nothing in it"
-            )
+        _print_empty(directory, as_json=as_json)
         return
     is_swap = bool(swaps) or has_commits
     found = [
@@ -76,11 +70,7 @@ def inspect(
     ]
     if as_json:
         rows = [each.to_dict() for each in found]
-        own = [swap.to_dict() for swap in swaps if swap.path == str(directory)]
-        ranks = [swap.to_dict() for swap in swaps if swap.path != str(directory)]
-        tables = {"swap": own[0] if own else None, "ranks": ranks, "commits": rows}
-        answer = tables if is_swap else rows
-        typer.echo(json.dumps(answer, indent=2))
+        typer.echo(json.dumps(_tables(directory, swaps, rows) if is_swap else rows, indent=2))
     else:
         for swap in swaps:
             _print_swap(swap)
@@ -90,6 +80,25 @@ def inspect(
             _print(each)
     if not all(each.is_whole for each in found) or any(each.faults for each in swaps):
         raise typer.Exit(1)
+
+
+def _print_empty(directory: Path, *, as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps({"swap": None, "ranks": [], "commits": []}, indent=2))
+    else:
+        typer.echo(
+            f"{directory}: empty. There is no checkpoint; of a swap directory nothing else is "
+            "to be expected, as a job that ends well leaves nothing in it"
+        )
+
+
+def _tables(
+    directory: Path, swaps: list[SwapContents], commits: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """Returns the content of a swap directory for JSON: its own, that of ranks, committed steps."""
+    own = [swap.to_dict() for swap in swaps if swap.path == str(directory)]
+    ranks = [swap.to_dict() for swap in swaps if swap.path != str(directory)]
+    return {"swap": own[0] if own else None, "ranks": ranks, "commits": commits}
 
 
 def _commit_places(directory: Path) -> list[Path]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,7 +11,7 @@ import typer
 
 from infinity.config import SwapConfig
 from infinity.config.extras import require_transformers
-from infinity.errors import ConfigError
+from infinity.errors import CapacityError, ConfigError
 
 _UNITS = {"k": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 # The tiers of a model by name without a file: state that fits stays in host memory.
@@ -19,94 +19,301 @@ _DEFAULTS: dict[str, Any] = {
     "tiers": {"host": {"capacity": "85%"}},
     "precision": {"compute": "bfloat16"},
 }
+_ADAPTER_MICRO_BATCH = 8  # Sequences; of 2,048 tokens, enough for each of some hundred experts.
 _KINDS = ("parameters", "master", "moments", "gradients")
 
 
-def plan(
-    config: Annotated[
-        Path | None,
-        typer.Argument(metavar="[CONFIG]", help="A configuration file; optional with --model."),
-    ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option("--model", metavar="NAME", help="A shipped model, or a .toml of shapes."),
-    ] = None,
-    params: Annotated[
-        str | None,
-        typer.Option("--params", metavar="N", help="A GPT-like model of this size, such as 1T."),
-    ] = None,
-    hardware: Annotated[
-        str | None,
-        typer.Option(
-            "--hardware", metavar="NAME", help="A shipped machine, or a .toml. Default: this one."
-        ),
-    ] = None,
-    tokens: Annotated[
-        int | None,
-        typer.Option(
-            "--tokens",
-            min=1,
-            help="Tokens of a micro-batch, on all devices together; with --ranks, of each.",
-        ),
-    ] = None,
-    sequence: Annotated[
-        int | None, typer.Option("--sequence", min=1, help="Tokens of a sequence.")
-    ] = None,
-    accumulation: Annotated[
-        int | None, typer.Option("--accumulation", min=1, help="Micro-batches a step.")
-    ] = None,
-    ranks: Annotated[
-        int,
-        typer.Option("--ranks", min=1, help="Ranks on the node that state is divided over."),
-    ] = 1,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Replace one value of the file."),
-    ] = None,
-    plot: Annotated[
-        Path | None, typer.Option("--plot", metavar="PNG", help="Draw the simulated step.")
-    ] = None,
-    show: Annotated[
-        bool, typer.Option("--list", help="List the machines and models that are shipped.")
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
-) -> None:
-    """Predict a training step without running it: placement, duration, and useful changes.
+_Config = Annotated[
+    Path | None,
+    typer.Argument(metavar="[CONFIG]", help="A configuration file; optional with --model."),
+]
+_Model = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        metavar="NAME",
+        help="A shipped model, a .toml of shapes, or the directory of a downloaded model.",
+    ),
+]
+_Params = Annotated[
+    str | None,
+    typer.Option("--params", metavar="N", help="A GPT-like model of this size, such as 1T."),
+]
+_Hardware = Annotated[
+    str | None,
+    typer.Option(
+        "--hardware", metavar="NAME", help="A shipped machine, or a .toml. Default: this one."
+    ),
+]
+_Lora = Annotated[
+    int | None,
+    typer.Option("--lora", min=1, help="Freeze the model; train a LoRA adapter of this rank."),
+]
+_Experts = Annotated[
+    bool, typer.Option("--experts", help="With an adapter: adapt the routed experts, too.")
+]
+_Drives = Annotated[
+    int | None,
+    typer.Option(
+        "--drives",
+        min=1,
+        help="Drives that hold the frozen checkpoint. Default: those that hold the directory's "
+        "files; all for a shipped model.",
+    ),
+]
+_Tokens = Annotated[
+    int | None,
+    typer.Option(
+        "--tokens",
+        min=1,
+        help="Tokens of a micro-batch, on all devices together; with --ranks, of each. With an "
+        "adapter: tokens of a step.",
+    ),
+]
+_Sequence = Annotated[int | None, typer.Option("--sequence", min=1, help="Tokens of a sequence.")]
+_Accumulation = Annotated[
+    int | None, typer.Option("--accumulation", min=1, help="Micro-batches a step.")
+]
+_DataTokens = Annotated[
+    str | None,
+    typer.Option("--data-tokens", metavar="N", help="Tokens of all data, such as 10M: how long?"),
+]
+_Examples = Annotated[
+    str | None,
+    typer.Option("--examples", metavar="N", help="Sequences of all data, such as 50k: how long?"),
+]
+_Ranks = Annotated[
+    int, typer.Option("--ranks", min=1, help="Ranks on the node that state is divided over.")
+]
+_Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Replace one value of the file."),
+]
+_Plot = Annotated[
+    Path | None, typer.Option("--plot", metavar="PNG", help="Draw the simulated step.")
+]
+_Show = Annotated[
+    bool, typer.Option("--list", help="List the machines and models that are shipped.")
+]
+_AsJson = Annotated[bool, typer.Option("--json", help="Print everything as JSON.")]
 
-    The model is that of CONFIG, or one given by its shapes. The machine is this one, measured in a
-    few seconds, or one described in a file. Nothing is trained and nothing stays on the drives.
+
+def plan(
+    config: _Config = None,
+    model: _Model = None,
+    params: _Params = None,
+    hardware: _Hardware = None,
+    lora: _Lora = None,
+    experts: _Experts = False,
+    drives: _Drives = None,
+    tokens: _Tokens = None,
+    sequence: _Sequence = None,
+    accumulation: _Accumulation = None,
+    data_tokens: _DataTokens = None,
+    examples: _Examples = None,
+    ranks: _Ranks = 1,
+    overrides: _Overrides = None,
+    plot: _Plot = None,
+    show: _Show = False,
+    as_json: _AsJson = False,
+) -> None:
+    """Predict a training step without running it: what fits, how long, and what would help.
+
+    The model is that of CONFIG, one given by its shapes, or a directory that was downloaded. The
+    machine is this one, measured in a few seconds, or one described in a file. Nothing is trained
+    and nothing stays on the drives.
     """
-    from infinity.plan import advise, forecast, load_hardware, report
     from infinity.plan.files import shipped_in
 
     if show:
         for folder in ("hardware", "models"):
             typer.echo(f"{folder}: {', '.join(shipped_in(folder))}")
         return
-    if model is not None and params is not None:
-        raise ConfigError("expected --model or --params, got both; leave one out")
+    _refuse(config, model, params, data_tokens, examples)
     by_name = model is not None or params is not None
-    if config is None and not by_name:
-        raise ConfigError("expected CONFIG, --model or --params; `infinity plan --list` has names")
-    loaded = _load(config, overrides or [], has_nvme=_has_nvme(hardware))
-    shape = _model(loaded, model, params)
+    frozen_by = _adapter_settings(lora, experts)
+    subject = Subject.of(config, model, params)
+    loaded = _load(subject, [*(overrides or []), *frozen_by], hardware)
+    shape, shard_drives = subject.model(loaded, drives)
     batch = _batch(loaded, tokens, sequence, accumulation, by_name=by_name)
-    if hardware is not None:
-        machine = load_hardware(hardware)
-    else:
-        from infinity.plan.measure import measure
+    machine = _machine(hardware, loaded, shape, batch, subject)
+    count = data_tokens or examples
+    data = None if count is None else parse_count(count, "--data-tokens")
+    if data is not None and examples is not None:
+        data *= batch.sequence_length
+    _show(Request(loaded, shape, machine, batch, ranks, shard_drives, data), plot, as_json=as_json)
 
-        machine = measure(loaded, shape, batch)
-    found = forecast(loaded, shape, machine, batch, num_ranks=ranks)
-    advice = advise(loaded, shape, found)
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """Everything that a plan is made of. `data_tokens` of data are passed once."""
+
+    config: SwapConfig
+    model: Any
+    hardware: Any
+    batch: Any
+    num_ranks: int
+    shard_drives: int | None
+    data_tokens: int | None
+
+
+def _show(request: Request, plot: Path | None, *, as_json: bool) -> None:
+    from infinity.plan import advise, report
+    from infinity.plan.answer import answer
+
+    found = _forecast(request, request.shard_drives)
+    said = answer(found, request.data_tokens, _on_other_drives(request))
+    advice = advise(request.config, request.model, found)
     if as_json:
-        typer.echo(json.dumps(report.to_dict(found, advice), indent=1))
+        typer.echo(json.dumps(report.to_dict(found, said, advice), indent=1))
     else:
-        typer.echo(report.to_text(found, advice))
+        typer.echo(report.to_text(found, said, advice))
     if plot is not None:
         from infinity.plan import gantt
 
         gantt.save(found, plot)
+
+
+def _forecast(request: Request, shard_drives: int | None) -> Any:
+    from infinity.plan import forecast
+
+    return forecast(
+        request.config,
+        request.model,
+        request.hardware,
+        request.batch,
+        num_ranks=request.num_ranks,
+        shard_drives=shard_drives,
+    )
+
+
+def _on_other_drives(request: Request) -> Any:
+    """Returns the forecast with the checkpoint on all drives if it is on fewer, else on one; None
+    where that makes no difference or does not fit."""
+    nvme = request.hardware.nvme
+    if request.model.frozen is None or nvme is None or nvme.drives == 1:
+        return None
+    if nvme.checkpoint_read_gb_per_s is not None:
+        return None  # It is on drives of its own, whose number is not known.
+    is_spread = request.shard_drives in (None, nvme.drives)
+    try:
+        return _forecast(request, 1 if is_spread else None)
+    except CapacityError:
+        return None
+
+
+def _refuse(
+    config: Path | None, model: str | None, params: str | None, data_tokens: Any, examples: Any
+) -> None:
+    if model is not None and params is not None:
+        raise ConfigError("expected --model or --params, got both; leave one out")
+    if config is None and model is None and params is None:
+        raise ConfigError("expected CONFIG, --model or --params; `infinity plan --list` has names")
+    if data_tokens is not None and examples is not None:
+        raise ConfigError("expected --data-tokens or --examples, got both; leave one out")
+
+
+def _adapter_settings(lora: int | None, experts: bool) -> list[str]:
+    settings = [] if lora is None else [f"adapter.rank={lora}"]
+    return settings + (["adapter.experts=true"] if experts else [])
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """The model that a plan is about. `directory` is one that was downloaded."""
+
+    file: Path | None
+    name: str | None
+    params: str | None
+    directory: Any
+
+    @classmethod
+    def of(cls, file: Path | None, name: str | None, params: str | None) -> Subject:
+        """Reads the directory, if the name is one. Raises ConfigError as `read_directory`."""
+        from infinity.plan.directory import read_directory
+
+        is_directory = name is not None and not name.endswith(".toml") and Path(name).is_dir()
+        return cls(file, name, params, read_directory(Path(str(name))) if is_directory else None)
+
+    def model(self, config: SwapConfig, drives: int | None) -> tuple[Any, int | None]:
+        """Returns the planned model, and the drives that hold its checkpoint (None: all)."""
+        import torch
+
+        from infinity.plan import load_model, scaled_gpt
+        from infinity.plan.model import model_of_config, model_of_shape
+        from infinity.state.moments import moments_of
+
+        dtype = getattr(torch, config.precision.compute_dtype)
+        moments = moments_of(config)
+        if config.adapter is not None:
+            return self._frozen(config, dtype, drives)
+        if drives is not None:
+            raise ConfigError("--drives is for an adapter's frozen checkpoint; add --lora RANK")
+        if self.directory is not None:
+            return model_of_shape(self.directory.shape, dtype, moments), None
+        if self.name is not None:
+            return load_model(self.name, dtype, moments), None
+        if self.params is not None:
+            shape = scaled_gpt(parse_count(self.params))
+            return model_of_shape(shape, dtype, moments), None
+        config.require("model", "data", "train")
+        require_transformers("infinity plan of a file's [model]")
+        return model_of_config(config), None
+
+    def directory_of(self, config: SwapConfig) -> Any:
+        """Returns the directory that was named, or that of the file's frozen model; None for a
+        model by its shapes."""
+        if self.file is None or self.name is not None or self.params is not None:
+            return self.directory
+        return None if config.adapter is None else _directory_of_file(config)
+
+    def _frozen(self, config: SwapConfig, dtype: Any, drives: int | None) -> tuple[Any, int | None]:
+        from infinity.plan import scaled_gpt
+        from infinity.plan.frozen import frozen_model
+        from infinity.plan.model import load_shape
+        from infinity.plan.stored import stored_of_shape
+        from infinity.state.moments import moments_of
+
+        assert config.adapter is not None
+        directory = self.directory_of(config)
+        if directory is not None:
+            shape, stored = directory.shape, directory.stored
+            drives = drives or directory.num_drives
+        else:
+            shape = (
+                load_shape(self.name)
+                if self.name is not None
+                else scaled_gpt(parse_count(str(self.params)))
+            )
+            stored = stored_of_shape(shape)
+        planned = frozen_model(shape, stored, config.adapter, dtype, moments_of(config))
+        return planned, drives
+
+
+def _directory_of_file(config: SwapConfig) -> Any:
+    from infinity.plan.directory import read_directory
+
+    if config.model is None or config.model.path is None:
+        raise ConfigError(
+            "adapter: expected model.path, the directory of the frozen model; got none. Without a "
+            "directory, plan a shipped model with --model"
+        )
+    return read_directory(config.model.path)
+
+
+def _machine(name: str | None, config: SwapConfig, model: Any, batch: Any, subject: Subject) -> Any:
+    from infinity.plan import load_hardware
+
+    if name is not None:
+        return load_hardware(name)
+    from infinity.plan.measure import measure
+    from infinity.plan.measure_files import with_checkpoint_drives
+
+    machine = measure(config, model, batch)
+    directory = subject.directory_of(config)
+    if config.adapter is None or directory is None:
+        return machine
+    return with_checkpoint_drives(machine, directory.files)
 
 
 def _has_nvme(hardware: str | None) -> bool:
@@ -115,40 +322,35 @@ def _has_nvme(hardware: str | None) -> bool:
     return hardware is not None and load_hardware(hardware).nvme is not None
 
 
-def _load(config: Path | None, overrides: list[str], *, has_nvme: bool) -> SwapConfig:
+def _load(subject: Subject, overrides: list[str], hardware: str | None) -> SwapConfig:
     from infinity.cli.train import override
     from infinity.config.source import ConfigSource, read_file
     from infinity.training.settle import settle
 
-    if config is not None:
-        table, source = read_file(config)
+    if subject.file is not None:
+        table, source = read_file(subject.file)
     else:
         import copy
 
         table, source = copy.deepcopy(_DEFAULTS), ConfigSource()
-        if has_nvme:
+        if _has_nvme(hardware):
             table["tiers"]["nvme"] = [{"path": "/mnt/nvme"}]
             table["placement"] = {kind: ["host", "nvme"] for kind in _KINDS}
     for text in overrides:
         override(table, text)
+    if subject.directory is not None and subject.directory.is_quantised:
+        table.setdefault("adapter", {})  # Codes cannot be trained.
+    if subject.file is None and "adapter" in table:
+        _train_by_layers(table)
     return settle(SwapConfig.from_table(table, source))
 
 
-def _model(config: SwapConfig, name: str | None, params: str | None) -> Any:
-    import torch
-
-    from infinity.plan import load_model, scaled_gpt
-    from infinity.plan.model import model_of_config, model_of_shape
-    from infinity.state.moments import moments_of
-
-    dtype = getattr(torch, config.precision.compute_dtype)
-    if name is not None:
-        return load_model(name, dtype, moments_of(config))
-    if params is not None:
-        return model_of_shape(scaled_gpt(parse_count(params)), dtype, moments_of(config))
-    config.require("model", "data", "train")
-    require_transformers("infinity plan of a file's [model]")
-    return model_of_config(config)
+def _train_by_layers(table: dict[str, Any]) -> None:
+    """Sets the order in which adapters train: all micro-batches pass a block together."""
+    schedule = table.setdefault("schedule", {})
+    schedule.setdefault("micro_batch", _ADAPTER_MICRO_BATCH)
+    tiers = ["host", "nvme"] if "nvme" in table["tiers"] else ["host"]
+    table.setdefault("placement", {}).setdefault("activations", tiers)
 
 
 def _batch(
@@ -166,7 +368,10 @@ def _batch(
     own = UNKNOWN_BATCH if by_name else batch_of(config)
     if own == UNKNOWN_BATCH:
         sequence = sequence or 2048
-        return Batch(tokens or 16 * sequence, sequence, accumulation or 1)
+        num_tokens = tokens or 16 * sequence
+        if config.adapter is not None and config.schedule.micro_batch is not None:
+            return Batch(num_tokens * (accumulation or 1), sequence)
+        return Batch(num_tokens, sequence, accumulation or 1)
     sequence = sequence or own.sequence_length
     return replace(
         own,
@@ -176,8 +381,8 @@ def _batch(
     )
 
 
-def parse_count(text: str) -> int:
-    """Returns a number of parameters: "7B", "1.5T", "124M", "350000". Raises ConfigError."""
+def parse_count(text: str, option: str = "--params") -> int:
+    """Returns a number: "7B", "1.5T", "124M", "350000". Raises ConfigError."""
     number, unit = text[:-1], text[-1:]
     if unit.isdigit():
         number, unit = text, ""
@@ -186,5 +391,5 @@ def parse_count(text: str) -> int:
     except (ValueError, OverflowError):
         count = 0
     if count < 1:
-        raise ConfigError(f"--params {text!r}: expected a number such as 124M, 70B or 1T")
+        raise ConfigError(f"{option} {text!r}: expected a number such as 124M, 70B or 1T")
     return count

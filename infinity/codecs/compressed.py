@@ -51,7 +51,7 @@ class CompressedScheme:
             raise ConfigError(f"{where}: expected config_groups of compressed-tensors, got none")
         for key in ("sparsity_config", "transform_config"):
             table = quantization.get(key)
-            if table and table.get("format", "") != "dense":
+            if table and not (isinstance(table, dict) and table.get("format") == "dense"):
                 raise ConfigError(f"{where}: no codec knows {key} of compressed-tensors: {table}")
         default = quantization.get("format")
         self._groups = [
@@ -81,7 +81,7 @@ class CompressedScheme:
     def _add_int4(self, found: FoundTensors, name: str) -> None:
         packed, scale = f"{name}_packed", f"{name}_scale"
         dtype, stored = _scale_of(found, name, ("BF16", "F16", "F32"))
-        shape = found.headers[packed][1]
+        shape = found.matrix(packed)
         logical = (*shape[:-1], 8 * shape[-1])
         sizes = {group.size or logical[-1] for group in self._groups if group.kind == "int4"}
         per_row = stored[-1] if stored else 0
@@ -99,10 +99,10 @@ class CompressedScheme:
         packed, scale = f"{name}_packed", f"{name}_scale"
         if all(group.kind != "mxfp4" for group in self._groups):
             raise found.error(f"{packed!r} is U8, and config.json has no group of MXFP4")
-        shape = found.headers[packed][1]
+        shape = found.matrix(packed)
         logical = (*shape[:-1], 2 * shape[-1])
         dtype, _ = _scale_of(found, name, ("U8", "F8_E8M0"))
-        codes, scales = Mxfp4Blocks().parts(logical)
+        codes, scales = found.parts(name, Mxfp4Blocks(), logical)
         parts = (codes, StoredPart(scales.suffix, dtype, scales.shape))
         aside = (f"{name}_shape",)
         found.add(name, Mxfp4Blocks(), logical, (packed, scale), parts=parts, aside=aside)
@@ -116,7 +116,7 @@ class CompressedScheme:
             if group.kind != "fp8":
                 continue
             codec = Fp8Blocks(group.block, dtype)
-            codes, scales = codec.parts(shape)
+            codes, scales = found.parts(name, codec, shape)
             if _squeezed(scales.shape) == _squeezed(stored) or scales.shape == stored:
                 parts = (codes, StoredPart(scales.suffix, dtype, stored))
                 aside = (f"{stem}input_scale",)

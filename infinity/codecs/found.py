@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from infinity.codecs.part import Codec, Shape, StoredPart, stored_nbytes
+from infinity.codecs.part import Codec, Shape, StoredPart, parts_of, stored_nbytes
 from infinity.codecs.plain import Plain
 from infinity.errors import ConfigError
 
@@ -73,7 +73,7 @@ class FoundTensors:
 
         Raises ConfigError if a stored tensor is missing, or has another dtype or shape.
         """
-        for part, stored in zip(parts or codec.parts(shape), names, strict=True):
+        for part, stored in zip(parts or self.parts(name, codec, shape), names, strict=True):
             self._check(codec, part, stored)
         if name in self.logical or not self._used.isdisjoint(names):
             raise self.error(f"{name!r} is stored twice")
@@ -93,6 +93,20 @@ class FoundTensors:
                 f"{name!r} is {dtype} {shape}; {codec.format} needs {part.dtype} {part.shape}. Do "
                 "config.json and the files belong together?"
             )
+
+    def parts(self, name: str, codec: Codec, shape: Shape) -> tuple[StoredPart, ...]:
+        """Returns `codec.parts(shape)`. Raises ConfigError, with the name, as that does."""
+        try:
+            return parts_of(codec, shape)
+        except ConfigError as error:
+            raise self.error(f"{name!r}: {error}") from None
+
+    def matrix(self, name: str) -> Shape:
+        """Returns the shape of a stored tensor. Raises ConfigError if it is no matrix."""
+        shape = self.headers[name][1]
+        if len(shape) < 2:
+            raise self.error(f"{name!r} has shape {shape}; codes are those of matrices")
+        return shape
 
     def unused(self, suffix: str) -> list[str]:
         """Returns the names with this end that belong to no logical tensor yet."""
@@ -115,10 +129,16 @@ class FoundTensors:
                 )
 
     def add_plain(self) -> None:
-        """Adds every tensor that belongs to no logical tensor yet as one of its own."""
+        """Adds every tensor that belongs to no logical tensor yet as one of its own.
+
+        Raises ConfigError for one that is also quantised.
+        """
         for name, (dtype, shape) in self.headers.items():
-            if name not in self._used:
-                self.logical[name] = Encoded(Plain(dtype), (name,), shape)
+            if name in self._used:
+                continue
+            if name in self.logical:
+                raise self.error(f"{name!r} is stored twice: quantised and as numbers")
+            self.logical[name] = Encoded(Plain(dtype), (name,), shape)
 
     def error(self, text: str) -> ConfigError:
         """Returns an error that begins with `where`."""

@@ -20,10 +20,10 @@ from infinity.codecs.part import (
     typed,
 )
 from infinity.codecs.rounding import (
+    decode_by_values,
     exponents_of,
     fp32_to_e8m0,
     scales_to_fp32,
-    store,
 )
 
 _LARGEST = 448.0  # Of E4M3.
@@ -70,7 +70,7 @@ class Fp8Blocks:
         if native.runs(parts, out):
             native.decode_fp8(parts, shape, out, block=self._block(shape), scale=self.scale)
         else:
-            store(self.values(parts, shape), out)
+            decode_by_values(self, parts, shape, out)
 
     def values(self, parts: Sequence[torch.Tensor], shape: Shape) -> torch.Tensor:
         codes = typed(parts[0], torch.float8_e4m3fn).view(shape).float()

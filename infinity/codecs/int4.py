@@ -19,7 +19,7 @@ from infinity.codecs.part import (
     matrix_of,
     typed,
 )
-from infinity.codecs.rounding import store
+from infinity.codecs.rounding import decode_by_values
 from infinity.errors import ConfigError
 
 _CODES_PER_WORD = 8
@@ -62,7 +62,7 @@ class Int4Groups:
         if native.runs(parts, out):
             native.decode_int4(parts, shape, out, group=self.group, scale=self.scale)
         else:
-            store(self.values(parts, shape), out)
+            decode_by_values(self, parts, shape, out)
 
     def values(self, parts: Sequence[torch.Tensor], shape: Shape) -> torch.Tensor:
         packed = parts[0]  # Words are little-endian, so bytes hold codes lowest first too.

@@ -18,7 +18,7 @@ from infinity.codecs.part import (
     flat_bytes,
     matrix_of,
 )
-from infinity.codecs.rounding import e8m0_to_fp32, exponents_of, fp32_to_e8m0, store
+from infinity.codecs.rounding import decode_by_values, e8m0_to_fp32, exponents_of, fp32_to_e8m0
 from infinity.errors import ConfigError
 
 BLOCK = 32
@@ -77,7 +77,7 @@ class Mxfp4Blocks:
             stored, turned = self._stored(shape), self._turned(out)
             native.decode_mxfp4(parts, stored, turned, block=BLOCK, values=E2M1_VALUES)
         else:
-            store(self.values(parts, shape), out)
+            decode_by_values(self, parts, shape, out)
 
     def values(self, parts: Sequence[torch.Tensor], shape: Shape) -> torch.Tensor:
         codes = torch.stack([parts[0] & 15, parts[0] >> 4], dim=-1)

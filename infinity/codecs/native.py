@@ -138,8 +138,8 @@ def _matrices(shape: Shape) -> tuple[int, int, int]:
 
 def _output(out: torch.Tensor) -> tuple[int, str, tuple[int, int, int]]:
     """Returns (address, format, strides of matrices, rows and columns in elements)."""
-    leading = [stride for stride, n in zip(out.stride()[:-2], out.shape[:-2], strict=True) if n > 1]
-    strides = (leading[-1] if leading else 0, out.stride(-2), out.stride(-1))
+    leading = _leading(out)
+    strides = (leading[-1][1] if leading else 0, out.stride(-2), out.stride(-1))
     return out.data_ptr(), _FLOAT_NAMES[out.dtype], strides
 
 

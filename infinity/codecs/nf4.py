@@ -19,7 +19,7 @@ from infinity.codecs.part import (
     flat_bytes,
     typed,
 )
-from infinity.codecs.rounding import store
+from infinity.codecs.rounding import decode_by_values
 
 STATE_SUFFIX = ".quant_state.bitsandbytes__nf4"
 NUM_CODES = 16
@@ -83,7 +83,7 @@ class Nf4:
             scales = self._scales(parts)
             native.decode_nf4(parts, scales, shape, out, block=self.block, stored=self.stored)
         else:
-            store(self.values(parts, shape), out)
+            decode_by_values(self, parts, shape, out)
 
     def values(self, parts: Sequence[torch.Tensor], shape: Shape) -> torch.Tensor:
         numel = math.prod(shape)

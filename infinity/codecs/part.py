@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -60,6 +61,8 @@ class Encoding:
 class Codec(Protocol):
     """Decodes and encodes the weights of one format. Frozen and hashable; holds no tensor."""
 
+    def __hash__(self) -> int: ...
+
     @property
     def format(self) -> str:
         """The name of the format in messages."""
@@ -106,6 +109,13 @@ class Codec(Protocol):
         """
 
 
+@functools.lru_cache(maxsize=4096)
+def parts_of(codec: Codec, shape: Shape) -> tuple[StoredPart, ...]:
+    """Returns `codec.parts(shape)`, remembered: a checkpoint has many weights of few shapes."""
+    return codec.parts(shape)
+
+
+@functools.lru_cache(maxsize=4096)
 def stored_nbytes(codec: Codec, shape: Shape) -> int:
     """Returns the bytes of the parts of a weight."""
     return sum(part.nbytes for part in codec.parts(shape))

@@ -75,13 +75,13 @@ class Fp8Scheme:
         self._block = (0, 0) if block is None else _two_sizes(block, where)
 
     def find(self, found: FoundTensors, read: Callable[[str], bytes]) -> None:
-        for name, (dtype, shape) in found.headers.items():
+        for name, (dtype, _) in found.headers.items():
             if dtype not in ("F8_E4M3", "I8"):
                 continue
             scale = self._scale_of(found, name)
             if dtype == "I8":
                 if scale is not None:
-                    _add_packed_fp4(found, name, scale, shape)
+                    _add_packed_fp4(found, name, scale)
                 continue
             if scale is None:
                 raise found.error(
@@ -103,10 +103,10 @@ def add_fp8(found: FoundTensors, codec: Fp8Blocks, name: str, scale: str) -> Non
 
     A single scale per matrix may be stored without the dimensions of length 1.
     """
-    shape, (dtype, scale_shape) = found.headers[name][1], found.headers[scale]
+    shape, (dtype, scale_shape) = found.matrix(name), found.headers[scale]
     if dtype not in ("F32", "BF16", "F16", "F8_E8M0"):
         raise found.error(f"{scale!r} is {dtype}; expected scales of F32, BF16, F16 or F8_E8M0")
-    codes, scales = codec.parts(shape)
+    codes, scales = found.parts(name, codec, shape)
     if codec.block == (0, 0) and [n for n in scale_shape if n > 1] == [
         n for n in scales.shape if n > 1
     ]:
@@ -116,10 +116,11 @@ def add_fp8(found: FoundTensors, codec: Fp8Blocks, name: str, scale: str) -> Non
     found.add(name, codec, shape, (name, scale), parts=(codes, scales), aside=aside)
 
 
-def _add_packed_fp4(found: FoundTensors, name: str, scale: str, shape: Shape) -> None:
+def _add_packed_fp4(found: FoundTensors, name: str, scale: str) -> None:
     """Adds an MXFP4 weight whose codes are stored as I8, and its scales as F8_E8M0."""
+    shape = found.matrix(name)
     codec, logical = Mxfp4Blocks(), (*shape[:-1], 2 * shape[-1])
-    codes, scales = codec.parts(logical)
+    codes, scales = found.parts(name, codec, logical)
     parts = (
         StoredPart("", "I8", codes.shape),
         StoredPart("_scale_inv", "F8_E8M0", scales.shape),

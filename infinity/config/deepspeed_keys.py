@@ -39,7 +39,7 @@ def _mapped(key: str, ours: str, reason: str, convert: Convert, *, whole: bool =
 
 
 def _ignored(key: str, reason: str, *, whole: bool = False) -> Rule:
-    return Rule(key, "ignored", "", reason, lambda value, _: Outcome("ignored", reason), whole)
+    return Rule(key, "ignored", "", reason, lambda *_: Outcome("ignored", reason), whole)
 
 
 def _refused(key: str, reason: str, *, whole: bool = False, neutral: tuple[Any, ...] = ()) -> Rule:

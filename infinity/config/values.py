@@ -163,7 +163,7 @@ class ValueType(ABC):
 
     @abstractmethod
     def expected(self) -> str:
-        """What a file may hold here, as a phrase that follows "expected"."""
+        """Returns the values that a file may have here, as a phrase that follows "expected"."""
 
     @abstractmethod
     def json_schema(self) -> dict[str, Any]: ...

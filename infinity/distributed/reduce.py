@@ -40,6 +40,7 @@ def wire_code(dtype: torch.dtype, number: int) -> int:
 
 
 def from_wire_code(code: int) -> tuple[torch.dtype, int]:
+    """Returns dtype and number of a contribution: the inverse of `wire_code`."""
     number, index = divmod(code, len(_WIRE_DTYPES))
     return _WIRE_DTYPES[index], number
 

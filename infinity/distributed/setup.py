@@ -87,6 +87,7 @@ class ShardingPlan:
             serving_nbytes=self.serving_nbytes,
             given_nbytes=self.given_nbytes,
             summed_nbytes=self.sums.nbytes,
+            num_sharing=self.sharing,
             **sizes,
         )
 

@@ -45,6 +45,7 @@ class Link:
 
 
 def examine(config: SwapConfig, root: Path) -> Iterator[Finding]:
+    """Yields the findings on PyTorch and on the device."""
     try:
         import torch
     except (ImportError, OSError) as error:  # OSError: one of its libraries cannot be loaded.
@@ -59,6 +60,7 @@ def examine(config: SwapConfig, root: Path) -> Iterator[Finding]:
 
 
 def check_torch(version: str | None, failure: str) -> Finding:
+    """Finds whether PyTorch can be imported. `failure`: the message of the import."""
     if version is None:
         return missing(
             "torch",

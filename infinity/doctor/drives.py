@@ -58,6 +58,7 @@ def find_numa_node(block: Path) -> int | None:
 
 
 def check_drive(path: str, drive: Drive | None) -> Finding:
+    """Describes the drive below a swap path; None if it is not visible."""
     subject = f"{path}: drive"
     if drive is None:
         return ok(subject, "not visible from here")

@@ -37,6 +37,7 @@ def find_mount(path: str, mountinfo: str) -> Mount | None:
 
 
 def check_file_system(path: str, mount: Mount | None) -> Finding:
+    """Finds whether the file system of a swap path suits swap files."""
     subject = f"{path}: file system"
     if mount is None:
         return ok(subject, "not readable")

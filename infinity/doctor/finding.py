@@ -27,14 +27,17 @@ class Finding:
 
 
 def ok(subject: str, found: str) -> Finding:
+    """Returns a finding without a fault."""
     return Finding(subject, "ok", found)
 
 
 def degraded(subject: str, found: str, *, cost: str, remedy: str = "") -> Finding:
+    """Returns a finding of something that works at a cost."""
     return Finding(subject, "degraded", found, cost, remedy)
 
 
 def missing(subject: str, found: str, *, cost: str, remedy: str = "") -> Finding:
+    """Returns a finding of something that does not work."""
     return Finding(subject, "missing", found, cost, remedy)
 
 

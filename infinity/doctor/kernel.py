@@ -20,6 +20,7 @@ _SECCOMP = {"0": "off", "1": "strict", "2": "filter"}
 
 
 def examine(config: SwapConfig, root: Path) -> Iterator[Finding]:
+    """Yields the findings on the kernel and on io_uring."""
     yield check_kernel(os.uname().release)
     yield check_uring(
         config.io.engine,

@@ -22,6 +22,7 @@ _MAX_TRIAL_NBYTES = 256 * MIB
 
 
 def examine(config: SwapConfig, root: Path) -> Iterator[Finding]:
+    """Yields the findings on host memory, huge pages and limits of locked memory."""
     memory = host_memory(root)
     arena_nbytes = config.tiers.host.budget_nbytes(memory.nbytes)
     yield check_room(memory, arena_nbytes)

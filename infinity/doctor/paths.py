@@ -33,6 +33,7 @@ class DirectTrial:
 
 
 def examine(config: SwapConfig, root: Path) -> Iterator[Finding]:
+    """Yields the findings on the swap paths of the configuration."""
     if config.tiers.nvme:
         yield check_checksums(config.io.verify, crc32c_kernels()[0])
     for tier in config.tiers.nvme:
@@ -184,6 +185,7 @@ def check_direct(path: str, direct: str, trial: DirectTrial) -> Finding:
 
 
 def check_space(tier: NvmeTier, free_nbytes: int, total_nbytes: int) -> Finding:
+    """Finds whether the free space of a swap path is as large as its capacity."""
     subject = f"{tier.path}: free space"
     if total_nbytes == 0:
         return ok(subject, "the file system does not say")

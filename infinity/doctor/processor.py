@@ -15,6 +15,7 @@ _ARM = ("asimd", "fphp", "bf16", "sve", "sve2")
 
 
 def examine(root: Path) -> Iterator[Finding]:
+    """Yields the findings on cores, instruction sets and NUMA nodes."""
     yield check_cores(len(os.sched_getaffinity(0)), cpu_quota(root))
     yield check_instructions(os.uname().machine, *describe_cpu(root))
     nodes = read_ranges(read_text(root / "sys/devices/system/node/online"))

@@ -43,7 +43,9 @@ def refuse_without_values(model: nn.Module) -> None:
                     "`with infinity.init_empty_weights(config):`, not on torch's meta device, "
                     "and attach or load "
                     "the adapter after that block, where it keeps what PEFT gives it "
-                    "(low_cpu_mem_usage=True only where a saved adapter is loaded)"
+                    "(low_cpu_mem_usage=True only where a saved adapter is loaded). A method "
+                    "whose first values come from the base's weights (CPT, DeLoRA, PiSSA) needs a "
+                    "base in memory, built outside of that block"
                 )
 
 

@@ -407,6 +407,7 @@ def check_number(name: str, value: Any, *, below: float | None = None) -> None:
 
 
 def check_betas(betas: Any) -> None:
+    """Raises ConfigError unless `betas` are two numbers from 0 to below 1."""
     if len(betas) != 2:
         raise ConfigError(f"expected two betas, got {betas}")
     for beta in betas:

@@ -19,10 +19,12 @@ _engines: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Engine]] = weakref.We
 
 
 def register(engine: Engine) -> None:
+    """Makes the engine of a model findable; the table does not keep the engine alive."""
     _engines[engine.model] = weakref.ref(engine)
 
 
 def forget(engine: Engine) -> None:
+    """Removes the engine of a model, if it is registered."""
     _engines.pop(engine.model, None)
 
 

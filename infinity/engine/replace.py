@@ -71,6 +71,7 @@ def calling_place() -> Place:
 
 
 def remember(engine: Engine, place: Place) -> None:
+    """Records the call that has made an engine."""
     _places[engine] = place
 
 

@@ -59,6 +59,7 @@ def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def register_hook(handle: Handle, hook: Any) -> Any:
+    """Registers a hook on the leaf of a handle."""
     if handle.is_gradient:
         return NotImplemented
     return _leaf_of(handle, "a hook").register_hook(hook)

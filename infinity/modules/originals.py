@@ -106,8 +106,11 @@ class Originals:
 
 
 def _follow(original: Any, handle: Handle) -> None:
-    original.requires_grad_(handle.requires_grad)
-    original.data = torch.empty(0, dtype=original.dtype, device=original.device)
+    # An original without a value has operations of its own, and no memory to give back.
+    with torch._C.DisableTorchFunctionSubclass():
+        original.requires_grad_(handle.requires_grad)
+        if not original.is_meta:
+            original.data = torch.empty(0, dtype=original.dtype, device=original.device)
 
     name = handle.name_in_model
 
@@ -117,8 +120,9 @@ def _follow(original: Any, handle: Handle) -> None:
             "which is on its tier now; run that backward before, or the forward again"
         )
 
-    if original.requires_grad:
-        original.register_hook(refuse)
+    if handle.requires_grad:
+        with torch._C.DisableTorchFunctionSubclass():
+            original.register_hook(refuse)
     original.stands_for, original.name_in_model = weakref.ref(handle), name
     # INV-23: gradients of the original go to its handle.
     original.__class__ = Follower

@@ -39,8 +39,8 @@ class TrackPicture:
     """A picture of tracks over time, from the top down.
 
     `tracks` are (label, bars). `stretches`, if any, make a row above the tracks. `edges` are
-    vertical lines. `legend` gives the meaning of colors. `end` is the right end of the time axis;
-    None: the last bar.
+    vertical lines. `legend` gives the meaning of colors. The time axis goes from `start` to `end`;
+    without `end` it shows every bar.
     """
 
     title: str
@@ -49,6 +49,7 @@ class TrackPicture:
     stretches: Sequence[NamedStretch] = ()
     edges: Sequence[float] = ()
     legend: Mapping[str, str] = field(default_factory=dict)
+    start: float = 0.0
     end: float | None = None
 
 
@@ -84,7 +85,7 @@ def paint(picture: TrackPicture, path: Path) -> None:
     axis.set_yticks(range(first, num_rows), [label for label, _ in picture.tracks])
     axis.set_ylim(num_rows - 0.5, -0.6)
     if picture.end is not None:
-        axis.set_xlim(0, picture.end)
+        axis.set_xlim(picture.start, picture.end)
     for edge in picture.edges:
         axis.axvline(edge, color="black", linewidth=0.8)
     axis.set_xlabel(picture.time_label)

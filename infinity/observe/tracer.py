@@ -176,7 +176,7 @@ class Tracer:
                 self._transfers[id(watched)] = _Transfer(number, watched, tracks, name, start_ns)
 
     def details_of(self, transfers: Iterable[object]) -> dict[str, Any]:
-        """What a stall says of the transfers it waits for: those that are not done yet."""
+        """Returns the details of a stall: the transfers in `transfers` that are not done yet."""
         with self._lock:
             found = [self._transfers.get(id(each)) for each in transfers]
         waited = [each for each in found if each is not None and not each.watched.done()]

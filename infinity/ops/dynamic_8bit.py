@@ -44,6 +44,7 @@ class State8Bit:
 
 
 def num_scales(numel: int) -> int:
+    """Returns the number of blocks, and thus of scales, of `numel` values."""
     return -(-numel // BLOCK_NUMEL)
 
 

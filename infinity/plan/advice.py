@@ -28,7 +28,10 @@ def advise(config: SwapConfig, model: PlannedModel, base: Forecast) -> list[Advi
     found = []
     for change, (changed, hardware, batch) in _changes(config, base):
         try:
-            other = forecast(changed, model, hardware, batch, num_ranks=base.num_ranks)
+            other = forecast(
+                changed, model, hardware, batch,
+                num_ranks=base.num_ranks, shard_drives=base.shard_drives,
+            )  # fmt: skip
         except InfinityError:
             continue  # An impossible change is no advice,
         if len(other.warnings) > len(base.warnings):
@@ -86,6 +89,10 @@ def _changes(config: SwapConfig, base: Forecast) -> Iterator[tuple[str, _Case]]:
             "placement.activations)",
             (_layer_major(config, hardware, batch), hardware, _as_one(batch)),
         )
+    if base.model.frozen is not None and config.schedule.micro_batch is not None:
+        more = replace(batch, num_tokens=2 * batch.num_tokens)
+        yield "twice as many tokens a step", (config, hardware, more)
+        return
     larger = replace(batch, num_tokens=2 * batch.num_tokens)
     yield "micro-batches twice as large", (config, hardware, larger)
     more = replace(batch, num_micro_batches=2 * batch.num_micro_batches)

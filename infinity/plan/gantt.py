@@ -21,6 +21,8 @@ def save(forecast: Forecast, path: Path) -> None:
     """Writes the picture, in the format of the suffix. Raises as `paint`."""
     step = forecast.step
     busy = [track for track in _TRACKS if step.busy_s.get(track)]
+    # Reads of the first units may begin long before the step, while it waits for something else.
+    margin_s = 0.03 * step.step_s
     ranks = "" if forecast.num_ranks == 1 else f", one of {forecast.num_ranks} ranks"
     picture = TrackPicture(
         title=f"{forecast.model.name} on {forecast.hardware.name}{ranks}\n"
@@ -29,6 +31,8 @@ def save(forecast: Forecast, path: Path) -> None:
         tracks=[(track, _bars(forecast, track)) for track in busy],
         edges=(0.0, step.step_s),
         legend=_COLORS,
+        start=-margin_s,
+        end=step.step_s + margin_s,
     )
     paint(picture, path)
 

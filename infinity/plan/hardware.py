@@ -59,13 +59,15 @@ class Device(Table):
 class Nvme(Table):
     """All drives of the node together. `mixed_gb_per_s` is the sum of both directions at the same
     time; without it, reads and writes alternate. `endurance_nbytes` may be written over the life of
-    the drives."""
+    the drives. `checkpoint_read_gb_per_s` is the rate of other drives that hold a frozen
+    checkpoint; without it, these drives hold it."""
 
     drives: int = Field(1, ge=1)
     capacity: Nbytes
     read_gb_per_s: Gbps
     write_gb_per_s: Gbps
     mixed_gb_per_s: Gbps | None = None
+    checkpoint_read_gb_per_s: Gbps | None = None
     endurance: Nbytes | None = None
 
 
@@ -106,7 +108,10 @@ class Hardware(Table):
                 "device": device,
                 "nvme": None
                 if nvme is None
-                else _part(nvme, count, "read_gb_per_s", "write_gb_per_s", "mixed_gb_per_s")
+                else _part(
+                    nvme, count,
+                    "read_gb_per_s", "write_gb_per_s", "mixed_gb_per_s", "checkpoint_read_gb_per_s",
+                )
                 .model_copy(update={"capacity": nvme.capacity // count}),
             }
         )  # fmt: skip
@@ -136,12 +141,20 @@ class Hardware(Table):
             d2h=inf if device.d2h_gb_per_s is None else count * device.d2h_gb_per_s * giga,
             gather=gather,
             peers=inf if device.gather_gb_per_s is None else device.gather_gb_per_s * giga,
-            checkpoint_read=inf
-            if nvme is None or shard_drives is None
-            else nvme.read_gb_per_s * giga * min(shard_drives, nvme.drives) / nvme.drives,
+            checkpoint_read=self._checkpoint_read(shard_drives),
             sockets=giga * (self.host.sockets_gb_per_s or self.host.sum_gb_per_s / _SOCKETS_SHARE),
             **drives,
         )
+
+    def _checkpoint_read(self, shard_drives: int | None) -> float:
+        """Returns the bytes per second that the drives of a checkpoint read."""
+        nvme = self.nvme
+        if nvme is None:
+            return float("inf")
+        if nvme.checkpoint_read_gb_per_s is not None:
+            return nvme.checkpoint_read_gb_per_s * 1e9
+        share = 1.0 if shard_drives is None else min(shard_drives / nvme.drives, 1.0)
+        return share * nvme.read_gb_per_s * 1e9
 
 
 _T = TypeVar("_T", bound=Table)

@@ -84,7 +84,12 @@ class PlannedModel:
 def load_model(name: str, dtype: torch.dtype, moments: Moments = OF_ADAM) -> PlannedModel:
     """Loads a shipped model by name, or a file by path. Raises ConfigError with the shipped
     names."""
-    return model_of_shape(read_table(ModelShape, "models", name), dtype, moments)
+    return model_of_shape(load_shape(name), dtype, moments)
+
+
+def load_shape(name: str) -> ModelShape:
+    """Loads the shapes of a shipped model by name, or of a file by path. Raises ConfigError."""
+    return read_table(ModelShape, "models", name)
 
 
 def model_of_shape(
@@ -136,17 +141,22 @@ def facts_of_shape(
 
 def model_of_config(config: Any) -> PlannedModel:
     """Builds the model of a configuration file on meta with transformers; needs no weights."""
+    from infinity.training.model import build_model, plan_model
+
+    plan = plan_model(config.model, reads_weights=False)
+    return model_of_module(build_model(plan, config), config, plan.hf_config)
+
+
+def model_of_module(module: torch.nn.Module, config: Any, hf_config: Any) -> PlannedModel:
+    """Returns the planned model of a module, which may be on meta and partly frozen. `hf_config` is
+    its configuration of transformers."""
     from infinity.engine.build import facts_of
     from infinity.engine.dtypes import Dtypes
     from infinity.modules.discover import discover_units
     from infinity.state.moments import moments_of
     from infinity.tiers.ranges import rounded_nbytes
-    from infinity.training.model import build_model, plan_model
 
-    plan = plan_model(config.model, reads_weights=False)
-    module = build_model(plan, config)
-    anatomy = discover_units(module)
-    dtypes = Dtypes(module, config)
+    anatomy, dtypes = discover_units(module), Dtypes(module, config)
     units = tuple(
         layout_unit(
             index,
@@ -156,26 +166,36 @@ def model_of_config(config: Any) -> PlannedModel:
         )
         for index, (name, members) in enumerate(anatomy.units)
     )
-    text_config = plan.hf_config.get_text_config()
+    text_config = hf_config.get_text_config()
     hidden = int(text_config.hidden_size)
     routed = getattr(text_config, "num_experts_per_tok", None)
+    is_frozen = any(not unit.state_numel for unit in units)
     hooked_modules = []
     for hooked, needed in zip(anatomy.hooked_modules, anatomy.module_units(), strict=True):
         is_block = any(True for _ in hooked.module.children())
-        active = 0
         # A table that rows are taken from multiplies nothing.
-        if not isinstance(hooked.module, torch.nn.Embedding):
-            for unit in needed:
-                active += sum(_active(tensor.facts.shape, routed) for tensor in units[unit].tensors)
-        hooked_modules.append(ModuleWork(tuple(needed), active, 2 * hidden if is_block else 0))
+        is_table = isinstance(hooked.module, torch.nn.Embedding)
+        active = {True: 0, False: 0}  # By whether they are trained.
+        for tensor in (tensor for unit in needed for tensor in units[unit].tensors):
+            if not is_table:
+                active[tensor.facts.is_trainable] += _active(tensor.facts.shape, routed)
+        hooked_modules.append(
+            ModuleWork(
+                tuple(needed),
+                active[False] if is_frozen else active[True],
+                2 * hidden if is_block else 0,
+                trained_params=active[True] if is_frozen else None,
+                has_backward=not (is_table and is_frozen),
+            )
+        )
     return PlannedModel(
-        name=str(plan.hf_config.model_type),
+        name=str(hf_config.model_type),
         units=units,
         hooked_modules=tuple(hooked_modules),
         held_nbytes=anatomy.held_nbytes([rounded_nbytes(unit.weight_nbytes) for unit in units]),
         num_params=sum(tensor.numel for unit in units for tensor in unit.tensors),
         checkpoint_width=hidden,
-        hf_config=plan.hf_config,
+        hf_config=hf_config,
     )
 
 

@@ -100,6 +100,7 @@ def layout_of_rank(
     window_nbytes: int | None,
     spare_nbytes: int,
 ) -> RankLayout:
+    """Returns the bytes that one rank takes of each tier, and the bytes that the tier has."""
     placed, partition = budgets.placement.placed_nbytes, sharding.partition
     taken: dict[str, tuple[int, int | None]] = {}
     if not hardware.shares_host_memory:

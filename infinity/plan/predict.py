@@ -124,7 +124,7 @@ def forecast(
     units = model.units if sharding is None else sharding.partition.units
     num_spares = wanted_spares(config, is_linked=True, num_ranks=num_ranks)
     spare_nbytes = num_spares * spare_generation_nbytes(units, placement)
-    refuse_full_tiers(model, machine, budgets, spare_nbytes, num_ranks, shard_drives)
+    refuse_full_tiers(model, units, machine, budgets, spare_nbytes, num_ranks, shard_drives)
     saved = saved_inputs(config, model, batch, budgets)
     chunks = chunk_traffic(config, model, machine, batch, window_nbytes)
     obstacles = obstacles_of(config, model, machine, batch, budgets, saved, chunks)

@@ -7,7 +7,9 @@ from dataclasses import asdict
 from typing import Any
 
 from infinity.plan.advice import Advice
+from infinity.plan.answer import Answer, count, sentences
 from infinity.plan.predict import Forecast
+from infinity.simulate.log import CHECKPOINT_READ
 from infinity.sizes import format_nbytes
 
 _LANES = {
@@ -24,15 +26,23 @@ _BINDING_SHARE = 0.85
 _LEAST_GAIN = 1.02
 
 
-def to_dict(forecast: Forecast, advice: Sequence[Advice]) -> dict[str, Any]:
+def to_dict(forecast: Forecast, found: Answer, advice: Sequence[Advice]) -> dict[str, Any]:
     """Returns everything in `to_text`, in plain bytes and seconds."""
     step, batch = forecast.step, forecast.batch
+    frozen = forecast.model.frozen
     return {
+        "answer": asdict(found) | {"text": " ".join(sentences(forecast, found))},
         "model": {
             "name": forecast.model.name,
             "num_params": forecast.model.num_params,
             "active_params": forecast.model.active_params,
             "units": len(forecast.model.units),
+            "trained_params": forecast.model.num_params
+            if frozen is None
+            else frozen.trained_params,
+            "stored_nbytes": None if frozen is None else frozen.stored.nbytes,
+            "formats": None if frozen is None else frozen.stored.formats,
+            "adapter": None if frozen is None else frozen.adapter.model_dump(mode="json"),
         },
         "hardware": forecast.hardware.model_dump(),
         "batch": asdict(batch) | {"tokens_per_step": batch.tokens_per_step},
@@ -58,17 +68,20 @@ def to_dict(forecast: Forecast, advice: Sequence[Advice]) -> dict[str, Any]:
     }
 
 
-def to_text(forecast: Forecast, advice: Sequence[Advice]) -> str:
-    """Returns one or two dozen lines for a reader."""
+def to_text(forecast: Forecast, found: Answer, advice: Sequence[Advice]) -> str:
+    """Returns the answer in a few sentences, then one or two dozen lines for a reader."""
     model, batch, step = forecast.model, forecast.batch, forecast.step
     hardware, place = forecast.hardware, forecast.update_place
     lines = [
-        f"{model.name}: {_count(model.num_params)} parameters"
+        *sentences(forecast, found),
+        "",
+        f"{model.name}: {count(model.num_params)} parameters"
         + (
-            f", {_count(model.active_params)} of them at work on a token"
+            f", {count(model.active_params)} of them at work on a token"
             if model.active_params < 0.9 * model.num_params
             else ""
         ),
+        *_frozen(forecast),
         f"on {hardware.name}",
         *_ranks(forecast),
         f"{batch.tokens_per_step:,} tokens a step: {batch.num_micro_batches} x "
@@ -92,6 +105,22 @@ def to_text(forecast: Forecast, advice: Sequence[Advice]) -> str:
         *(f"warning   {text}" for text in forecast.warnings),
     ]
     return "\n".join(lines)
+
+
+def _frozen(forecast: Forecast) -> list[str]:
+    frozen, nvme = forecast.model.frozen, forecast.hardware.nvme
+    if frozen is None or nvme is None:
+        return []
+    drives = nvme.drives if forecast.shard_drives is None else forecast.shard_drives
+    where = f"on {drives} of {nvme.drives} drives"
+    if nvme.checkpoint_read_gb_per_s is not None:
+        where = f"read at {nvme.checkpoint_read_gb_per_s:.3g} GB/s"
+    bits = 8 * frozen.stored.nbytes / frozen.num_params
+    return [
+        f"frozen, {format_nbytes(frozen.stored.nbytes)} in its checkpoint "
+        f"({frozen.stored.formats}; {bits:.3g} bits a parameter), {where}; "
+        f"{count(frozen.trained_params)} parameters trained"
+    ]
 
 
 def _ranks(forecast: Forecast) -> list[str]:
@@ -161,6 +190,8 @@ def _links(forecast: Forecast) -> list[str]:
             for name, nbytes in step.moved_nbytes.items()
             if name == track or name.startswith(f"{track}_")
         ]
+        if track == "nvme" and CHECKPOINT_READ in step.moved_nbytes:
+            moved.insert(0, f"checkpoint {format_nbytes(step.moved_nbytes[CHECKPOINT_READ])}")
         share = f"{_duration(busy_s)}, {busy_s / step.step_s:.0%}"
         lines.append(f"  {title:<34}{share:<16}{', '.join(moved)}".rstrip())
     return lines
@@ -203,13 +234,6 @@ def _endurance(forecast: Forecast) -> list[str]:
 
 def _steps(steps: float) -> str:
     return f"{steps:,.0f}" if steps < 1e7 else f"{steps:.1e}"
-
-
-def _count(number: float) -> str:
-    for size, word in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if number >= size:
-            return f"{number / size:.3g} {word}"
-    return str(int(number))
 
 
 def _rate(rate: float) -> str:

@@ -55,7 +55,20 @@ def fitted(node: NodeView, model: PlannedModel, window_nbytes: int | None) -> Fi
         tiled, _, budgets = found
         return budgets.has_room_ahead(max(unit.weight_nbytes for unit in tiled.units))
 
-    return fit(config.schedule.tile, attempt, has_room_ahead, largest_nbytes(model))
+    refused: list[CapacityError] = []
+
+    def attempt_and_note(limit_nbytes: int | None) -> Fitted:
+        try:
+            return attempt(limit_nbytes)
+        except CapacityError as error:
+            refused.append(error)
+            raise
+
+    try:
+        return fit(config.schedule.tile, attempt_and_note, has_room_ahead, largest_nbytes(model))
+    except CapacityError:
+        # Chunks of experts are made before anything else is given up: what they lack is missing.
+        raise refused[-1] if model.frozen is not None else refused[0] from None
 
 
 def window_nbytes_of(config: SwapConfig, hardware: Hardware) -> int | None:
@@ -68,13 +81,15 @@ def window_nbytes_of(config: SwapConfig, hardware: Hardware) -> int | None:
 
 def refuse_full_tiers(
     model: PlannedModel,
+    units: Sequence[Unit],
     hardware: Hardware,
     budgets: Budgets,
     spare_nbytes: int,
     num_ranks: int,
     shard_drives: int | None,
 ) -> None:
-    """Refuses what the engine would find out late: missing host memory and full drives."""
+    """Refuses what the engine would find out late: missing host memory and full drives. `units` are
+    those that rest here: with ranks, shards."""
     part = "" if num_ranks == 1 else f", of which a rank has 1/{num_ranks}"
     needed_nbytes = budgets.host_nbytes + budgets.reduce_buffer_nbytes
     if needed_nbytes > hardware.host.memory:
@@ -85,10 +100,11 @@ def refuse_full_tiers(
     swap_nbytes = budgets.placement.placed_nbytes["nvme"]
     drives_nbytes = 0 if hardware.nvme is None else hardware.nvme.capacity
     if model.frozen is not None:
-        swap_nbytes -= _frozen_nbytes(model.units, budgets.placement, "nvme")
+        swap_nbytes -= _frozen_nbytes(units, budgets.placement, "nvme")
         base_nbytes = (model.frozen.stored.nbytes + model.frozen.stored.unused_nbytes) // num_ranks
         _refuse_large_checkpoint(model, hardware, base_nbytes, shard_drives)
-        drives_nbytes -= base_nbytes
+        if hardware.nvme is not None and hardware.nvme.checkpoint_read_gb_per_s is None:
+            drives_nbytes -= base_nbytes
     if swap_nbytes + spare_nbytes > max(drives_nbytes, 0):
         spares = f" with {format_nbytes(spare_nbytes)} of spare generations" if spare_nbytes else ""
         raise CapacityError(
@@ -108,6 +124,8 @@ def _refuse_large_checkpoint(
             f"{hardware.name} has no [nvme]; the checkpoint of {model.name} rests on a drive whose "
             "read_gb_per_s is needed. Add the table to the hardware file"
         )
+    if nvme.checkpoint_read_gb_per_s is not None:
+        return  # It lies elsewhere, and does so already.
     drives = nvme.drives if shard_drives is None else shard_drives
     available_nbytes = nvme.capacity * drives // nvme.drives
     if base_nbytes > available_nbytes:

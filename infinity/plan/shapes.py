@@ -40,7 +40,7 @@ class Moe(Table):
 Part = Literal["attention", "dense", "shared", "experts", "router"]
 
 
-class StoredWeights(Table):
+class PublishedFormat(Table):
     """The format of the matrices of `parts` in the published checkpoint; other weights are bf16.
     The names of formats are those of `formats.py`."""
 
@@ -66,7 +66,7 @@ class ModelShape(Table):
     tied: bool = False
     latent_attention: LatentAttention | None = None
     moe: Moe | None = None
-    stored: StoredWeights | None = None
+    stored: PublishedFormat | None = None
 
     @property
     def head_width(self) -> int:

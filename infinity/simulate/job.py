@@ -100,6 +100,7 @@ def _loads(
 
 
 def load_of(unit: Unit, placement: StatePlacement, is_summed: bool) -> UnitLoad:
+    """Returns the bytes of a unit's weights and state that a step moves, and the tiers."""
     read: defaultdict[str, int] = defaultdict(int)
     written: defaultdict[str, int] = defaultdict(int)
     for kind in STATE_KINDS:

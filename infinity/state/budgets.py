@@ -90,6 +90,7 @@ class _Request:
     given_nbytes: int
     summed_nbytes: int
     host_held_nbytes: int
+    num_sharing: int
 
     @property
     def decoded_from_nbytes(self) -> int:
@@ -136,6 +137,7 @@ def compute_budgets(
     given_nbytes: int = 0,
     summed_nbytes: int = 0,
     host_held_nbytes: int | None = None,
+    num_sharing: int = 1,
 ) -> Budgets:
     """Divides the tiers of a machine among the state of `units` and the memory to work in.
 
@@ -146,6 +148,7 @@ def compute_budgets(
     `summed_nbytes`: sums of gradients of `infinity.forward_backward` before they are sent, reserved
     if the configuration has micro-batches. `host_held_nbytes`: the same as `held_nbytes` in host
     memory, where frozen weights may be quantised, or quantised and decoded (None: as much).
+    `num_sharing`: ranks among which the configured host budget was divided; errors name the whole.
 
     Raises ConfigError for a tier that is not configured, CapacityError for a budget that is too
     small.
@@ -158,7 +161,7 @@ def compute_budgets(
     request = _Request(
         config, units, preferences, held_nbytes, shares_host_memory, device_nbytes,
         gathered_nbytes, serving_nbytes, given_nbytes, summed_nbytes,
-        held_nbytes if host_held_nbytes is None else host_held_nbytes,
+        held_nbytes if host_held_nbytes is None else host_held_nbytes, num_sharing,
     )  # fmt: skip
     alone, with_sums = request.least_nbytes
     smallest = alone if config.schedule.micro_batch is None else with_sums
@@ -193,7 +196,7 @@ def compute_budgets(
         num_staging_slots=num_slots,
         ring_nbytes=ring_nbytes,
         needed_for_sums_nbytes=with_sums - serving_nbytes,
-        least_for_sums_nbytes=least_for_sums_nbytes,
+        least_for_sums_nbytes=num_sharing * least_for_sums_nbytes,
         decoded_from_nbytes=request.decoded_from_nbytes,
     )
 
@@ -287,15 +290,18 @@ def _refuse_small_host(
     available_nbytes = host_nbytes + buffer_nbytes
     if available_nbytes >= needed_nbytes:
         return
+    count = request.num_sharing
     largest = max(request.units, key=lambda unit: unit.weight_nbytes)
+    whole_nbytes = count * needed_nbytes
+    ranks = f" for {count} ranks; on each of them" if count > 1 else ":"
     others = f", {format_nbytes(buffer_nbytes)} for gradients of other ranks"
     raise CapacityError(
         "host",
-        needed_nbytes=needed_nbytes,
-        available_nbytes=available_nbytes,
+        needed_nbytes=whole_nbytes,
+        available_nbytes=count * available_nbytes,
         key="tiers.host.capacity",
-        remedy=f"change tiers.host.capacity to {align_up(needed_nbytes, MIB) // MIB}MiB or more",
-        detail=f"the smallest host budget that works is {format_nbytes(needed_nbytes)}: "
+        remedy=f"change tiers.host.capacity to {align_up(whole_nbytes, MIB) // MIB}MiB or more",
+        detail=f"the smallest host budget that works is {format_nbytes(whole_nbytes)}{ranks} "
         f"{format_nbytes(resting)} rest there by placement, "
         f"{format_nbytes(smallest)} are needed to work in (largest unit "
         f"{largest.name!r}, {format_nbytes(largest.weight_nbytes)})"

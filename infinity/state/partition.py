@@ -92,13 +92,13 @@ class Partition:
 
     @property
     def shards_parameters(self) -> bool:
-        """Whether a rank keeps its shards of weights alone, and fetches whole ones; stage 3."""
+        """True in stage 3: a rank keeps only its shards of weights, and fetches full units."""
         return self.stage == 3
 
     @property
     def shards_gradients(self) -> bool:
-        """Whether a rank gives each gradient away when it is complete; stages 2 and 3. Otherwise
-        the rank sums its backward passes, and gives the sums away when the step begins."""
+        """True in stages 2 and 3: a rank sends each gradient when it is complete. In stage 1 the
+        rank sums its backward passes, and sends the sums when the step begins."""
         return self.stage > 1
 
     @property
@@ -107,7 +107,7 @@ class Partition:
 
     @property
     def units(self) -> tuple[Unit, ...]:
-        """What has state on this rank: wholes, then this rank's shards."""
+        """Units that have state on this rank: full units, then this rank's shards."""
         return (*self.full_units, *(shard.unit for shard in self.mine))
 
     def served(self, shard: Shard) -> Sequence[ShardSegment]:
@@ -240,7 +240,7 @@ def _shares(unit: Unit, rank: int, start: int, stop: int, low_nbytes: int) -> It
 
 
 def _frozen_shares(unit: Unit, rank: int, segment: ShardSegment) -> Iterator[ShardSlice]:
-    """Of tensors without state, which are cut at pages: the elements in these bytes."""
+    """Yields the elements in these bytes of tensors without state, which are split at pages."""
     shift_nbytes = segment.shard_offset_nbytes - segment.whole_offset_nbytes
     for whole in unit.tensors:
         size = whole.facts.dtype.itemsize

@@ -40,7 +40,7 @@ class Decoder(Protocol):
     def rows(
         self, shape: tuple[int, ...], start: int, stop: int
     ) -> Sequence[tuple[int, int]] | None:
-        """Returns the (offset, length) in bytes, of each part, that makes rows [start, stop) of the
+        """Returns the byte range [first, end) of each part that makes rows [start, stop) of the
         first axis; None if these rows have no bytes of their own."""
 
 
@@ -97,8 +97,8 @@ def _cut_rows(piece: StoredPiece, start: int, stop: int) -> StoredPiece | None:
     if ranges is None:
         return None
     parts = tuple(
-        ShardRange(part.path, part.offset_nbytes + offset, nbytes)
-        for part, (offset, nbytes) in zip(piece.parts, ranges, strict=True)
+        ShardRange(part.path, part.offset_nbytes + first, end - first)
+        for part, (first, end) in zip(piece.parts, ranges, strict=True)
     )
     return replace(piece, shape=(stop - start, *piece.shape[1:]), parts=parts)
 

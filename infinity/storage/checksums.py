@@ -134,7 +134,7 @@ class DigestedWrite:
         return self._inner.passages()
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """As Ticket.wait."""
+        """See `Ticket.wait`."""
         try:
             self._inner.wait(timeout_s)
         finally:
@@ -160,7 +160,7 @@ class CheckedRead:
         return self._inner.passages()
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """As Ticket.wait; also raises CorruptionError, with the first bad page."""
+        """See `Ticket.wait`. Also raises CorruptionError, which names the first bad page."""
         self._inner.wait(timeout_s)
         with self._lock:
             ranges, self._ranges = self._ranges, ()  # Later the memory is the caller's to change.

@@ -120,8 +120,8 @@ def choose_targets(
     nbytes: int,
     num_generations: int,
 ) -> list[GenerationRun] | None:
-    """Where a write of a range may go: in place unless a frozen map needs what is there, else to
-    the lowest generation that none of them needs.
+    """Returns the runs to which a write of a range may go: in place, or, where a frozen map needs
+    the bytes that are there, in the lowest generation that no frozen map needs.
 
     None when some offset has no such generation: there are fewer than len(frozen) + 1.
     """

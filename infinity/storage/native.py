@@ -80,7 +80,7 @@ class NativeEngine:
         *,
         timeout_s: float | None = None,
     ) -> Ticket:
-        """As in the protocol. Raises TimeoutError when the queue is full for `timeout_s`."""
+        """See `StorageEngine.submit`. Raises TimeoutError if the queue is full for `timeout_s`."""
         if operation not in ("read", "write"):
             raise ValueError(f"{operation=}, expected 'read' or 'write'")
         fields = [(each.file, each.offset_nbytes, each.address, each.nbytes) for each in segments]

@@ -58,6 +58,8 @@ def stripe(
             needed_nbytes=sum(rounded),
             available_nbytes=sum(rooms),
             key="tiers.nvme.capacity",
+            remedy="free space there, add another [[tiers.nvme]] path, or raise "
+            "tiers.nvme.capacity where that is the limit",
             detail=f"the swap paths are too small ({per_path})",
         )
     cursor = _Cursor(spaces, rooms)

@@ -13,6 +13,7 @@ def flat_of(array: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
 
 
 def shaped(flat: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    """Returns a view of flat memory with shape and stride of the parameter."""
     return flat.as_strided(spec.facts.shape, spec.facts.stride)
 
 
@@ -51,4 +52,5 @@ def widen(place: torch.Tensor, dtype: torch.dtype) -> None:
 
 
 def put(target: torch.Tensor, flat: torch.Tensor, *, first: bool) -> None:
+    """Copies `flat` to `target`, or adds it if it is not the first gradient there."""
     _ = target.copy_(flat) if first else target.add_(flat)

@@ -321,12 +321,17 @@ def _read_plain(path: Path) -> dict[str, torch.Tensor]:
     return load_file(path)
 
 
-def tiny_causal_lm(name: str, *, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> Any:
-    """Returns a random transformers model of an architecture in TINY_CONFIGS, on the CPU."""
+def tiny_causal_lm(
+    name: str, *, seed: int = 0, dtype: torch.dtype = torch.bfloat16, **changes: Any
+) -> Any:
+    """Returns a random transformers model of an architecture in TINY_CONFIGS, on the CPU.
+
+    `changes` are values of its configuration.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     kind, values = TINY_CONFIGS[name]
-    config = AutoConfig.for_model(kind, **values)
+    config = AutoConfig.for_model(kind, **{**values, **changes})
     torch.manual_seed(seed)
     return AutoModelForCausalLM.from_config(config, dtype=dtype)
 

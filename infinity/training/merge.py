@@ -20,7 +20,7 @@ from torch import nn
 import infinity
 from infinity.checkpoint.convert.directory import (
     DirectoryPlan,
-    Outcome,
+    PlannedTensor,
     as_numbers,
     as_stored,
     unchanged,
@@ -59,7 +59,8 @@ def plan_merge(base: Path, adapter: Path, *, to: Stored = "bf16") -> DirectoryPl
     source = weight_source(base)
     model = _on_meta(base)
     planned = source.plan(model, strict=False)
-    adapted = attach_adapter(model, AdapterConfig(resume=adapter), base=base, seed=0)
+    options = AdapterConfig.model_validate({"resume": adapter})
+    adapted = attach_adapter(model, options, base=base, seed=0)
     changes = _changes(adapted, source, planned.groups)
     config = read_config(base)
     plan = DirectoryPlan(source, config if to == "keep" else without_quantisation(config))
@@ -81,7 +82,7 @@ def _on_meta(base: Path) -> Any:
         raise ConfigError(f"{base} cannot be used as a base: {error}") from error
 
 
-def _outcome(source: WeightSource, name: str, changes: list[_Change], to: Stored) -> Outcome:
+def _outcome(source: WeightSource, name: str, changes: list[_Change], to: Stored) -> PlannedTensor:
     if not changes:
         return unchanged(source, name) if to == "keep" else plain(source, name)
     encoded = source.encoded(name)
@@ -232,5 +233,5 @@ def _expert_delta(layer: Any, expert: int) -> torch.Tensor:
     down = a.detach().reshape(layer.num_experts, -1, a.shape[-1])[expert]
     up = b.detach().reshape(b.shape[0], -1, layer.num_experts)[..., expert]
     is_transposed = not layer._did_swap_in_out_features  # noqa: SLF001  PEFT has no other word.
-    delta = torch.einsum("or,ri->io" if is_transposed else "or,ri->oi", up, down)
-    return delta * layer.scaling[_ADAPTER]
+    delta: torch.Tensor = torch.einsum("or,ri->io" if is_transposed else "or,ri->oi", up, down)
+    return delta.mul_(layer.scaling[_ADAPTER])

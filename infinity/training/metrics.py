@@ -30,7 +30,7 @@ class MetricsFile:
     """
 
     def __init__(
-        self, path: Path, *, resumed_at: int = 0, say: Callable[[str], None] = lambda text: None
+        self, path: Path, *, resumed_at: int = 0, say: Callable[[str], None] = lambda _: None
     ) -> None:
         self._name = path
         self._path = path  # The file itself, if the name is a link.

@@ -102,6 +102,7 @@ class Utf8:
 
 
 def is_utf8(path: Path) -> bool:
+    """Whether a file can be read and is UTF-8."""
     try:
         Utf8(path).feed(path.read_bytes(), is_end=True)
     except (ConfigError, OSError):

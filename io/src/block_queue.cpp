@@ -1,4 +1,4 @@
-#include "infinity_io/block_queue.h"
+#include "block_queue.h"
 
 namespace infinity::io {
 

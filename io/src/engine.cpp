@@ -211,16 +211,17 @@ Error Engine::check(Operation operation, std::span<const Segment> segments,
 }
 
 // Queues all parts, or none: then the lane that is full. Null when all are queued.
-Result<Lane*> Engine::enqueue(const Ticket& request, Operation operation, Priority priority) {
+Result<Lane*> Engine::enqueue(const std::shared_ptr<QueuedRequest>& request, Operation operation,
+                              Priority priority) {
   std::lock_guard lock(mutex_);  // Until all is queued: close_file() then waits for it.
-  for (const auto& file : request->files_) {
+  for (const auto& file : request->files()) {
     if (!file->is_open) return bad_file(operation, file->id);
   }
-  for (const Part& part : request->parts_) {
+  for (const Part& part : request->parts()) {
     Lane* lane = part.files.front()->lane;
     if (!lane->has_room(priority)) return lane;
   }
-  for (Part& part : request->parts_) {
+  for (Part& part : request->parts()) {
     part.owner = request;
     part.files.front()->lane->enqueue(&part);
   }
@@ -237,11 +238,11 @@ Result<Ticket> Engine::submit(Operation operation, std::span<const Segment> segm
   if (const Error error = check(operation, segments, files)) return error;
   // Built once, and outside the lock: it sorts and allocates. A file that is closed meanwhile is
   // kept alive by `files`, and found closed by enqueue().
-  const Ticket request = Request::build(operation, segments, priority, files);
+  const auto request = QueuedRequest::build(operation, segments, priority, files);
   while (true) {
     Result<Lane*> full = enqueue(request, operation, priority);
     if (!full.ok()) return full.error();
-    if (full.value() == nullptr) return request;
+    if (full.value() == nullptr) return std::make_shared<Request>(request);
     if (!full.value()->wait_for_room(priority, deadline)) {
       return Error{EAGAIN, operation, -1, 0, 0, "the queue of the device is full"};
     }

@@ -6,8 +6,8 @@
 #include <memory>
 #include <utility>
 
-#include "infinity_io/block.h"
 #include "infinity_io/engine.h"
+#include "block.h"
 
 namespace infinity::io {
 

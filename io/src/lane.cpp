@@ -253,7 +253,7 @@ void Lane::finish(Part* part) noexcept {
   INF_ASSERT(num_erased == 1 && num_pending(part->submitted_as) > 0);
   --num_pending(part->submitted_as);
   const std::vector<Part*> dependents = std::move(part->dependents);
-  const std::shared_ptr<Request> owner = std::move(part->owner);  // Keeps `part` alive, too.
+  const std::shared_ptr<QueuedRequest> owner = std::move(part->owner);  // Keeps `part` alive, too.
   owner->finish_part();
   changed_.notify_all();
   for (Part* dependent : dependents) std::erase(dependent->blockers, part);

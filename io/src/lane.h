@@ -16,9 +16,9 @@
 #include <mutex>
 #include <vector>
 
-#include "infinity_io/block.h"
-#include "infinity_io/block_queue.h"
 #include "infinity_io/engine.h"
+#include "block.h"
+#include "block_queue.h"
 #include "hooks.h"
 
 namespace infinity::io {

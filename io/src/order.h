@@ -8,7 +8,7 @@
 #include <span>
 #include <vector>
 
-#include "infinity_io/request.h"
+#include "queued_request.h"
 
 namespace infinity::io {
 

@@ -1,7 +1,8 @@
-#include "infinity_io/request.h"
+#include "queued_request.h"
 
 #include <algorithm>
 #include <tuple>
+#include <utility>
 
 #include "lane.h"
 #include "order.h"
@@ -41,10 +42,11 @@ bool continues(const Segment& segment, const Segment& next) noexcept {
 
 }  // namespace
 
-std::shared_ptr<Request> Request::build(Operation operation, std::span<const Segment> segments,
-                                        Priority priority,
-                                        std::span<const std::shared_ptr<File>> files) {
-  auto request = std::make_shared<Request>();
+std::shared_ptr<QueuedRequest> QueuedRequest::build(Operation operation,
+                                                    std::span<const Segment> segments,
+                                                    Priority priority,
+                                                    std::span<const std::shared_ptr<File>> files) {
+  auto request = std::make_shared<QueuedRequest>();
   // In the order of the file, where neighbours share a block.
   std::vector<Segment> sorted(segments.begin(), segments.end());
   std::stable_sort(sorted.begin(), sorted.end(), [](const Segment& a, const Segment& b) {
@@ -72,7 +74,8 @@ std::shared_ptr<Request> Request::build(Operation operation, std::span<const Seg
 }
 
 // To the part of the file's device; what goes on where the last segment ends makes that longer.
-void Request::add(const Segment& segment, File* file, Operation operation, Priority priority) {
+void QueuedRequest::add(const Segment& segment, File* file, Operation operation,
+                        Priority priority) {
   auto part = std::find_if(parts_.begin(), parts_.end(), [file](const Part& each) {
     return each.files.front()->lane == file->lane;
   });
@@ -90,13 +93,13 @@ void Request::add(const Segment& segment, File* file, Operation operation, Prior
   part->files.push_back(file);
 }
 
-bool Request::wait_for(std::chrono::nanoseconds timeout) noexcept {
+bool QueuedRequest::wait_for(std::chrono::nanoseconds timeout) noexcept {
   if (done()) return true;
   std::unique_lock lock(mutex_);
   return finished_.wait_for(lock, timeout, [this] { return done(); });
 }
 
-bool Request::cancel() noexcept {
+bool QueuedRequest::cancel() noexcept {
   bool has_dropped = false;
   for (Part& part : parts_) {
     if (done()) break;  // Its files, and their lanes, may be gone.
@@ -105,12 +108,12 @@ bool Request::cancel() noexcept {
   return has_dropped;
 }
 
-Error Request::error() const noexcept {
+Error QueuedRequest::error() const noexcept {
   std::lock_guard lock(mutex_);
   return error_;
 }
 
-std::string Request::error_path() const {
+std::string QueuedRequest::error_path() const {
   const Error failure = error();
   for (const auto& file : files_) {
     if (file->id == failure.file) return file->path;
@@ -118,13 +121,13 @@ std::string Request::error_path() const {
   return {};
 }
 
-void Request::fail(const Error& error) noexcept {
+void QueuedRequest::fail(const Error& error) noexcept {
   std::lock_guard lock(mutex_);
   if (error_.code == 0) error_ = error;
   failed_.store(true, std::memory_order_release);
 }
 
-void Request::note_block(std::int32_t file, std::chrono::steady_clock::time_point issued_at,
+void QueuedRequest::note_block(std::int32_t file, std::chrono::steady_clock::time_point issued_at,
                          std::chrono::steady_clock::time_point completed_at) noexcept {
   for (Passage& passage : passages_) {
     if (passage.file != file) continue;
@@ -134,12 +137,30 @@ void Request::note_block(std::int32_t file, std::chrono::steady_clock::time_poin
   }
 }
 
-void Request::finish_part() noexcept {
+void QueuedRequest::finish_part() noexcept {
   // INV-3: the last part completes the request, once.
   if (num_parts_left_.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
   std::lock_guard lock(mutex_);
   done_.store(true, std::memory_order_release);
   finished_.notify_all();
 }
+
+Request::Request(std::shared_ptr<QueuedRequest> queued) noexcept : queued_(std::move(queued)) {}
+
+bool Request::done() const noexcept { return queued_->done(); }
+
+bool Request::failed() const noexcept { return queued_->failed(); }
+
+bool Request::wait_for(std::chrono::nanoseconds timeout) noexcept {
+  return queued_->wait_for(timeout);
+}
+
+bool Request::cancel() noexcept { return queued_->cancel(); }
+
+Error Request::error() const noexcept { return queued_->error(); }
+
+std::string Request::error_path() const { return queued_->error_path(); }
+
+const std::vector<Passage>& Request::passages() const noexcept { return queued_->passages(); }
 
 }  // namespace infinity::io

@@ -1,4 +1,4 @@
-#include "infinity_io/block.h"
+#include "block.h"
 
 #include <cerrno>
 #include <vector>

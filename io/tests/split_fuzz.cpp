@@ -7,8 +7,8 @@
 #include <span>
 #include <vector>
 
+#include "block.h"
 #include "check.h"
-#include "infinity_io/block.h"
 #include "order.h"
 
 namespace split_fuzz {

@@ -30,7 +30,7 @@ def test_drive_of_a_partition_is_its_parent(tmp_path: Path) -> None:
     assert (found["file_system"], found["options"]) == ("xfs", "rw,noatime")
 
 
-def test_what_the_system_does_not_say_is_none(tmp_path: Path) -> None:
+def test_a_fact_that_the_system_lacks_is_none(tmp_path: Path) -> None:
     found = machine.drive(tmp_path, tmp_path)
     assert found["drive"] is None and found["file_system"] is None
     assert found["free_nbytes"] > 0

@@ -46,7 +46,7 @@ def test_the_fewest_bytes_in_flight_within_the_tolerance_win() -> None:
     assert tune.choose({SMALL: 0.94, MIDDLE: 0.98, LARGE: 1.0}) == MIDDLE
 
 
-def test_of_equal_bytes_in_flight_the_larger_block_wins() -> None:
+def test_the_larger_block_wins_at_equal_bytes_in_flight() -> None:
     two, four = Candidate(2 * MIB, 4), Candidate(4 * MIB, 2)
     assert tune.choose({two: 1.0, four: 0.97}) == four
 

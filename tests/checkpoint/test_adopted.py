@@ -49,7 +49,7 @@ def volume_of(each: Run) -> Any:
 
 @pytest.mark.parametrize("placement", ["nvme", MIXED], ids=["nvme", "mixed"])
 @pytest.mark.parametrize("kind", ["bf16", "conv", "frozen"])
-def test_it_goes_on_in_the_files_that_are_there(tmp_path, kind, placement):
+def test_a_resumed_run_continues_in_the_existing_swap_files(tmp_path, kind, placement):
     options = {"placement": placement, "nvme_nbytes": ROOM} if placement != "nvme" else {}
     killed(tmp_path, kind=kind, placement=placement)
     left = names(tmp_path)
@@ -136,7 +136,7 @@ def copy_the_commit(directory: Path) -> None:
 @pytest.mark.parametrize(
     "change", [link_elsewhere, damage_a_neighbour, lose_a_file, copy_the_commit]
 )
-def test_what_is_not_as_expected_is_streamed(tmp_path, change):
+def test_files_that_differ_from_the_table_are_streamed(tmp_path, change):
     killed(tmp_path)
     left = names(tmp_path)
     change(tmp_path)
@@ -192,7 +192,7 @@ def test_a_damaged_page_is_found_before_anything_changes(tmp_path):
     assert got == expected(tmp_path, "bf16", 2, 5)[0]
 
 
-def test_what_a_crash_left_half_made_is_removed_first(tmp_path):
+def test_half_made_files_of_a_crash_are_removed_first(tmp_path):
     killed(tmp_path)
     (path,) = commits(tmp_path).iterdir()
     shutil.copytree(path, path.parent / ".step-00000005.partial", copy_function=os.link)

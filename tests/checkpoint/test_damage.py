@@ -52,7 +52,7 @@ def test_state_in_a_checkpoint_is_as_private_as_in_swap_files(saved):
 
 
 @pytest.mark.parametrize("kind", ["file", "dangling link", "FIFO"])
-def test_what_has_the_name_of_a_checkpoint_and_is_none_is_a_fault(copy, kind):
+def test_an_entry_named_as_a_checkpoint_that_is_no_directory_is_a_fault(copy, kind):
     fake = copy.parent / "step-00000009"
     if kind == "FIFO":
         os.mkfifo(fake)

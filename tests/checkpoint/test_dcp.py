@@ -201,7 +201,7 @@ class Numbered(nn.Sequential):
 @pytest.mark.parametrize(
     "names", [("model", "optimizer"), ("model", "optim"), ("app.model", "app.optim")]
 )
-def test_what_plain_pytorch_wrote_goes_on_here(
+def test_training_continues_from_a_checkpoint_of_plain_pytorch(
     names: tuple[str, str], is_flat: bool, tmp_path: Path
 ) -> None:
     torch.manual_seed(1)
@@ -313,7 +313,7 @@ def test_import_in_the_middle_of_a_use_changes_nothing(tmp_path: Path) -> None:
         assert_same(before, mine.state())
 
 
-def test_of_another_model_nothing_is_changed(tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_model_changes_nothing(tmp_path: Path) -> None:
     state = {"model": Mlp(width=32, layers=2).state_dict()}
     dcp.save(state, checkpoint_id=tmp_path / "plain", no_dist=True)
     for width, layers, said in ((16, 2, "the model expects"), (32, 3, "lacks")):

@@ -216,7 +216,7 @@ def test_an_optimizer_cannot_be_put_at_a_step_that_its_moments_are_not_of(tmp_pa
             each.optimizer.load_state_dict(early)
 
 
-def test_what_is_not_the_same_run_is_refused_before_anything_changes(tmp_path):
+def test_load_refuses_another_run_before_anything_changes(tmp_path):
     with run("fp32", tmp_path / "swap") as saved:
         saved.steps(0, 2)
         path = saved.save(tmp_path / "checkpoints")

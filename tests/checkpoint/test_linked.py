@@ -60,7 +60,7 @@ def test_resumed_run_is_the_uninterrupted_one(tmp_path, kind, elsewhere):
         assert_same(expected[1], resumed.state())
 
 
-def test_what_rests_elsewhere_is_written_beside_the_links(tmp_path):
+def test_state_outside_nvme_is_written_beside_the_links(tmp_path):
     checkpoints = tmp_path / "checkpoints"
     with run("bf16", tmp_path / "swap", checkpoint=durable(checkpoints), **MIXTURE) as each:
         each.steps(0, 2)

@@ -137,7 +137,7 @@ def test_every_cut_leaves_a_committed_step(recording, place):
     assert cut_often(recording.events, recording, place, CUTS) == []
 
 
-def test_a_run_goes_on_from_what_a_cut_leaves(recording, tmp_path):
+def test_a_run_continues_from_the_files_that_a_power_cut_leaves(recording, tmp_path):
     """Not only whole: the continuation has the bits of the uninterrupted run."""
     drawn = random.Random(1)
     moments = {drawn.randrange(len(recording.events) // 2, len(recording.events)) for _ in range(3)}

@@ -105,6 +105,27 @@ def test_transformers_reads_the_result(tmp_path, to) -> None:
     assert parsed.quant_method == {"fp8": "fp8", "nf4": "bitsandbytes"}[to]
 
 
+def test_transformers_decodes_the_same_fp8_weights(tmp_path) -> None:
+    """With full blocks, which its own decoding needs."""
+    from transformers import AutoModelForCausalLM, FineGrainedFP8Config, LlamaConfig
+
+    config = LlamaConfig(
+        hidden_size=256, intermediate_size=384, num_hidden_layers=1, num_attention_heads=4,
+        vocab_size=64, tie_word_embeddings=False,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path / "base")
+    quantise(tmp_path / "base", tmp_path / "out", "fp8")
+    loaded = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out",
+        quantization_config=FineGrainedFP8Config(dequantize=True),
+        dtype=torch.bfloat16,
+    )
+    source = weight_source(tmp_path / "out")
+    for name, value in loaded.state_dict().items():
+        assert torch.equal(value, source.read(name)), name
+
+
 def test_a_process_that_is_killed_leaves_no_directory_that_looks_whole(tmp_path) -> None:
     """kill -9 in the middle; then the same command again."""
     write_quantized(tiny_causal_lm("llama"), tmp_path / "base", "bf16", num_shards=2)

@@ -136,6 +136,30 @@ def test_every_part_of_another_shape_or_dtype_is_named(kind: str) -> None:
                 find(config, {**headers, name: wrong})
 
 
+@pytest.mark.parametrize("kind", CHECKPOINTS)
+@pytest.mark.parametrize("shape", [(), (5,), (0, 0), (3, 7)])
+def test_parts_of_any_shape_are_refused_by_name(kind: str, shape: tuple[int, ...]) -> None:
+    config, headers, *_ = CHECKPOINTS[kind]
+    for name, (dtype, _) in headers.items():
+        if (
+            name not in ("norm.weight", "a.weight_shape", "e.down_proj_bias")
+            and "state" not in name
+        ):
+            with pytest.raises(ConfigError, match="/model: '[ae]"):
+                find(config, {**headers, name: (dtype, shape)})
+
+
+def test_groups_that_are_not_full_are_refused_by_name() -> None:
+    headers = {"a.weight_packed": ("I32", (4, 37)), "a.weight_scale": ("BF16", (4, 9))}
+    with pytest.raises(ConfigError, match="/model: 'a.weight': .*full groups"):
+        find(INT4, headers)
+
+
+def test_a_weight_that_is_stored_twice_is_refused() -> None:
+    with pytest.raises(ConfigError, match="'a.weight' is stored twice"):
+        find(INT4, {**INT4_HEADERS, "a.weight": ("BF16", (48, 96))})
+
+
 def test_scales_without_codes_are_refused() -> None:
     with pytest.raises(ConfigError, match="a.weight_scale_inv"):
         find(FP8, {**FP8_HEADERS, "a.weight": ("BF16", (576, 200))})

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infinity.codecs import Codec, Fp8Blocks, Int4Groups, Mxfp4Blocks, Nf4
+from infinity.codecs import Codec, Fp8Blocks, Int4Groups, Mxfp4Blocks, Nf4, rounding
 from infinity.codecs import native as native_module
 from infinity.codecs.part import ITEM_NBYTES
 from infinity.codecs.rounding import store
@@ -107,6 +107,18 @@ def test_an_unknown_instruction_set_is_refused(monkeypatch: pytest.MonkeyPatch) 
     codec, shape = CASES[0]
     with pytest.raises(UnsupportedError, match="mmx"):
         decoded(codec, random_parts(codec, shape, 0), shape, torch.bfloat16)
+
+
+@every_case
+@pytest.mark.parametrize("numel", [1, 700, 20_000])
+def test_references_that_decode_in_steps_have_the_same_bits(
+    codec: Codec, shape: tuple[int, ...], numel: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native_module, "runs", lambda parts, out: False)
+    monkeypatch.setattr(rounding, "STEP_NUMEL", numel)
+    parts = random_parts(codec, shape, 9)
+    out = decoded(codec, parts, shape, torch.bfloat16)
+    assert_same_bits(out, reference(codec, parts, shape, torch.bfloat16))
 
 
 @pytest.mark.parametrize("shape", [(0, 64), (64, 0), (0, 2, 64), (2, 0, 64)])

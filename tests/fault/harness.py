@@ -283,7 +283,7 @@ def assert_nothing_leaked(engine: Engine) -> None:
 
 
 def assert_everything_comes_back(engine: Engine) -> None:
-    """Where all state rests on NVMe, the whole arena can be had in one piece."""
+    """Where all state rests on NVMe, the whole arena can be had as one block."""
     pool = engine.pool
     capacity_nbytes = pool._host.capacity_nbytes
     try:

@@ -33,7 +33,7 @@ from .harness import (
 )
 
 STEPS = 3
-PIECES = ["parameters", "master", "exp_avg", "exp_avg_sq", "gradients"]
+KINDS = ["parameters", "master", "exp_avg", "exp_avg_sq", "gradients"]
 
 
 def flip(path: str, offset_nbytes: int, random_bits: random.Random) -> None:
@@ -45,14 +45,14 @@ def flip(path: str, offset_nbytes: int, random_bits: random.Random) -> None:
         os.fsync(raw.fileno())
 
 
-def places(engine: Engine, piece: str) -> list[tuple[str, FileRange]]:
-    """Every unit that has this piece on NVMe, and where its bytes are now."""
+def places(engine: Engine, kind: str) -> list[tuple[str, FileRange]]:
+    """Every unit that has this kind on NVMe, and where its bytes are now."""
     store = engine.store
     assert store.volume is not None
     return [
         (store.units[index].name, each)
         for (index, name), location in store.placed().items()
-        if name.value == piece and isinstance(location, NvmeLocation)
+        if name.value == kind and isinstance(location, NvmeLocation)
         for each in store.volume.locate(location.extents)
     ]
 
@@ -68,17 +68,17 @@ class Narrow(Mlp):
         return {name: value.bfloat16() for name, value in super().inputs(seed).items()}
 
 
-@pytest.mark.parametrize("piece", PIECES)
+@pytest.mark.parametrize("kind", KINDS)
 def test_flipped_bits_of_every_kind_of_state_end_in_an_error_that_names_it(
-    tmp_path: Path, piece: str
+    tmp_path: Path, kind: str
 ) -> None:
     """With the default `io.verify`."""
-    prng = random.Random(piece)
+    prng = random.Random(kind)
     updates = prng.choice(["deferred", "at_step"])
-    compute = "bfloat16" if piece == "master" else "float32"
+    compute = "bfloat16" if kind == "master" else "float32"
     config = swap_config(tmp_path / "swap", updates=updates, compute=compute)
     torch.manual_seed(0)
-    model = (Narrow if piece == "master" else Mlp)(width=WIDTH, layers=6).train()
+    model = (Narrow if kind == "master" else Mlp)(width=WIDTH, layers=6).train()
     engine = offload(model, config)
     try:
         optimizer = optimizer_of(model)
@@ -86,8 +86,8 @@ def test_flipped_bits_of_every_kind_of_state_end_in_an_error_that_names_it(
         offloaded_step(model, optimizer, 1)
         engine.flush()
         backward(model, 2)
-        where = places(engine, piece)
-        assert where, f"no {piece} rests on NVMe"
+        where = places(engine, kind)
+        assert where, f"no {kind} rests on NVMe"
         chosen = {}
         for name, each in prng.sample(where, len(where) // 2):
             page = each.offset_nbytes + prng.randrange(each.nbytes // PAGE_NBYTES) * PAGE_NBYTES
@@ -100,7 +100,7 @@ def test_flipped_bits_of_every_kind_of_state_end_in_an_error_that_names_it(
             weights_of(model)
         error = caught.value
         assert error.errno == errno.EBADMSG
-        assert f"{piece} of {chosen[error.path, error.offset_nbytes]}" in str(error)
+        assert f"{kind} of {chosen[error.path, error.offset_nbytes]}" in str(error)
         for part in (error.path, str(error.offset_nbytes), "checkpoint"):
             assert part in str(error)
     finally:
@@ -124,8 +124,8 @@ def test_bits_flipped_all_over_the_swap_file_never_change_a_weight_in_silence(
             _ = engine.flush() if moment == 0 else backward(model, 1)
             pages = [
                 (each.path, each.offset_nbytes + at)
-                for piece in PIECES
-                for _, each in places(engine, piece)
+                for kind in KINDS
+                for _, each in places(engine, kind)
                 for at in range(0, each.nbytes, PAGE_NBYTES)
             ]
             for path, page in prng.sample(pages, 8):

@@ -163,7 +163,7 @@ def test_an_interrupt_is_no_obstacle(
 
 
 @pytest.mark.parametrize("moment", [("forward", 2), ("backward", 2)])
-def test_what_may_follow_an_interrupt(moment: tuple[str, int], engine: Engine) -> None:
+def test_every_operation_works_after_an_interrupt(moment: tuple[str, int], engine: Engine) -> None:
     """What is left in the middle of a forward or backward is in nobody's way."""
     model = engine.model
     before = weights_of(model)
@@ -260,7 +260,7 @@ def test_gradients_of_backwards_that_ended_are_kept(engine: Engine) -> None:
         assert torch.equal(parameter.grad, engine.read_gradient(name))
 
 
-def test_what_a_broken_backward_has_summed_stays_as_in_plain_pytorch(engine: Engine) -> None:
+def test_sums_of_a_broken_backward_stay_as_in_plain_pytorch(engine: Engine) -> None:
     """Gradients of the layers that were passed are there, those of the others are None."""
     model, plain = engine.model, fragile()
     for each in (plain, model):

@@ -99,7 +99,7 @@ def test_a_function_of_weights_that_gives_none_is_refused(tmp_path):
     assert model.weight.is_meta and type(model.weight) is nn.Parameter
 
 
-def test_what_is_no_model_is_refused(tmp_path):
+def test_offload_refuses_an_object_that_is_no_model(tmp_path):
     with pytest.raises(ConfigError, match=r"torch\.nn\.Module to offload, got list"):
         infinity.offload([nn.Linear(4, 4)], swap_config(tmp_path))
 

@@ -82,7 +82,7 @@ class Reads:
         return self._seen - before
 
 
-def test_what_is_trained_and_what_is_frozen_are_units_of_their_own() -> None:
+def test_trainable_and_frozen_parameters_are_separate_units() -> None:
     mixed = discover.discover_units(lora())
     for _, members in mixed.units:
         assert len({found.parameter.requires_grad for found in members}) == 1

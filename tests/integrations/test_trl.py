@@ -263,7 +263,7 @@ class CountsReads(TrainerCallback):
         self.counts.append(self.engine.counters.snapshot()["nvme_read_nbytes"])
 
 
-def test_what_trl_would_do_with_an_offloaded_model_by_itself_is_refused(tmp_path: Path) -> None:
+def test_a_trainer_of_an_offloaded_model_that_was_not_prepared_is_refused(tmp_path: Path) -> None:
     with infinity.engine_of(infinity.offload(make_model(lora=False), in_memory())) as engine:
         trainer = sft(engine.model, tmp_path / "a", None)
         with pytest.raises((UnsupportedError, ConfigError), match="prepare_trainer"):

@@ -339,7 +339,7 @@ def _import(rank: int, directory: str) -> int:
     return nbytes
 
 
-def test_what_ranks_wrote_is_checked_and_can_be_exported(tmp_path: Path) -> None:
+def test_checkpoints_of_ranks_are_verified_and_exported(tmp_path: Path) -> None:
     for refusal in run_ranks(2, _save, str(tmp_path)):
         assert "step and options are" in refusal
     saved = tmp_path / "saved" / "step-00000001"

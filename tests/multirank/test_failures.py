@@ -101,7 +101,7 @@ def test_a_killed_rank_is_named_by_all_others(phase: str, exchange: str, tmp_pat
         assert "killed or has crashed" in message
 
 
-def test_an_exception_on_one_rank_is_told_to_all_others(tmp_path: Path) -> None:
+def test_an_exception_on_one_rank_is_reported_by_all_others(tmp_path: Path) -> None:
     for message in _deaths(tmp_path, "backward", None):
         assert message.startswith(f"RankError: rank {VICTIM} "), message
         assert "MemoryError: of the test" in message

@@ -91,7 +91,7 @@ def test_gets_are_scattered_and_puts_come_before_notes(
     assert shelves[0].delivered == [(1, number, 1, 2, CONTENT) for number in range(20)]
 
 
-def test_a_word_does_not_wait_for_gradients_that_have_no_room(
+def test_a_control_message_does_not_wait_for_gradients_without_space(
     pair: tuple[list[PeerTransport], list[Shelf]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     transport, shelves = pair
@@ -220,7 +220,7 @@ def test_different_calls_are_named(
     assert all("'call 0'" in text and "'call 1'" in text for text in found)
 
 
-def test_who_is_ahead_waits_for_the_last_backward_but_not_for_who_waits(
+def test_a_rank_ahead_waits_for_the_last_backward_and_not_for_waiting_ranks(
     pair: tuple[list[PeerTransport], list[Shelf]],
 ) -> None:
     transport, _ = pair

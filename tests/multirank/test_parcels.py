@@ -90,7 +90,7 @@ def test_beyond_the_budget_bytes_go_to_the_drive_and_come_back(
         assert grown <= 4 * 3 * SLOT_NBYTES, "scratch is used again"
 
 
-def test_without_a_drive_a_giver_waits_for_room(
+def test_without_a_drive_a_sender_waits_for_space(
     host: HostBlocks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     partials = PartialGradients(BUDGET, host=host, volume=None, window=None, counters=Counters())
@@ -131,7 +131,7 @@ def _without_room(rank: int) -> torch.Tensor:
     return weight
 
 
-def test_who_waits_for_the_step_makes_room() -> None:
+def test_a_rank_that_waits_for_the_step_frees_space() -> None:
     mine, theirs = run_ranks(2, _without_room)
     assert torch.equal(mine, theirs)
 

@@ -183,7 +183,7 @@ def test_the_error_is_at_most_half_a_step_of_the_map(
 
 
 @pytest.mark.parametrize("bad", ["inf", "-inf", "nan"])
-def test_what_is_not_finite_makes_its_block_nan_and_no_other(simd: str, bad: str) -> None:
+def test_a_value_that_is_not_finite_makes_only_its_block_nan(simd: str, bad: str) -> None:
     numbers = random_fp32(3 * BLOCK_NUMEL + 40, torch.Generator().manual_seed(1), "ordinary")
     numbers[BLOCK_NUMEL + 17] = float(bad)
     span = StateSpan(torch.zeros_like(numbers), numbers, (to_8bit(numbers * 0, "exp_avg"),))

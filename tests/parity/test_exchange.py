@@ -55,7 +55,7 @@ MUTATIONS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
 
 
 @pytest.mark.parametrize("name", MUTATIONS)
-def test_an_ordering_that_is_missing_is_told(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_ordering_is_detected(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     owner, attribute, instead = MUTATIONS[name]
     monkeypatch.setattr(owner, attribute, instead)
     with pytest.raises(AssertionError):

@@ -1,7 +1,7 @@
 """Frozen weights that rest in a checkpoint's own files train as decoded weights in memory do.
 
 The comparison is plain PyTorch: the same transformers model with the decoded weights in memory,
-the same adapter, `torch.optim.AdamW`. Losses, gradients, adapters and moments have the same bits.
+the same adapter (on experts as factors, `infinity.factored_experts`), `torch.optim.AdamW`. Losses, gradients, adapters and moments have the same bits.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Base:
         write_quantized(tiny_causal_lm(architecture), self.quantized, layout)
         write_decoded(self.quantized, self.decoded)
         model = AutoModelForCausalLM.from_pretrained(self.decoded, dtype=torch.bfloat16)
-        model = adapted(model)
+        model = infinity.factored_experts(adapted(model))
         trained = [p for p in model.parameters() if p.requires_grad]
         self.expected = train(model, torch.optim.AdamW(trained, lr=1e-2, fused=True))
 
@@ -161,6 +161,19 @@ def test_an_adapter_trains_as_over_decoded_weights_in_memory(
         seen = train(model, infinity.AdamW(model, lr=1e-2))
     assert_same(seen, base.expected)
     assert base.digest() == before
+
+
+def test_tiles_in_place_train_as_tiles_of_copied_weights(base: Base, tmp_path: Path) -> None:
+    """Tiles round as tiles do (docs/design/0007-tiling.md); where they rest changes no bit."""
+    seen = []
+    for frozen in ("copy", "checkpoint"):
+        config = config_of(tmp_path, placement={"frozen": frozen}, schedule={"tile": "64KiB"})
+        with over(base, config) as (model, engine):
+            assert engine.tiled_params
+            stored = [unit for unit in engine.store.units if unit.stored is not None]
+            assert bool(stored) == (frozen == "checkpoint")
+            seen.append(train(model, infinity.AdamW(model, lr=1e-2)))
+    assert_same(*seen)
 
 
 def at_least(base: Base, config: dict[str, Any], simulated: bool) -> dict[str, Any]:

@@ -395,7 +395,7 @@ def test_state_goes_to_torchs_optimizer_and_back(rule: Rule, form: str, tmp_path
     assert not differences(expected, weights_of(plain))
 
 
-def test_state_that_torch_has_saved_goes_on(rule: Rule, tmp_path: Path) -> None:
+def test_training_continues_from_state_that_torch_saved(rule: Rule, tmp_path: Path) -> None:
     """torch.distributed.checkpoint of a plain model; torch's SGD counts no steps."""
     if rule.name == "lion":
         pytest.skip("torch has no Lion to save it")

@@ -131,6 +131,22 @@ def test_an_original_stands_for_its_parameter(swap_directory: Path) -> None:
         assert not OffloadedSide(model).weights()["0.weight"].equal(values[0])
 
 
+def test_an_original_without_a_value_stands_for_its_parameter(swap_directory: Path) -> None:
+    """An original without memory (the weight), and one that kept its constructor's value."""
+    config = swap_config(swap_directory)
+    with infinity.init_empty_weights(config):
+        model = nn.Linear(512, 512)
+    kept = list(model.parameters())
+    with offloaded(model, config) as model:
+        assert kept[0].shape == (512, 512) and torch.equal(kept[0] + 0, model.weight + 0)
+        optimizer = infinity.AdamW(kept, lr=1e-2)
+        before = kept[0].detach().clone()
+        model(torch.ones(512)).sum().backward()
+        assert torch.equal(kept[0].grad + 0, torch.ones(512, 512))
+        optimizer.step()
+        assert not torch.equal(kept[0] + 0, before)
+
+
 def test_an_original_of_tiles_stands_for_the_whole(swap_directory: Path) -> None:
     model = nn.Sequential(nn.Linear(16, 2048, bias=False))
     kept, value = model[0].weight, model[0].weight.detach().clone()

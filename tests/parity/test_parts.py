@@ -119,7 +119,7 @@ def test_parts_are_fetched_as_predicted(loop: Callable[..., None], swap_director
     assert unplanned[0] > 0 and len(set(unplanned[1:])) == 1, unplanned
 
 
-def test_a_call_of_the_model_goes_on_with_what_parts_began(swap_directory: Path) -> None:
+def test_a_call_of_the_model_continues_the_pass_of_its_parts(swap_directory: Path) -> None:
     class Split(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -235,7 +235,7 @@ def test_whoever_is_found_faster_updates_with_the_same_bits(
 
 
 @pytest.mark.parametrize("name", MUTATIONS)
-def test_an_ordering_that_is_missing_is_told(
+def test_a_missing_ordering_is_detected(
     name: str, expected: list[torch.Tensor], swap_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     owner, attribute, instead = MUTATIONS[name]

@@ -376,7 +376,7 @@ def _renormed() -> nn.Module:
         (_renormed, "max_norm"),
     ],
 )
-def test_what_cannot_be_cut_is_refused_with_the_reason(
+def test_a_layer_that_cannot_be_tiled_is_refused_with_the_reason(
     swap_directory: Path, build: Callable[[], nn.Module], reason: str
 ) -> None:
     config = tiled_config(swap_directory, tile="auto", device_nbytes="128KiB", host_nbytes="8MiB")
@@ -574,7 +574,7 @@ def test_layer_major_accumulation_with_tiles_in_blocks(swap_directory: Path) -> 
 
 
 @pytest.mark.parametrize(("tile", "tile_micro_batches"), [(0, 1), ("64KiB", 1), ("64KiB", 3)])
-def test_what_is_behind_a_block_needs_no_room_beside_it(
+def test_a_layer_behind_a_block_needs_no_memory_beside_the_block(
     tile: Any, tile_micro_batches: int, swap_directory: Path
 ) -> None:
     """In the smallest window of the device, with a head as large as a block."""

@@ -112,7 +112,7 @@ def test_a_write_that_autograd_forbids_raises_what_torch_raises(how: str, pair: 
     both(pair, lambda model: None)
 
 
-def test_what_cannot_be_followed_is_refused(pair: Any) -> None:
+def test_a_write_that_cannot_be_followed_is_refused(pair: Any) -> None:
     _, model = pair
     weight, other = model[0].weight, model[2].weight
     for array in (weight.detach().numpy(), weight.data.numpy(), numpy.asarray(weight[0].detach())):

@@ -116,7 +116,7 @@ def test_the_list_names_what_is_shipped() -> None:
          "do not fit one device"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_is_refused(arguments: list[str], words: str) -> None:
+def test_plan_refuses_impossible_arguments(arguments: list[str], words: str) -> None:
     result = RUNNER.invoke(app, ["plan", *arguments])
     assert result.exit_code == 2
     assert words in " ".join(result.output.split())

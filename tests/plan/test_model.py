@@ -72,6 +72,6 @@ def test_attention_grows_with_the_sequence() -> None:
 
 
 @pytest.mark.parametrize("load", [load_hardware, lambda name: load_model(name, torch.float32)])
-def test_an_unknown_name_is_told_what_there_is(load: object) -> None:
+def test_the_error_for_an_unknown_model_lists_the_known_ones(load: object) -> None:
     with pytest.raises(ConfigError, match="one of "):
         load("gpt-9")  # type: ignore[operator]

@@ -131,7 +131,7 @@ def test_words_for_ranks() -> None:
          "do not fit one device"),
     ],
 )  # fmt: skip
-def test_what_ranks_cannot_have_is_refused(arguments: list[str], words: str) -> None:
+def test_plan_refuses_settings_that_ranks_cannot_have(arguments: list[str], words: str) -> None:
     result = CliRunner().invoke(app, ["plan", *MODEL, *arguments])
     assert result.exit_code == 2
     assert words in " ".join(result.output.split())

@@ -65,7 +65,9 @@ def test_the_device_is_chosen_where_it_wins_clearly_and_nowhere_else(
 
 @settings(max_examples=30, deadline=None)
 @given(jobs, machines)
-def test_what_does_not_bind_on_the_host_is_left_there(job: StepSpec, rates: Rates) -> None:
+def test_an_update_that_does_not_bound_the_step_stays_on_the_host(
+    job: StepSpec, rates: Rates
+) -> None:
     assert ANOMALY < LEAST_GAIN
     assert not choose(job, replace(rates, update=INF)).is_on_device
     # Whatever the processor does, there is no gain where drives, or the link, are as slow.
@@ -92,7 +94,7 @@ def test_the_slowest_of_what_an_update_goes_through_decides() -> None:
     assert unknown.is_on_device and "its computation not counted" in unknown.why
 
 
-def test_what_is_settled_without_a_look_at_the_machine() -> None:
+def test_configuration_alone_settles_some_update_devices() -> None:
     usual: dict[str, Any] = {"shares_host_memory": False, "update_nbytes": GIB}
     assert settled("auto", "float32", **usual) is None
     for place in ("host", "device"):

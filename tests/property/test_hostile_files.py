@@ -248,7 +248,7 @@ def test_a_garbled_text_is_read_or_refused_by_name(
         answers(target, garbled(text, drawn), tmp_path)
 
 
-def test_what_is_whole_is_read(tmp_path: Path) -> None:
+def test_an_intact_file_is_read(tmp_path: Path) -> None:
     """Else the tests above would find nothing behind the first check."""
     (tmp_path / "a.safetensors").touch()
     for target, text in TEXTS:

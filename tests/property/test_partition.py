@@ -97,7 +97,7 @@ def test_a_share_finds_its_elements_in_state_and_in_weights(
 
 @given(laid_out=units(), count=COUNTS, stage=st.sampled_from(STAGES))
 @settings(max_examples=60)
-def test_what_rests_is_what_the_stage_says(laid_out: list[Unit], count: int, stage: int) -> None:
+def test_bytes_at_rest_are_those_of_the_stage(laid_out: list[Unit], count: int, stage: int) -> None:
     divided = all_ranks(laid_out, count, stage)
     kept = {1: {StateKind.PARAMETERS, StateKind.GRADIENTS}, 2: {StateKind.PARAMETERS}, 3: set()}[
         stage
@@ -209,7 +209,7 @@ def test_the_reduce_buffer_has_one_sum_whatever_the_timing(
     assert kept(reduce_buffer) == 0
 
 
-def test_what_is_forgotten_is_not_summed_and_what_is_ahead_waits() -> None:
+def test_forgotten_gradients_are_not_summed_and_early_ones_wait() -> None:
     reduce_buffer = text_reduce_buffer(2)
     reduce_buffer.deliver(0, 0, 0, 0, "old of rank 0")
     reduce_buffer.deliver(0, 1, 1, 0, "new of rank 1, which is ahead")

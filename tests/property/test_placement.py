@@ -102,7 +102,7 @@ def test_state_of_trained_units_takes_the_host_before_frozen_weights_do() -> Non
 
 @given(units=units(), preferences=preferences, host=budgets, device=st.none() | budgets)
 @settings(max_examples=300)
-def test_each_state_kind_lies_on_the_first_tier_of_its_list_with_room(
+def test_every_state_kind_lies_on_the_first_tier_of_its_list_with_space(
     units: list[Unit], preferences: dict[str, Any], host: int, device: int | None
 ) -> None:
     infinite = float("inf")

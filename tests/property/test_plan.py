@@ -96,7 +96,7 @@ def test_the_victim_is_the_one_used_last_and_later_than_who_asks(
     assert trace.distance(victim) == max(map(trace.distance, allowed))
 
 
-def test_what_is_not_in_the_prediction_goes_first() -> None:
+def test_eviction_takes_units_outside_the_prediction_first() -> None:
     trace = AccessOrder()
     trace.begin()
     for unit in (0, 1, 2):
@@ -107,7 +107,7 @@ def test_what_is_not_in_the_prediction_goes_first() -> None:
     assert choose_victim(trace, [0, 9], nearer_than=2) == 9
 
 
-def test_what_is_twice_as_large_as_is_wanted_goes_only_for_want_of_another() -> None:
+def test_eviction_prefers_a_fitting_unit_over_an_oversized_one() -> None:
     trace = AccessOrder()
     trace.begin()
     for unit in (0, 1, 2, 3):

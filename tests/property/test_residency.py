@@ -69,7 +69,7 @@ def test_units_of_one_size_move_the_fewest_bytes(
 
 @given(order=orders, nbytes=st.lists(st.integers(1, 8), min_size=6, max_size=6))
 @settings(max_examples=60)
-def test_where_all_fit_each_is_fetched_once(order: list[int], nbytes: list[int]) -> None:
+def test_every_unit_is_fetched_once_if_all_units_fit(order: list[int], nbytes: list[int]) -> None:
     used = sum(nbytes[unit] for unit in set(order))
     assert moved_nbytes(order, nbytes, used) == used == fewest_nbytes(order, nbytes, used)
 

@@ -26,23 +26,23 @@ def drives(tmp_path: Path) -> list[VolumePath]:
     return [VolumePath(str(tmp_path / name)) for name in "ab"]
 
 
-def write(volume: Volume, arena: Arena, piece: tuple[Extent, ...], at: int, data: bytes) -> None:
+def write(volume: Volume, arena: Arena, extents: tuple[Extent, ...], at: int, data: bytes) -> None:
     arena.memory(0, len(data))[:] = data
     volume.write(
-        piece, offset_nbytes=at, nbytes=len(data), address=arena.address,
+        extents, offset_nbytes=at, nbytes=len(data), address=arena.address,
         priority=Priority.WRITE_BACK,
     ).wait()  # fmt: skip
 
 
-def read(volume: Volume, arena: Arena, piece: tuple[Extent, ...]) -> bytes:
+def read(volume: Volume, arena: Arena, extents: tuple[Extent, ...]) -> bytes:
     volume.read(
-        piece, offset_nbytes=0, nbytes=SIZE, address=arena.address, priority=Priority.FORWARD
+        extents, offset_nbytes=0, nbytes=SIZE, address=arena.address, priority=Priority.FORWARD
     ).wait()
     return bytes(arena.memory(0, SIZE))
 
 
-def on_drive(volume: Volume, piece: tuple[Extent, ...]) -> list[tuple[str, int, int]]:
-    return [(r.path, r.offset_nbytes, r.nbytes) for r in volume.locate(piece)]
+def on_drive(volume: Volume, extents: tuple[Extent, ...]) -> list[tuple[str, int, int]]:
+    return [(r.path, r.offset_nbytes, r.nbytes) for r in volume.locate(extents)]
 
 
 def bytes_of(places: list[tuple[str, int, int]]) -> bytes:
@@ -62,7 +62,7 @@ def test_frozen_content_stays_on_the_drive_whatever_is_written(
     with Volume(
         open_any(native_name), drives, stripe_nbytes=32 * KIB, verify=True, num_spares=num_spares
     ) as volume:
-        piece, _ = volume.reserve([SIZE, MIB])
+        extents, _ = volume.reserve([SIZE, MIB])
         expected = bytes(SIZE)
         kept: list[tuple[FrozenContent, list[tuple[str, int, int]], bytes]] = []
         for _ in range(60):
@@ -70,17 +70,17 @@ def test_frozen_content_stays_on_the_drive_whatever_is_written(
                 at = drawn.randrange(0, SIZE, PAGE_NBYTES)
                 nbytes = min(SIZE - at, drawn.randint(1, 20) * PAGE_NBYTES)
                 data = drawn.randbytes(nbytes)
-                write(volume, arena, piece, at, data)
+                write(volume, arena, extents, at, data)
                 expected = expected[:at] + data + expected[at + nbytes :]
-            assert read(volume, arena, piece) == expected
+            assert read(volume, arena, extents) == expected
             volume.sync()
-            kept.append((volume.freeze(), on_drive(volume, piece), expected))
+            kept.append((volume.freeze(), on_drive(volume, extents), expected))
             if len(kept) > num_spares:
                 volume.thaw(kept.pop(drawn.randrange(num_spares))[0])
             assert len(volume.frozen) == len(kept) <= num_spares
             for _, places, content in kept:
                 assert bytes_of(places) == content
-        files = {path for path, _, _ in on_drive(volume, piece)}
+        files = {path for path, _, _ in on_drive(volume, extents)}
         assert len(files) > len(drives), "generations were used"
 
 
@@ -89,9 +89,9 @@ def test_without_a_commit_nothing_moves_and_without_spares_there_is_one_file(
 ) -> None:
     for num_spares in (0, 1):
         with Volume(open_any("threads"), drives[:1], num_spares=num_spares) as volume:
-            (piece,) = volume.reserve([SIZE])
-            write(volume, arena, piece, 0, b"x" * SIZE)
-            assert on_drive(volume, piece) == [(volume.file_paths[0], 0, SIZE)]
+            (extents,) = volume.reserve([SIZE])
+            write(volume, arena, extents, 0, b"x" * SIZE)
+            assert on_drive(volume, extents) == [(volume.file_paths[0], 0, SIZE)]
             assert len(list(Path(drives[0].path).glob("*.swap"))) == 1 + num_spares
         assert not list(Path(drives[0].path).iterdir())
 
@@ -100,17 +100,17 @@ def test_a_bit_flipped_in_a_spare_file_is_found_and_named(
     open_any, arena: Arena, drives: list[VolumePath]
 ) -> None:
     with Volume(open_any("threads"), drives[:1], verify=True, num_spares=1) as volume:
-        (piece,) = volume.reserve([SIZE])
-        write(volume, arena, piece, 0, b"1" * SIZE)
+        (extents,) = volume.reserve([SIZE])
+        write(volume, arena, extents, 0, b"1" * SIZE)
         volume.freeze()
-        write(volume, arena, piece, 64 * KIB, b"2" * 64 * KIB)
-        (_, (path, offset, _), _) = on_drive(volume, piece)
+        write(volume, arena, extents, 64 * KIB, b"2" * 64 * KIB)
+        (_, (path, offset, _), _) = on_drive(volume, extents)
         assert path.endswith("-1.swap") and offset == 64 * KIB
         with open(path, "r+b") as file:
             file.seek(offset + 5000)
             file.write(b"3")
         with pytest.raises(CorruptionError) as caught:
-            read(volume, arena, piece)
+            read(volume, arena, extents)
         assert caught.value.path == path
         assert caught.value.offset_nbytes == offset + PAGE_NBYTES
 
@@ -119,30 +119,30 @@ def test_more_commits_than_spares_leave_no_room_for_a_write(
     open_any, arena: Arena, drives: list[VolumePath]
 ) -> None:
     with Volume(open_any("threads"), drives[:1], num_spares=1) as volume:
-        (piece,) = volume.reserve([SIZE])
-        write(volume, arena, piece, 0, b"1" * SIZE)
+        (extents,) = volume.reserve([SIZE])
+        write(volume, arena, extents, 0, b"1" * SIZE)
         first = volume.freeze()
-        write(volume, arena, piece, 0, b"2" * SIZE)
+        write(volume, arena, extents, 0, b"2" * SIZE)
         volume.freeze()
         with pytest.raises(StorageError, match="2 commits are kept and there are 1 spare") as full:
-            write(volume, arena, piece, 0, b"3" * SIZE)
+            write(volume, arena, extents, 0, b"3" * SIZE)
         assert full.value.errno == errno.ENOSPC
-        assert read(volume, arena, piece) == b"2" * SIZE
+        assert read(volume, arena, extents) == b"2" * SIZE
         volume.thaw(first)
         volume.thaw(first)
-        write(volume, arena, piece, 0, b"3" * SIZE)
-        assert read(volume, arena, piece) == b"3" * SIZE
+        write(volume, arena, extents, 0, b"3" * SIZE)
+        assert read(volume, arena, extents) == b"3" * SIZE
 
 
 def test_links_outlive_the_volume(open_any, arena: Arena, drives, tmp_path: Path) -> None:
     with Volume(open_any("threads"), drives[:1], num_spares=1) as volume:
-        (piece,) = volume.reserve([SIZE])
-        write(volume, arena, piece, 0, b"1" * SIZE)
+        (extents,) = volume.reserve([SIZE])
+        write(volume, arena, extents, 0, b"1" * SIZE)
         volume.sync()
         volume.freeze()
-        ((path, offset, nbytes),) = on_drive(volume, piece)
+        ((path, offset, nbytes),) = on_drive(volume, extents)
         os.link(path, tmp_path / "link")
-        write(volume, arena, piece, 0, b"2" * SIZE)
+        write(volume, arena, extents, 0, b"2" * SIZE)
     assert bytes_of([(str(tmp_path / "link"), offset, nbytes)]) == b"1" * SIZE
 
 
@@ -219,14 +219,14 @@ def test_frozen_contents_survive_and_are_restored(
     drawn = random.Random(0)
     contents, checksums, data = {}, {}, {}
     volume = Volume(open_any("threads"), [drive], num_spares=2)
-    (piece, scratch) = volume.reserve([SIZE, SIZE], spared_nbytes=[SIZE, None])
+    (extents, scratch) = volume.reserve([SIZE, SIZE], spared_nbytes=[SIZE, None])
     for label in ("first", "second"):
         data[label] = drawn.randbytes(SIZE)
-        write(volume, arena, piece, 0, data[label])
+        write(volume, arena, extents, 0, data[label])
         volume.freeze(label)
-        contents[label] = volume.locate(piece)
-        checksums[label] = volume.checksums(piece)
-    write(volume, arena, piece, 0, b"x" * SIZE)
+        contents[label] = volume.locate(extents)
+        checksums[label] = volume.checksums(extents)
+    write(volume, arena, extents, 0, b"x" * SIZE)
     size = os.path.getsize(volume.file_paths[0])
     job = job_of(os.path.basename(volume.file_paths[0]))
     volume.close(remove=False)
@@ -236,7 +236,7 @@ def test_frozen_contents_survive_and_are_restored(
     with Volume(open_any("threads"), [drive], num_spares=2, verify=True, adopted=adopted) as later:
         assert os.path.getsize(later.file_paths[0]) == size, "probing has left it as it was"
         (again, scratch) = later.reserve([SIZE, SIZE], spared_nbytes=[SIZE, None])
-        assert again == piece
+        assert again == extents
         write(later, arena, again, 0, b"y" * SIZE)
         for label in ("second", "first", "second"):
             (frozen,) = [each for each in later.frozen if each.label == label]
@@ -253,10 +253,10 @@ def test_scratch_is_written_in_place_whatever_is_frozen(
     open_any, arena: Arena, tmp_path: Path
 ) -> None:
     with Volume(open_any("threads"), [VolumePath(str(tmp_path / "d"))], num_spares=1) as volume:
-        piece, scratch = volume.reserve([SIZE, 4 * MIB], spared_nbytes=[SIZE, None])
+        extents, scratch = volume.reserve([SIZE, 4 * MIB], spared_nbytes=[SIZE, None])
         taken = [os.stat(path).st_blocks for path in (tmp_path / "d").glob("*.swap")]
         for number in range(3):
-            write(volume, arena, piece, 0, bytes([number]) * SIZE)
+            write(volume, arena, extents, 0, bytes([number]) * SIZE)
             write(volume, arena, scratch, 0, bytes([number]) * MIB)
             for frozen in volume.frozen:
                 volume.thaw(frozen)

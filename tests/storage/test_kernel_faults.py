@@ -115,7 +115,7 @@ def test_passing_fault_is_made_good(
 
 
 @may_mount_fuse
-def test_drive_that_is_pulled_fails_and_the_other_goes_on(
+def test_a_removed_drive_fails_and_the_other_drive_continues(
     open_any, native_name, arena, tmp_path: Path
 ) -> None:
     """Every request ends, the error names the drive that is gone, and the other one still works."""

@@ -41,12 +41,12 @@ def throttle(monkeypatch: pytest.MonkeyPatch) -> Callable[..., ThrottledEngine]:
 
 
 def rate_of(volume: Volume, arena: Arena, clock: Clock, nbytes: int) -> float:
-    """Bytes per second of writing and reading one piece."""
-    (piece,) = volume.reserve([nbytes])
+    """Bytes per second of writing and reading one range."""
+    (extents,) = volume.reserve([nbytes])
     where = {"offset_nbytes": 0, "nbytes": nbytes, "address": arena.address}
     start_s = clock.perf_counter()
-    volume.write(piece, **where, priority=Priority.WRITE_BACK).wait()
-    volume.read(piece, **where, priority=Priority.FORWARD).wait()
+    volume.write(extents, **where, priority=Priority.WRITE_BACK).wait()
+    volume.read(extents, **where, priority=Priority.FORWARD).wait()
     return 2 * nbytes / (clock.perf_counter() - start_s)
 
 
@@ -68,24 +68,24 @@ def test_two_paths_of_unequal_speed_add_up(open_any, native_name, arena, drives,
 def test_measuring_leaves_nothing_behind(open_any, drives) -> None:
     with Volume(open_any("threads"), paths_of(drives, None, None)) as volume:
         assert [os.path.getsize(path) for path in volume.file_paths] == [0, 0]
-        (piece,) = volume.reserve([MIB])
-        assert sum(extent.nbytes for extent in piece) == MIB
+        (extents,) = volume.reserve([MIB])
+        assert sum(extent.nbytes for extent in extents) == MIB
 
 
 def test_fresh_pieces_are_zeros_after_measuring(open_any, arena, drives) -> None:
     with Volume(open_any("threads"), paths_of(drives, None, None)) as volume:
-        (piece,) = volume.reserve([8 * MIB])
+        (extents,) = volume.reserve([8 * MIB])
         arena.memory(0, 8 * MIB)[:] = b"x" * (8 * MIB)
         where = {"offset_nbytes": 0, "nbytes": 8 * MIB, "address": arena.address}
-        volume.read(piece, **where, priority=Priority.STATE).wait()
+        volume.read(extents, **where, priority=Priority.STATE).wait()
         assert arena.memory(0, 8 * MIB) == bytes(8 * MIB)
 
 
 def test_weights_that_are_given_are_taken(open_any, drives) -> None:
     with Volume(open_any("threads"), paths_of(drives, 3, 1)) as volume:
         assert volume.weights == (3, 1)
-        (piece,) = volume.reserve([32 * MIB])
-        shares = [sum(e.nbytes for e in piece if e.path_index == index) for index in range(2)]
+        (extents,) = volume.reserve([32 * MIB])
+        shares = [sum(e.nbytes for e in extents if e.path_index == index) for index in range(2)]
         assert shares == [24 * MIB, 8 * MIB]
 
 

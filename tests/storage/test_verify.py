@@ -171,7 +171,7 @@ def test_table_speaks_of_ranges_and_knows_zeros() -> None:
     assert table.of(0, 16 * PAGE_NBYTES) == zero * 3 + mark + zero * 12
 
 
-def test_what_another_job_left_is_unknown_until_it_is_written() -> None:
+def test_pages_that_another_job_left_are_unknown_until_written() -> None:
     table = PageChecksums(is_fresh=False)
     table.grow(8 * PAGE_NBYTES)
     assert table.known(0, 8 * PAGE_NBYTES) == []

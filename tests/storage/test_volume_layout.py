@@ -1,4 +1,4 @@
-"""Striping is a pure function: its properties, on random pieces and paths."""
+"""Striping is a pure function: its properties, on random sizes and paths."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def fits(sizes_nbytes: list[int], spaces: list[PathSpace]) -> bool:
 def test_extents_cover_each_piece_and_nothing_twice(
     sizes: list[int], spaces: list[PathSpace], stripe_nbytes: int
 ) -> None:
-    """Aligned, disjoint, inside the room of their path, and as long as the pieces rounded up."""
+    """Aligned, disjoint, inside the room of their path, and as long as the sizes rounded up."""
     assume(fits(sizes, spaces))
-    pieces = stripe(sizes, spaces, stripe_nbytes=stripe_nbytes)
-    assert [sum(extent.nbytes for extent in piece) for piece in pieces] == [
+    striped = stripe(sizes, spaces, stripe_nbytes=stripe_nbytes)
+    assert [sum(extent.nbytes for extent in extents) for extents in striped] == [
         align_up(nbytes, PAGE_NBYTES) for nbytes in sizes
     ]
     extents = sorted(
-        (extent for piece in pieces for extent in piece),
+        (extent for extents in striped for extent in extents),
         key=lambda extent: (extent.path_index, extent.offset_nbytes),
     )
     for extent in extents:
@@ -79,9 +79,9 @@ def test_every_piece_is_shared_in_proportion_to_the_weights(
 ) -> None:
     """Within two stripes of its fair share, whatever was laid out before."""
     spaces = [PathSpace(0, GIB, weight) for weight in weights]
-    _, piece = stripe([lead * MIB, num_stripes * MIB], spaces, stripe_nbytes=MIB)
+    _, extents = stripe([lead * MIB, num_stripes * MIB], spaces, stripe_nbytes=MIB)
     for index, weight in enumerate(weights):
-        nbytes = sum(extent.nbytes for extent in piece if extent.path_index == index)
+        nbytes = sum(extent.nbytes for extent in extents if extent.path_index == index)
         fair_nbytes = num_stripes * MIB * weight / sum(weights)
         assert abs(nbytes - fair_nbytes) <= 2 * MIB
 
@@ -96,15 +96,15 @@ def test_one_path_gives_one_extent_per_piece() -> None:
 
 def test_piece_below_one_stripe_stays_on_one_path() -> None:
     spaces = [PathSpace(0, GIB), PathSpace(0, GIB)]
-    pieces = stripe([MIB] * 8, spaces, stripe_nbytes=4 * MIB)
-    assert all(len(piece) == 1 for piece in pieces)
-    assert {extent.path_index for piece in pieces for extent in piece} == {0, 1}
+    striped = stripe([MIB] * 8, spaces, stripe_nbytes=4 * MIB)
+    assert all(len(extents) == 1 for extents in striped)
+    assert {extent.path_index for extents in striped for extent in extents} == {0, 1}
 
 
 def test_full_path_leaves_the_rest_to_the_others() -> None:
     spaces = [PathSpace(0, MIB), PathSpace(0, GIB)]
-    (piece,) = stripe([16 * MIB], spaces, stripe_nbytes=4 * MIB)
-    assert sum(extent.nbytes for extent in piece if extent.path_index == 0) == MIB
+    (extents,) = stripe([16 * MIB], spaces, stripe_nbytes=4 * MIB)
+    assert sum(extent.nbytes for extent in extents if extent.path_index == 0) == MIB
 
 
 @pytest.mark.parametrize(

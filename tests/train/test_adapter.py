@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import json
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,10 @@ from transformers import (
 )
 
 import infinity
+from infinity.checkpoint.convert.spread import plan_gather, plan_spread, run_gather, run_spread
 from infinity.config import SwapConfig
 from infinity.errors import ConfigError
+from infinity.testing.quantized import tiny_causal_lm, write_decoded, write_quantized
 from infinity.training import program
 from infinity.training.adapter import auto_targets, expert_targets, save_adapter
 from infinity.training.chat import conversations
@@ -89,11 +92,11 @@ def metrics(table: dict[str, Any]) -> list[tuple[float, float]]:
     return [(line["loss"], line["grad_norm"]) for line in lines]
 
 
-def plain(table: dict[str, Any]) -> tuple[Any, list[tuple[float, float]]]:
+def plain(table: dict[str, Any], base: Path | None = None) -> tuple[Any, list[tuple[float, float]]]:
     """(model, [(loss, norm)]) of the same run by PyTorch and PEFT with everything in memory."""
     config = SwapConfig.load(table)
     assert config.data and config.train and config.adapter and config.model
-    model: Any = AutoModelForCausalLM.from_pretrained(config.model.path, dtype="auto")
+    model: Any = AutoModelForCausalLM.from_pretrained(base or config.model.path, dtype="auto")
     adapter = config.adapter
     torch.manual_seed(config.model.seed)
     lora = peft.LoraConfig(
@@ -145,7 +148,7 @@ def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -
     [
         ("llama", {}),
         ("llama", {"method": "dora", "rslora": True}),
-        ("qwen3_moe", {"experts": True}),
+        ("qwen3_moe", {}),
         ("deepseek_v3", {}),
     ],
 )
@@ -167,6 +170,38 @@ def test_a_run_has_the_bits_of_peft_in_memory(tmp_path, table, kind, adapter) ->
     ids = torch.arange(32)[None]
     with torch.no_grad():
         assert torch.equal(loaded(ids).logits, expected.eval()(ids).logits)
+
+
+def test_an_adapter_of_experts_has_the_numbers_of_peft(tmp_path, table) -> None:
+    """To rounding, as its product is computed as factors. Names and shapes are PEFT's."""
+    base = save_base(tmp_path / "base", "qwen3_moe", torch.float32)
+    table["adapter"] |= {"experts": True}
+    table["train"]["steps"] = 4
+    run(table)
+    expected, outcomes = plain(table)
+    assert metrics(table) == [pytest.approx(each, rel=1e-4) for each in outcomes]
+    saved = load_file(tmp_path / "output" / "adapter_model.safetensors")
+    wanted = values_of(expected)
+    assert saved.keys() == wanted.keys() and any("experts" in name for name in saved)
+    for name, value in saved.items():
+        assert torch.allclose(value, wanted[name], rtol=1e-2, atol=1e-3), name
+    loaded: Any = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
+    peft.PeftModel.from_pretrained(loaded, tmp_path / "output")
+
+
+@pytest.mark.parametrize("codec", ["fp8", "int4", "nf4"])
+def test_a_run_over_a_quantised_base_has_the_bits_of_the_decoded_one(
+    tmp_path, table, codec
+) -> None:
+    write_quantized(tiny_causal_lm("deepseek-v3"), tmp_path / "base", codec)
+    write_decoded(tmp_path / "base", tmp_path / "decoded")
+    (tmp_path / "text.txt").write_bytes(bytes(32 + i * 7 % 60 for i in range(4000)))
+    table["train"]["steps"] = 4
+    run(table)
+    expected, outcomes = plain(table, tmp_path / "decoded")
+    assert metrics(table) == outcomes
+    saved = load_file(tmp_path / "output" / "adapter_model.safetensors")
+    assert_equal(saved, values_of(expected))
 
 
 def test_a_step_fetches_a_block_once_for_all_its_batches(tmp_path, table) -> None:
@@ -202,6 +237,21 @@ def test_resumed_after_any_step_it_is_the_same_run(tmp_path, table) -> None:
     assert metrics(table) == metrics(whole)
     name = "adapter_model.safetensors"
     assert_equal(load_file(tmp_path / "output" / name), load_file(tmp_path / "whole" / name))
+
+
+def test_a_base_that_was_spread_meanwhile_is_the_same_base(tmp_path, table) -> None:
+    base = save_base(tmp_path / "base")
+    table["train"]["steps"] = 4
+    whole = table | {"output": {"directory": str(tmp_path / "whole")}}
+    run(whole)
+    table["checkpoint"] = {"every": 2}
+    run(table | {"train": table["train"] | {"steps": 2}})
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as drive:
+        run_spread(plan_spread(base, [Path(drive)], "move"))
+        assert (base / "model.safetensors").is_symlink()
+        run(table, resume=True)
+        run_gather(plan_gather(base))
+    assert metrics(table) == metrics(whole)
 
 
 def test_another_adapter_is_no_continuation(tmp_path, table) -> None:
@@ -351,8 +401,10 @@ def test_a_run_over_conversations_has_the_bits_of_peft_in_memory(tmp_path, table
     table["data"] |= {
         "paths": [str(write_chat(tmp_path / "chat.jsonl", CHAT))], "sequence_length": 128,
     }  # fmt: skip
-    table["train"] |= {"steps": 6, "eval_every": 3}
-    run(table)
+    sample = {"prompt": "what is", "new_tokens": 4, "temperature": 0.0}
+    table["train"] |= {"steps": 6, "eval_every": 3, "sample": sample}
+    summary = run(table)
+    assert summary["sample"].startswith("what is") and len(summary["held_out_losses"]) == 2
     expected, outcomes = plain(table)
     assert metrics(table) == outcomes
     saved = load_file(tmp_path / "output" / "adapter_model.safetensors")

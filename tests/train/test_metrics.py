@@ -59,7 +59,7 @@ def test_a_crash_while_a_resumed_run_begins_leaves_the_old_lines(tmp_path, monke
     "damage",
     [b"\xff\xfe\n", b"[" * 100_000 + b"\n", b"\0" * 4096 + b"\n", b'{"step": "x"}\n', b"7\n"],
 )
-def test_a_damaged_file_is_kept_aside_and_the_run_goes_on(tmp_path, damage):
+def test_damaged_metrics_are_moved_aside_and_the_run_continues(tmp_path, damage):
     path = written(tmp_path / "metrics.jsonl", 1, 2)
     path.write_bytes(path.read_bytes() + damage + line(3).encode() + b"\n")
     content, said = path.read_bytes(), []
@@ -70,7 +70,7 @@ def test_a_damaged_file_is_kept_aside_and_the_run_goes_on(tmp_path, damage):
 
 
 @pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo], ids=["directory", "fifo"])
-def test_what_is_no_file_is_kept_aside_and_the_run_goes_on(tmp_path, make):
+def test_metrics_that_are_no_file_are_moved_aside_and_the_run_continues(tmp_path, make):
     path, said = tmp_path / "metrics.jsonl", []
     make(path)
     metrics = MetricsFile(path, resumed_at=3, say=said.append)

@@ -137,7 +137,7 @@ def test_a_signal_that_is_ignored_stays_ignored():
         signal.signal(signal.SIGHUP, former)
 
 
-def test_what_torchrun_sends_on_does_not_count_as_a_second(monkeypatch):
+def test_a_signal_that_torchrun_forwards_does_not_count_as_a_second(monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
     with Interrupt() as interrupt:
         signal.raise_signal(signal.SIGINT)

@@ -451,7 +451,7 @@ def quantized(table: dict[str, Any], tmp_path: Path) -> None:
         (change(output__directory="/proc/output"), StorageError, "/proc/output"),
     ],
 )
-def test_what_cannot_work_is_refused_before_a_swap_file_is_made(
+def test_train_refuses_impossible_runs_before_it_makes_a_swap_file(
     tmp_path, table, spoil, error, message
 ):
     spoil(table, tmp_path)

@@ -40,7 +40,7 @@ def make(count: int, monkeypatch: pytest.MonkeyPatch) -> Collectives:
     return collectives
 
 
-def test_who_closes_takes_back_what_nobody_else_has_come_to(
+def test_close_withdraws_proposals_that_no_other_rank_made(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     collectives = make(2, monkeypatch)
@@ -51,7 +51,7 @@ def test_who_closes_takes_back_what_nobody_else_has_come_to(
     assert not closing.is_alive() and propose.is_called_off
 
 
-def test_what_fails_is_told_also_where_nobody_else_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_operation_raises_on_the_only_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail() -> None:
         raise OSError("of the test")
 

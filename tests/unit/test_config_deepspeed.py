@@ -178,7 +178,7 @@ def test_two_of_three_say_the_batch(
     [({}, 0.0, 1e-3), ({"torch_adam": True}, 0.01, 1e-3), ({"weight_decay": 0.3}, 0.3, 1e-3),
      ({"lr": "auto"}, 0.0, 1e-4), ({"lr": 2e-4}, 0.0, 2e-4)],
 )  # fmt: skip
-def test_what_the_optimizer_leaves_out_is_deepspeeds_default(
+def test_missing_optimizer_settings_have_deepspeeds_defaults(
     params: dict[str, Any], weight_decay: float, lr: float
 ) -> None:
     config = from_deepspeed({"optimizer": {"type": "Adam", "params": params}})
@@ -217,7 +217,7 @@ def test_a_wrong_value_is_an_error_that_names_both_keys() -> None:
         from_deepspeed({"optimizer": {"type": "Adam", "params": {"lr": "fast"}}})
 
 
-def test_what_is_no_file_and_no_dict_is_refused() -> None:
+def test_an_argument_that_is_no_file_and_no_dict_is_refused() -> None:
     with pytest.raises(ConfigError, match="expected a path or a dict; got list"):
         from_deepspeed([1])  # type: ignore[arg-type]
     with pytest.raises(InvalidConfigError, match="expected a table"):

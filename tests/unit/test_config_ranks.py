@@ -48,7 +48,7 @@ def test_capacities_are_the_nodes_and_directories_a_ranks_own(tmp_path: Path) ->
         ),
     ],
 )
-def test_what_cannot_be_committed_is_refused(
+def test_a_configuration_that_cannot_commit_is_refused(
     tmp_path: Path, sections: dict[str, Any], group: RankTopology, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):

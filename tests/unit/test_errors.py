@@ -10,7 +10,7 @@ from infinity.errors import StorageError, storage_error
 
 
 @pytest.mark.parametrize("code", [errno.EACCES, errno.ENOSPC, errno.EROFS, errno.EDQUOT])
-def test_what_the_kernel_says_of_a_file_comes_with_its_path_and_a_remedy(code: int) -> None:
+def test_an_error_of_the_kernel_names_the_path_and_a_remedy(code: int) -> None:
     named = storage_error(OSError(code, "whatever", "/a/b"))
     assert isinstance(named, StorageError) and named.errno == code
     assert "'/a/b'" in str(named) and ";" in str(named)

@@ -29,7 +29,7 @@ class Stub:
         self.num_lent = 0
         self.patience: list[bool] = []
 
-    def home(self, unit: Any, piece: Any) -> NvmeLocation:
+    def home(self, unit: Any, kind: Any) -> NvmeLocation:
         return NvmeLocation(())
 
     def require(self, nbytes: int, label: str) -> object:

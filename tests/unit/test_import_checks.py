@@ -125,7 +125,7 @@ def test_a_tensor_that_nobody_asked_for_is_refused_unless_it_is_named(tmp_path: 
         weight_source(tmp_path / "model").plan(LlamaForCausalLM(small()))
 
 
-def test_what_transformers_passes_over_is_no_reason_to_refuse(tmp_path: Path) -> None:
+def test_import_accepts_names_that_transformers_ignores(tmp_path: Path) -> None:
     """Tied weights stored twice, buffers that older versions saved, layers of a class's own list."""
     saved(tmp_path / "model")
 
@@ -191,7 +191,7 @@ def test_a_new_head_over_a_pretrained_base_is_drawn_from_the_seed(
     assert "'score.weight' of LlamaForSequenceClassification are not in" in caplog.text
 
 
-def test_what_is_missing_of_a_checkpoint_of_this_class_is_refused(tmp_path: Path) -> None:
+def test_import_refuses_a_checkpoint_of_this_class_with_missing_names(tmp_path: Path) -> None:
     saved(tmp_path / "model")
     change(tmp_path / "model", lambda t: t.pop("lm_head.weight"))
     with pytest.raises(ConfigError, match=r"lacks 'lm_head\.weight'"):

@@ -38,12 +38,13 @@ _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".ms
 # Spaces that a reader of JSON skips: the length of a number is not known before it is.
 _STATE_ROOM = 32
 
+Make = Callable[[], torch.Tensor]
 Values = Mapping[str, torch.Tensor]  # Stored tensors by name.
 Progress = Callable[[str, int], None]  # (name of the logical tensor, bytes written)
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class PlannedTensor:
     """The stored tensors of one logical tensor of the result, and the function that makes them."""
 
     infos: tuple[TensorInfo, ...]
@@ -60,9 +61,9 @@ class DirectoryPlan:
 
     source: WeightSource
     config: dict[str, Any]
-    shards: dict[str, list[tuple[str, Outcome]]] = field(default_factory=dict)
+    shards: dict[str, list[tuple[str, PlannedTensor]]] = field(default_factory=dict)
 
-    def add(self, name: str, outcome: Outcome) -> None:
+    def add(self, name: str, outcome: PlannedTensor) -> None:
         shard = self.source.file_of(name).name
         self.shards.setdefault(shard, []).append((name, outcome))
 
@@ -71,7 +72,7 @@ class DirectoryPlan:
         return sum(outcome.nbytes for rows in self.shards.values() for _, outcome in rows)
 
 
-def unchanged(source: WeightSource, name: str) -> Outcome:
+def unchanged(source: WeightSource, name: str) -> PlannedTensor:
     """Returns a logical tensor as the source stores it."""
     encoded = source.encoded(name)
     names = (*encoded.names, *encoded.aside)
@@ -81,18 +82,18 @@ def unchanged(source: WeightSource, name: str) -> Outcome:
             raise ConfigError(
                 f"{source.path}: {info.name!r} is {info.unreadable[0]}, which cannot be copied"
             )
-    return Outcome(infos, lambda: {stored: source.read_stored(stored) for stored in names})
+    return PlannedTensor(infos, lambda: {stored: source.read_stored(stored) for stored in names})
 
 
-def as_numbers(
-    name: str, shape: Shape, dtype: torch.dtype, make: Callable[[], torch.Tensor]
-) -> Outcome:
+def as_numbers(name: str, shape: Shape, dtype: torch.dtype, make: Make) -> PlannedTensor:
     """Returns a tensor that is stored as numbers."""
     info = TensorInfo(name=name, dtype=dtype, shape=shape)
-    return Outcome((info,), lambda: {name: make()})
+    return PlannedTensor((info,), lambda: {name: make()})
 
 
-def as_codes(name: str, shape: Shape, codec: Codec, make: Callable[[], torch.Tensor]) -> Outcome:
+def as_codes(
+    name: str, shape: Shape, codec: Codec, make: Callable[[], torch.Tensor]
+) -> PlannedTensor:
     """Returns a tensor that `codec` encodes, under the names of the usual writer of the format.
 
     Raises ConfigError for a shape that the format cannot store.
@@ -109,12 +110,12 @@ def as_codes(name: str, shape: Shape, codec: Codec, make: Callable[[], torch.Ten
             info.name: part.view(info.dtype).view(info.shape)
             for info, part in zip(infos, encoding.parts, strict=True)
         }
-        return values | _aside_values(name, encoding, aside)
+        return {**values, **_aside_values(name, encoding, aside)}
 
-    return Outcome((*infos, *aside), encode)
+    return PlannedTensor((*infos, *aside), encode)
 
 
-def as_stored(source: WeightSource, name: str, make: Callable[[], torch.Tensor]) -> Outcome:
+def as_stored(source: WeightSource, name: str, make: Make) -> PlannedTensor:
     """Returns a changed tensor, in the codec, dtypes and names that the source has for it."""
     encoded = source.encoded(name)
     infos = [source.stored_info(stored) for stored in encoded.names]
@@ -133,7 +134,7 @@ def as_stored(source: WeightSource, name: str, make: Callable[[], torch.Tensor])
             info.name: source.read_stored(info.name) for info in kept if info.name not in made
         }
 
-    return Outcome((*infos, *(made.get(info.name, info) for info in kept)), encode)
+    return PlannedTensor((*infos, *(made.get(info.name, info) for info in kept)), encode)
 
 
 def _encoded(name: str, codec: Codec, weight: torch.Tensor) -> Encoding:
@@ -194,7 +195,7 @@ def check_target(out: Path, nbytes: int) -> None:
 
 
 def write_directory(
-    plan: DirectoryPlan, out: Path, progress: Progress = lambda name, nbytes: None
+    plan: DirectoryPlan, out: Path, progress: Progress = lambda _name, _nbytes: None
 ) -> None:
     """Writes the result, with the other files of the source's directory. Raises as `check_target`,
     and StorageError."""
@@ -225,7 +226,7 @@ def write_directory(
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _write_shard(path: Path, rows: Sequence[tuple[str, Outcome]], progress: Progress) -> None:
+def _write_shard(path: Path, rows: Sequence[tuple[str, PlannedTensor]], progress: Progress) -> None:
     infos = [info for _, outcome in rows for info in outcome.infos]
     writer = SafetensorsWriter(path, infos, metadata={"format": "pt"})
     try:

@@ -18,7 +18,13 @@ from typing import Any, Literal
 
 import torch
 
-from infinity.checkpoint.convert.directory import DirectoryPlan, as_codes, as_numbers, unchanged
+from infinity.checkpoint.convert.directory import (
+    DirectoryPlan,
+    PlannedTensor,
+    as_codes,
+    as_numbers,
+    unchanged,
+)
 from infinity.checkpoint.huggingface.import_checks import listed, read_config
 from infinity.checkpoint.huggingface.import_weights import WeightSource, weight_source
 from infinity.codecs import Fp8Blocks, Int4Groups, Nf4, Plain
@@ -55,7 +61,7 @@ def _fp8_table(kept: list[str]) -> dict[str, Any]:
 
 
 def _int4_table(kept: list[str]) -> dict[str, Any]:
-    weights = {
+    weights: dict[str, Any] = {
         "actorder": None,
         "block_structure": None,
         "dynamic": False,
@@ -102,8 +108,8 @@ def _nf4_table(kept: list[str]) -> dict[str, Any]:
 
 
 FORMATS: Mapping[str, Published] = {
-    "fp8": Published(lambda dtype: Fp8Blocks(), _fp8_table),
-    "int4": Published(lambda dtype: Int4Groups(), _int4_table),
+    "fp8": Published(lambda _: Fp8Blocks(), _fp8_table),
+    "int4": Published(lambda _: Int4Groups(), _int4_table),
     "nf4": Published(lambda dtype: Nf4(stored=_WIDE[dtype]), _nf4_table),
 }
 
@@ -136,7 +142,7 @@ def plan_quantize(directory: Path, to: Format) -> DirectoryPlan:
     return plan
 
 
-def plain(source: WeightSource, name: str) -> Any:
+def plain(source: WeightSource, name: str) -> PlannedTensor:
     """Returns a tensor as numbers: as it is stored, or decoded."""
     encoded = source.encoded(name)
     if isinstance(encoded.codec, Plain):

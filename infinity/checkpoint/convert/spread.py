@@ -137,7 +137,7 @@ def plan_spread(directory: Path, over: Sequence[Path], mode: Mode) -> SpreadPlan
     return SpreadPlan(directory, mode, tuple(moves))
 
 
-def run_spread(plan: SpreadPlan, progress: Progress = lambda name, nbytes: None) -> None:
+def run_spread(plan: SpreadPlan, progress: Progress = lambda *_: None) -> None:
     """Does what a plan says. May be interrupted at any point and repeated. Raises StorageError."""
     with _locked(plan.directory), _reporting(plan.directory, "spread"):
         record = _read_record(plan.directory) or _Record(plan.mode, {}, {})
@@ -179,7 +179,7 @@ def plan_gather(directory: Path) -> SpreadPlan:
     return SpreadPlan(directory, record.mode, tuple(moves))
 
 
-def run_gather(plan: SpreadPlan, progress: Progress = lambda name, nbytes: None) -> None:
+def run_gather(plan: SpreadPlan, progress: Progress = lambda *_: None) -> None:
     """Undoes `run_spread`. May be interrupted at any point and repeated. Raises StorageError."""
     directory = plan.directory
     with _locked(directory), _reporting(directory, "gather"):

@@ -38,6 +38,7 @@ from infinity.bounded import (
     text_of,
     whole_number,
 )
+from infinity.codecs.plain import STORED_DTYPES
 from infinity.errors import StorageError, UnsupportedError, corrupt
 from infinity.sizes import MIB
 from infinity.storage.page_reader import read_into
@@ -48,28 +49,7 @@ _MAX_HEADER_NBYTES = 100 * MIB  # The bound of the library.
 _MAX_DIMENSIONS = 64  # The bound of torch.
 _TRANSFER_NBYTES = 16 * MIB
 
-_TORCH_DTYPES: dict[str, torch.dtype] = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "U16": torch.uint16,
-    "I16": torch.int16,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "U32": torch.uint32,
-    "I32": torch.int32,
-    "F32": torch.float32,
-    "U64": torch.uint64,
-    "I64": torch.int64,
-    "F64": torch.float64,
-    "C64": torch.complex64,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E8M0": torch.float8_e8m0fnu,
-    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
-    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
-}
-_FORMAT_DTYPES = {dtype: name for name, dtype in _TORCH_DTYPES.items()}
+_FORMAT_DTYPES = {dtype: name for name, dtype in STORED_DTYPES.items()}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -79,7 +59,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def dtype_of(name: str) -> torch.dtype:
     """Returns the dtype with this name in a header. Raises KeyError for an unknown name."""
-    return _TORCH_DTYPES[name]
+    return STORED_DTYPES[name]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,7 +173,7 @@ class SafetensorsReader:
         if info.unreadable is not None:
             raise UnsupportedError(
                 f"{self.path}: tensor {name!r} has dtype {info.unreadable[0]}; readable are "
-                + ", ".join(_TORCH_DTYPES)
+                + ", ".join(STORED_DTYPES)
             )
         return info
 
@@ -443,14 +423,14 @@ def _parse_entry(path: str, name: str, entry: Any) -> TensorInfo:
         raise corrupt(
             path, f"the header's entry of tensor {name!r} is malformed: {error}"
         ) from None
-    if dtype_name not in _TORCH_DTYPES:
+    if dtype_name not in STORED_DTYPES:
         if end < begin:
             raise corrupt(path, f"tensor {name!r} has shape {shape}, offsets {[begin, end]}")
         return TensorInfo(  # The other tensors of the file stay readable.
             name=name, dtype=torch.uint8, shape=shape, offset_nbytes=begin,
             unreadable=(str(dtype_name), end - begin),
         )  # fmt: skip
-    info = TensorInfo(name=name, dtype=_TORCH_DTYPES[dtype_name], shape=shape, offset_nbytes=begin)
+    info = TensorInfo(name=name, dtype=STORED_DTYPES[dtype_name], shape=shape, offset_nbytes=begin)
     if end - begin != info.nbytes:
         raise corrupt(
             path,

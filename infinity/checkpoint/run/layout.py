@@ -114,7 +114,7 @@ def tensors_of_rank(
     }
     for unit in divided.units:
         has = partial(has_kind, unit)
-        tensors = state_tensors(unit, has_kind=has, has_gradient=lambda spec: False, shares=shares)
+        tensors = state_tensors(unit, has_kind=has, has_gradient=lambda _: False, shares=shares)
         yield unit, [tensor for tensor in tensors if has(tensor.state_kind)]
 
 

@@ -199,7 +199,7 @@ def _expected(state: StateAccess) -> Iterator[StateTensor]:
         return
     for unit in state.full_units:
         is_kept = partial(state.is_kept, unit)
-        yield from state_tensors(unit, has_kind=is_kept, has_gradient=lambda spec: False)
+        yield from state_tensors(unit, has_kind=is_kept, has_gradient=lambda _: False)
 
 
 def _gradient_infos(state: StateAccess) -> dict[str, TensorInfo]:

@@ -53,8 +53,8 @@ class AdapterConfig(Section):
         (AUTO_TARGETS,),
         description='Modules that get an adapter, by name as PEFT\'s `target_modules`: "q_proj" '
         'is every module whose name ends so. "auto" is every linear layer of attention, of dense '
-        'MLPs and of shared experts; routers and the head are left out. "all-linear" is every '
-        "linear layer except the head.",
+        "MLPs and of shared experts, without routers, the head, and names that PEFT takes for "
+        'routed experts (docs/ADAPTERS.md). "all-linear" is every linear layer except the head.',
     )
     experts: Annotated[bool, Flag()] = Field(
         False,

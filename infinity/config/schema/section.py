@@ -22,6 +22,7 @@ class Section(BaseModel):
 
 
 def one_as_list(value: Any) -> Any:
+    """Returns a list of one for a single text or path; any other value as it is."""
     return [value] if isinstance(value, (str, os.PathLike)) else value
 
 

@@ -32,6 +32,8 @@
 namespace infinity::io {
 
 struct Hooks;
+struct File;
+class Lane;
 
 enum class Backend : std::uint8_t { kThreads, kUring };
 
@@ -131,7 +133,8 @@ class Engine {
   Result<Lane*> lane_of(std::uint64_t device);
   Error collect(Operation operation, std::span<const Segment> segments, Files& files) const;
   Error check(Operation operation, std::span<const Segment> segments, const Files& files) const;
-  Result<Lane*> enqueue(const Ticket& request, Operation operation, Priority priority);
+  Result<Lane*> enqueue(const std::shared_ptr<QueuedRequest>& request, Operation operation,
+                        Priority priority);
   void forget(const File& file);
 
   const Options options_;

@@ -11,8 +11,8 @@
 
 #include <sys/uio.h>
 
-#include "infinity_io/request.h"
 #include "infinity_io/status.h"
+#include "queued_request.h"
 
 namespace infinity::io {
 

@@ -4,7 +4,7 @@
 #include <array>
 #include <cstdint>
 
-#include "infinity_io/request.h"
+#include "queued_request.h"
 
 namespace infinity::io {
 

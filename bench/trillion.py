@@ -1,0 +1,124 @@
+"""A LoRA step over Kimi-K2's real shape: 61 layers, 384 experts, 1.03 trillion parameters.
+
+    python bench/trillion.py --path /mnt/nvme0 --save trillion.json
+    python bench/trillion.py --layers 3 --experts 32     does it run?
+
+The base has the names, sizes and layout of the INT4 checkpoint, as files of holes: 594 GB that take
+a few hundred MB of the drive. Routers, norms and the embeddings of the tokens are real, so tokens
+choose experts of their own; the other weights are zeros. What is measured is real otherwise: the
+headers are parsed, every byte that a step needs is read with O_DIRECT, checked, decoded and
+multiplied with, and the adapter is saved. A frozen expert that no token chose is not read, so few
+tokens read a part of the base; the row says how much.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import logging
+import shutil
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from common import environment, high_water_nbytes, moved_since, process_io, say
+from quantized_base import KIMI_K2, sparse_fill, write_base
+
+GIB = 1 << 30
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--path", type=Path, default=Path.cwd())
+    parser.add_argument("--layers", type=int, default=KIMI_K2.layers)
+    parser.add_argument("--experts", type=int, default=KIMI_K2.experts)
+    parser.add_argument("--tokens", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=1)
+    parser.add_argument("--host", default="6GiB")
+    parser.add_argument("--tile", default="200MiB")
+    parser.add_argument("--save", type=Path)
+    given = parser.parse_args()
+    directory = Path(tempfile.mkdtemp(prefix="infinity-trillion-", dir=given.path))
+    try:
+        row = run(given, directory)
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+    if given.save is not None:
+        given.save.write_text(json.dumps({**environment(), **row}, indent=1) + "\n")
+
+
+def run(given: argparse.Namespace, directory: Path) -> dict[str, Any]:
+    """Writes the base, trains, and returns what was measured."""
+    shape = dataclasses.replace(KIMI_K2, layers=given.layers, experts=given.experts)
+    base = directory / "base"
+    base_nbytes = write_base(shape, base, sparse_fill(list(range(given.tokens)), shape.hidden))
+    say(f"base: {shape.num_parameters / 1e9:.1f} B parameters, {base_nbytes / 1e9:.1f} GB")
+
+    import peft
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    import infinity
+
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    begun = time.perf_counter()
+    with infinity.init_empty_weights():
+        config = AutoConfig.from_pretrained(base)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    targets = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
+    model = peft.get_peft_model(model, peft.LoraConfig(r=8, target_modules=targets))
+    built_s = time.perf_counter() - begun
+    settings = {
+        "tiers": {"host": {"capacity": given.host}, "nvme": [{"path": str(directory / "swap")}]},
+        "placement": {"master": "host", "moments": "host", "gradients": "host"},
+        "schedule": {"tile": given.tile},
+    }
+    begun = time.perf_counter()
+    before = process_io()
+    infinity.offload(model, settings, weights=base)
+    offload_s = time.perf_counter() - begun
+    start_up = moved_since(before)
+    say(f"offload: {offload_s:.1f} s, {start_up['read_nbytes'] / 1e6:.1f} MB read, peak RSS "
+        f"{high_water_nbytes() / GIB:.2f} GiB")  # fmt: skip
+    optimizer = infinity.AdamW(model, lr=1e-4)
+    engine = infinity.engine_of(model)
+    tokens = torch.arange(given.tokens).view(1, -1)
+    seconds, losses, moved = [], [], []
+    for _ in range(given.steps):
+        begun, before = time.perf_counter(), process_io()
+        counted = engine.counters.snapshot()
+        loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        engine.flush()
+        seconds.append(time.perf_counter() - begun)
+        losses.append(loss.item())
+        now = engine.counters.snapshot()
+        moved.append({
+            **moved_since(before),
+            **{name: now.get(name, 0) - counted.get(name, 0)
+               for name in ("shard_read_nbytes", "decode_s", "read_wait_s", "fetches")},
+        })  # fmt: skip
+        say(f"step: {seconds[-1]:.1f} s, {moved[-1]['shard_read_nbytes'] / 1e9:.1f} GB of the base "
+            f"read, loss {losses[-1]:.3f}, peak {high_water_nbytes() / GIB:.2f} GiB")  # fmt: skip
+    begun = time.perf_counter()
+    model.save_pretrained(directory / "adapter")
+    save_s = time.perf_counter() - begun
+    adapter_nbytes = (directory / "adapter" / "adapter_model.safetensors").stat().st_size
+    say(f"adapter saved: {adapter_nbytes / 1e6:.1f} MB in {save_s:.1f} s")
+    infinity.close(model)
+    return {
+        "layers": shape.layers, "experts": shape.experts, "tokens": given.tokens,
+        "parameters": shape.num_parameters, "base_nbytes": base_nbytes, "host": given.host,
+        "tile": given.tile, "built_s": built_s, "offload_s": offload_s,
+        "start_up_read_nbytes": start_up["read_nbytes"], "step_s": seconds, "losses": losses,
+        "moved": moved, "adapter_nbytes": adapter_nbytes, "adapter_save_s": save_s,
+        "peak_rss_nbytes": high_water_nbytes(),
+    }  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

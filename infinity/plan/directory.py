@@ -1,0 +1,229 @@
+"""A downloaded model as shapes: its config.json, and the headers of its safetensors files.
+
+Bytes are those of the files. Weights are not read. Names are those of transformers' checkpoints:
+blocks are numbered, routed experts are below a module called "experts".
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+
+from infinity.bounded import MalformedError, read_json, table_of
+from infinity.checkpoint.huggingface.safetensors_file import SafetensorsReader, TensorInfo
+from infinity.errors import ConfigError
+from infinity.plan.shapes import LatentAttention, ModelShape, Moe
+from infinity.plan.stored import StoredBlock, StoredModel
+from infinity.sizes import format_nbytes
+
+_INDEX = "model.safetensors.index.json"
+_BLOCK = re.compile(r"(?:^|\.)(?:layers|blocks|h)\.(\d+)\.(.+)$")
+_OTHER_TOWERS = re.compile(r"(?:^|\.)(?:vision|visual|audio|mm_projector|multi_modal)")
+_PLAIN_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelDirectory:
+    """A directory's shape, its stored bytes, its files, and the drives that hold them."""
+
+    shape: ModelShape
+    stored: StoredModel
+    files: tuple[Path, ...]
+
+    @property
+    def is_quantised(self) -> bool:
+        """Whether some weights are codes, which cannot be trained."""
+        return any(
+            block.are_experts_encoded or block.is_rest_encoded for block in self.stored.blocks
+        )
+
+    @property
+    def num_drives(self) -> int:
+        """The number of file systems that the files are on, symbolic links followed."""
+        return len({os.stat(file).st_dev for file in self.files})
+
+
+def read_directory(directory: Path) -> ModelDirectory:
+    """Reads config.json and headers. Raises ConfigError for a directory without them or with a
+    block of config.json that no file has, CorruptionError for a damaged header."""
+    table = _table(directory / "config.json")
+    shape = shape_of_config(table, str(directory / "config.json"))
+    files = _files(directory)
+    sizes = _Sizes()
+    for file in files:
+        with SafetensorsReader(file) as reader:
+            for info in reader.tensors.values():
+                sizes.add(info, shape.layers)
+    return ModelDirectory(shape, sizes.stored(shape, directory, _format_of(table)), files)
+
+
+def shape_of_config(table: dict[str, Any], where: str) -> ModelShape:
+    """Returns the shape that a config.json of transformers describes. Raises ConfigError with the
+    missing key."""
+    text = table.get("text_config") or table
+    try:
+        return ModelShape(
+            name=f"{text.get('model_type', 'model')} in {Path(where).parent.name or where}",
+            source=where,
+            layers=_first(text, "num_hidden_layers", "n_layer"),
+            hidden=_first(text, "hidden_size", "n_embd"),
+            ffn=text.get("intermediate_size") or 4 * _first(text, "hidden_size", "n_embd"),
+            heads=_first(text, "num_attention_heads", "n_head"),
+            kv_heads=text.get("num_key_value_heads"),
+            head_dim=None if text.get("kv_lora_rank") else text.get("head_dim"),
+            vocab=_first(text, "vocab_size"),
+            tied=bool(text.get("tie_word_embeddings", table.get("tie_word_embeddings", False))),
+            latent_attention=_latent(text),
+            moe=_moe(text),
+        )
+    except KeyError as error:
+        raise ConfigError(f"{where}: expected the key {error}; it is missing") from None
+    except (ValidationError, TypeError) as error:
+        raise ConfigError(f"{where} describes no model that can be planned: {error}") from None
+
+
+def _table(file: Path) -> dict[str, Any]:
+    try:
+        return table_of(read_json(file), file.name)
+    except OSError as error:
+        raise ConfigError(
+            f"{file}: {error.strerror}; expected the directory of a downloaded model"
+        ) from None
+    except ValueError as error:
+        raise ConfigError(f"{file}: {error}") from None
+
+
+def _first(text: dict[str, Any], *keys: str) -> Any:
+    """Returns the value of the first key that is there. Raises KeyError with the first key."""
+    for key in keys:
+        if text.get(key) is not None:
+            return text[key]
+    raise KeyError(keys[0])
+
+
+def _latent(text: dict[str, Any]) -> LatentAttention | None:
+    if not text.get("kv_lora_rank"):
+        return None
+    return LatentAttention(
+        q_rank=_first(text, "q_lora_rank"),
+        kv_rank=text["kv_lora_rank"],
+        nope_head_dim=_first(text, "qk_nope_head_dim"),
+        rope_head_dim=_first(text, "qk_rope_head_dim"),
+        v_head_dim=_first(text, "v_head_dim"),
+    )
+
+
+def _moe(text: dict[str, Any]) -> Moe | None:
+    keys = ("n_routed_experts", "num_experts", "num_local_experts")
+    experts = next((text[key] for key in keys if text.get(key)), None)
+    if experts is None:
+        return None
+    ffn = _first(text, "moe_intermediate_size", "intermediate_size")
+    shared = text.get("n_shared_experts") or 0
+    if text.get("shared_expert_intermediate_size"):
+        shared = -(-text["shared_expert_intermediate_size"] // ffn)
+    return Moe(
+        experts=experts,
+        experts_per_token=_first(text, "num_experts_per_tok", "experts_per_token"),
+        expert_ffn=ffn,
+        shared_experts=shared,
+        dense_layers=text.get("first_k_dense_replace") or 0,
+    )
+
+
+def _format_of(table: dict[str, Any]) -> str:
+    quantisation = table.get("quantization_config")
+    if not isinstance(quantisation, dict):
+        text = table.get("text_config")
+        quantisation = text.get("quantization_config") if isinstance(text, dict) else None
+    if not isinstance(quantisation, dict):
+        return "not quantised"
+    return str(quantisation.get("quant_method", "quantised"))
+
+
+def _files(directory: Path) -> tuple[Path, ...]:
+    index = directory / _INDEX
+    if index.exists():
+        try:
+            names = set(table_of(_table(index).get("weight_map"), "weight_map").values())
+        except MalformedError as error:
+            raise ConfigError(f"{index}: {error}") from None
+        missing = sorted(str(name) for name in names if not (directory / str(name)).exists())
+        if missing:
+            raise ConfigError(
+                f"{directory} lacks {len(missing)} of the {len(names)} files that {_INDEX} names, "
+                f"such as {missing[0]}; download them"
+            )
+        return tuple(sorted(directory / str(name) for name in names))
+    files = tuple(sorted(directory.glob("*.safetensors")))
+    if not files:
+        raise ConfigError(f"{directory} has no .safetensors files; expected a downloaded model")
+    return files
+
+
+@dataclass(slots=True)
+class _Sizes:
+    """Bytes by block and part, as headers are read."""
+
+    blocks: defaultdict[tuple[int, bool], int] = field(default_factory=lambda: defaultdict(int))
+    encoded: set[tuple[int, bool]] = field(default_factory=set)
+    outside: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
+
+    def add(self, info: TensorInfo, num_layers: int) -> None:
+        """Counts a tensor."""
+        found = _BLOCK.search(info.name)
+        if _OTHER_TOWERS.search(info.name) or (found and int(found[1]) >= num_layers):
+            self.outside["unused"] += info.nbytes
+        elif found:
+            key = int(found[1]), "experts" in found[2].split(".")
+            self.blocks[key] += info.nbytes
+            if info.unreadable is not None or info.dtype not in _PLAIN_DTYPES:
+                self.encoded.add(key)
+        else:
+            self.outside[_part_outside(info.name)] += info.nbytes
+
+    def stored(self, shape: ModelShape, directory: Path, format_name: str) -> StoredModel:
+        """Returns what training reads. Raises ConfigError if a block has no weights."""
+        for layer in range(shape.layers):
+            if not self.blocks[layer, False]:
+                raise ConfigError(
+                    f"{directory}: config.json has {shape.layers} layers, and no file has weights "
+                    f"of layer {layer}; download all files"
+                )
+        return StoredModel(
+            blocks=tuple(
+                StoredBlock(
+                    self.blocks[layer, True],
+                    self.blocks[layer, False],
+                    (layer, True) in self.encoded,
+                    (layer, False) in self.encoded,
+                )
+                for layer in range(shape.layers)
+            ),
+            embedding_nbytes=self.outside["embedding"],
+            norm_nbytes=self.outside["norm"],
+            head_nbytes=self.outside["head"],
+            formats="; ".join([format_name, *self._unused()]),
+            unused_nbytes=self.outside["unused"],
+        )
+
+    def _unused(self) -> Iterator[str]:
+        if self.outside["unused"]:
+            yield f"{format_nbytes(self.outside['unused'])} of the files are not read"
+
+
+def _part_outside(name: str) -> str:
+    parts = name.split(".")
+    if any(part in ("embed_tokens", "wte", "word_embeddings") for part in parts):
+        return "embedding"
+    if any(part in ("lm_head", "head", "output") for part in parts):
+        return "head"
+    return "norm" if "norm" in parts[-2] or "ln_f" in parts else "unused"

@@ -1,0 +1,61 @@
+"""No moment of a merge or of a quantisation holds the model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tests.support.forked import run_script
+
+_MIB = 1 << 20
+
+_CHILD = """
+import json, shutil, sys
+from pathlib import Path
+import peft, torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+import infinity
+from infinity.checkpoint.convert.directory import write_directory
+from infinity.checkpoint.convert.quantize import plan_quantize
+from infinity.training.merge import plan_merge
+from tests.support.memory import growth_nbytes
+
+root = Path(sys.argv[1])
+config = LlamaConfig(
+    hidden_size=1024, intermediate_size=2048, num_hidden_layers=6, num_attention_heads=8,
+    vocab_size=64, tie_word_embeddings=False,
+)
+with torch.device("meta"):
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+model.to_empty(device="cpu")
+with torch.no_grad():
+    for parameter in model.parameters():
+        parameter.fill_(0.5)
+model.save_pretrained(root / "base", max_shard_size="100MB")
+adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "up_proj"]))
+adapted.save_pretrained(root / "adapter")
+del model, adapted, parameter
+
+def write(plan):
+    write_directory(plan, root / "out")
+    shutil.rmtree(root / "out")
+
+def quantise(to):
+    write(plan_quantize(root / "base", to))
+
+def merge():
+    write(plan_merge(root / "base", root / "adapter"))
+
+growth = {to: growth_nbytes(lambda: quantise(to)) for to in ("fp8", "int4", "nf4")}
+growth["merge"] = growth_nbytes(merge)
+print(json.dumps(growth))
+"""
+
+
+def test_the_result_is_made_with_the_memory_of_one_tensor_of_many(tmp_path: Path) -> None:
+    """120 MiB in matrices of at most 4 MiB; an encoding works on several copies in fp32."""
+    done = run_script(_CHILD, tmp_path)
+    assert done.returncode == 0, done.stderr
+    growth = json.loads(done.stdout.splitlines()[-1])
+    assert sum(path.stat().st_size for path in tmp_path.glob("base/*.safetensors")) > 115 * _MIB
+    assert max(growth.values()) < 90 * _MIB, growth

@@ -1,0 +1,228 @@
+"""A downloaded directory: its bytes as they lie, and the answer that a user gets."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from typer.testing import CliRunner
+
+from infinity.cli import app
+from infinity.errors import ConfigError, CorruptionError
+from infinity.plan.directory import read_directory, shape_of_config
+from infinity.plan.model import load_shape
+
+RUNNER = CliRunner()
+HIDDEN, FFN, EXPERT_FFN, EXPERTS, VOCAB = 256, 512, 128, 4, 300
+CONFIG: dict[str, Any] = {
+    "model_type": "deepseek_v3", "num_hidden_layers": 2, "hidden_size": HIDDEN, "vocab_size": VOCAB,
+    "intermediate_size": FFN, "moe_intermediate_size": EXPERT_FFN, "n_routed_experts": EXPERTS,
+    "n_shared_experts": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1,
+    "num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 64, "kv_lora_rank": 32,
+    "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32,
+    "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+}  # fmt: skip
+
+
+def fp8(name: str, rows: int, columns: int) -> dict[str, torch.Tensor]:
+    """A matrix and its scales, as DeepSeek-V3 has them."""
+    blocks = -(-rows // 128), -(-columns // 128)
+    return {
+        f"{name}.weight": torch.zeros(rows, columns).to(torch.float8_e4m3fn),
+        f"{name}.weight_scale_inv": torch.zeros(blocks),
+    }
+
+
+def mlp(name: str, width: int) -> dict[str, torch.Tensor]:
+    inward = {k: v for each in ("gate", "up") for k, v in fp8(f"{name}.{each}_proj", width, HIDDEN).items()}  # fmt: skip
+    return inward | fp8(f"{name}.down_proj", HIDDEN, width)
+
+
+def block(layer: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """The weights of a block beside the experts, and the experts."""
+    name = f"model.layers.{layer}"
+    rest = {f"{name}.{each}.weight": torch.zeros(HIDDEN, dtype=torch.bfloat16)
+            for each in ("input_layernorm", "post_attention_layernorm")}  # fmt: skip
+    for each, rows, columns in (
+        ("q_a_proj", 64, HIDDEN), ("q_b_proj", 192, 64), ("kv_a_proj_with_mqa", 48, HIDDEN),
+        ("kv_b_proj", 256, 32), ("o_proj", HIDDEN, 128),
+    ):  # fmt: skip
+        rest |= fp8(f"{name}.self_attn.{each}", rows, columns)
+    if layer == 0:
+        return rest | mlp(f"{name}.mlp", FFN), {}
+    rest[f"{name}.mlp.gate.weight"] = torch.zeros(EXPERTS, HIDDEN, dtype=torch.bfloat16)
+    rest |= mlp(f"{name}.mlp.shared_experts", EXPERT_FFN)
+    experts: dict[str, torch.Tensor] = {}
+    for expert in range(EXPERTS):
+        experts |= mlp(f"{name}.mlp.experts.{expert}", EXPERT_FFN)
+    return rest, experts
+
+
+def size(tensors: dict[str, torch.Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors.values())
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    """Three shards with an index; a third layer is the module for multi-token prediction."""
+    (first, _), (second, experts), (third, _) = block(0), block(1), block(2)
+    table = torch.zeros(VOCAB, HIDDEN, dtype=torch.bfloat16)
+    shards = [
+        first | {"model.embed_tokens.weight": table},
+        second | experts,
+        third | {"lm_head.weight": table, "model.norm.weight": table[0].clone()},
+    ]
+    weight_map = {}
+    for index, tensors in enumerate(shards):
+        name = f"model-{index + 1:05}-of-00003.safetensors"
+        save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, tmp_path / name)
+        weight_map |= dict.fromkeys(tensors, name)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    return tmp_path
+
+
+def test_bytes_are_those_of_the_headers(directory: Path) -> None:
+    found = read_directory(directory)
+    first, second = found.stored.blocks
+    assert (first.experts_nbytes, first.rest_nbytes) == (0, size(block(0)[0]))
+    assert (second.rest_nbytes, second.experts_nbytes) == tuple(map(size, block(1)))
+    assert second.are_experts_encoded and second.is_rest_encoded and found.is_quantised
+    table_nbytes = 2 * VOCAB * HIDDEN
+    assert found.stored.embedding_nbytes == found.stored.head_nbytes == table_nbytes
+    assert found.stored.norm_nbytes == 2 * HIDDEN
+    assert found.stored.unused_nbytes == size(block(2)[0]), "the third layer is not read"
+    assert found.stored.formats.startswith("fp8; ")
+    assert found.num_drives == 1 and len(found.files) == 3
+
+
+@pytest.mark.parametrize("name", ["kimi-k2", "deepseek-v3", "qwen3-235b", "gpt-oss-120b"])
+def test_a_config_has_the_shape_of_the_shipped_model(name: str) -> None:
+    shipped = load_shape(name)
+    latent, moe = shipped.latent_attention, shipped.moe
+    assert moe is not None
+    table: dict[str, Any] = {
+        "num_hidden_layers": shipped.layers, "hidden_size": shipped.hidden,
+        "num_attention_heads": shipped.heads, "num_key_value_heads": shipped.kv_heads,
+        "vocab_size": shipped.vocab, "tie_word_embeddings": False,
+        "num_experts_per_tok": moe.experts_per_token,
+    }  # fmt: skip
+    if latent is not None:
+        table |= {
+            "q_lora_rank": latent.q_rank, "kv_lora_rank": latent.kv_rank,
+            "qk_nope_head_dim": latent.nope_head_dim, "qk_rope_head_dim": latent.rope_head_dim,
+            "v_head_dim": latent.v_head_dim, "n_routed_experts": moe.experts,
+            "moe_intermediate_size": moe.expert_ffn, "intermediate_size": shipped.ffn,
+            "n_shared_experts": moe.shared_experts, "first_k_dense_replace": moe.dense_layers,
+        }  # fmt: skip
+    elif name == "gpt-oss-120b":
+        table |= {
+            "num_local_experts": moe.experts,
+            "intermediate_size": moe.expert_ffn,
+            "head_dim": 64,
+        }
+    else:
+        table |= {"num_experts": moe.experts, "moe_intermediate_size": moe.expert_ffn,
+                  "intermediate_size": shipped.ffn, "head_dim": 128}  # fmt: skip
+    found = shape_of_config(table, "config.json")
+    ours = found.model_dump(exclude={"name", "source", "stored"})
+    assert ours == shipped.model_dump(exclude={"name", "source", "stored"})
+    nested = shape_of_config({"text_config": table, "vision_config": {}}, "config.json")
+    assert nested == found
+
+
+def in_numbers(*arguments: str) -> dict[str, Any]:
+    result = RUNNER.invoke(app, ["plan", *arguments, "--json"])
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def test_the_answer_stands_first(directory: Path) -> None:
+    arguments = ["--model", str(directory), "--hardware", "rtx4090-1nvme", "--examples", "1k"]
+    result = RUNNER.invoke(app, ["plan", *arguments])
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()
+    assert lines[0].startswith("Yes: LoRA of rank 16 (")
+    assert "tokens/s)" in lines[1] and "2,048,000 tokens of data take" in lines[2]
+    found = in_numbers(*arguments)
+    said, model = found["answer"], found["model"]
+    assert said["fits"] and " ".join(said["text"].split()) == " ".join(" ".join(lines[:3]).split())
+    assert said["data"]["num_steps"] == -(-2_048_000 // found["batch"]["tokens_per_step"])
+    assert model["stored_nbytes"] == read_directory(directory).stored.nbytes
+    assert model["adapter"]["rank"] == 16, "codes cannot be trained: an adapter is taken"
+    assert in_numbers(*arguments, "--lora", "4")["model"]["adapter"]["rank"] == 4
+    # One directory is on one drive, whatever the machine has; --drives says otherwise.
+    fast = "--hardware", "1xh200-4nvme"
+    assert in_numbers("--model", str(directory), *fast)["answer"]["checkpoint_drives"] == 1
+    spread = in_numbers("--model", str(directory), *fast, "--drives", "4")
+    assert spread["answer"]["checkpoint_drives"] == 4
+
+
+def test_a_file_with_an_adapter_plans_its_directory(directory: Path, tmp_path: Path) -> None:
+    file = tmp_path / "swap.toml"
+    file.write_text(
+        f"""
+        schema = 1
+        tiers.host.capacity = "64MiB"
+        data = {{paths = ["python-stdlib"], sequence_length = 32}}
+        train = {{steps = 4, batch_size = 4}}
+        adapter = {{rank = 2, experts = true}}
+        model.path = "{directory}"
+        schedule.micro_batch = 1
+        precision.compute = "bfloat16"
+        """
+    )
+    found = in_numbers(str(file), "--hardware", "rtx4090-1nvme")
+    assert found["model"]["adapter"]["experts"] and found["batch"]["tokens_per_step"] == 128
+    assert found["model"]["stored_nbytes"] == read_directory(directory).stored.nbytes
+
+
+def test_this_machine_reads_the_files_for_its_rate(directory: Path) -> None:
+    found = in_numbers("--model", str(directory), "--tokens", "64", "--sequence", "32")
+    assert found["hardware"]["nvme"]["checkpoint_read_gb_per_s"] > 0
+    assert found["answer"]["fits"] and found["answer"]["other_drives"] is None
+
+
+def test_what_a_directory_lacks_is_named(directory: Path, tmp_path: Path) -> None:
+    (directory / "model-00002-of-00003.safetensors").unlink()
+    with pytest.raises(ConfigError, match="lacks 1 of the 3 files.*model-00002-of-00003"):
+        read_directory(directory)
+    (directory / "model.safetensors.index.json").unlink()
+    with pytest.raises(ConfigError, match="no file has weights of layer 1"):
+        read_directory(directory)
+    (directory / "config.json").write_text(json.dumps(CONFIG | {"hidden_size": None}))
+    with pytest.raises(ConfigError, match="expected the key 'hidden_size'"):
+        read_directory(directory)
+    (directory / "config.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": "two"}))
+    with pytest.raises(ConfigError, match="describes no model"):
+        read_directory(directory)
+    (directory / "config.json").unlink()
+    with pytest.raises(ConfigError, match="expected the directory of a downloaded model"):
+        read_directory(directory)
+
+
+def test_a_truncated_file_is_named(directory: Path) -> None:
+    file = directory / "model-00001-of-00003.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(CorruptionError, match="model-00001-of-00003.safetensors"):
+        read_directory(directory)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--model", "kimi-k2", "--drives", "1"], "add --lora RANK"),
+        (["--model", "kimi-k2", "--lora", "8", "--examples", "5", "--data-tokens", "5"], "leave one"),
+        (["--model", "kimi-k2", "--lora", "8", "--data-tokens", "many"], "--data-tokens 'many'"),
+        (["--model", "kimi-k2", "--set", "adapter.targets=k_proj"], "kv_b_proj"),
+        (["--model", "kimi-k2", "--lora", "8", "--set", "tiers.host.capacity=1GB"], "tiers.host.capacity"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_refused(arguments: list[str], words: str) -> None:
+    result = RUNNER.invoke(app, ["plan", *arguments, "--hardware", "rtx4090-1nvme"])
+    assert result.exit_code == 2
+    assert words in " ".join(result.output.split())

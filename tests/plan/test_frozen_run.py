@@ -1,0 +1,90 @@
+"""Predicted bytes of an adapter's step beside the counters of the engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+import infinity
+from infinity.config import SwapConfig
+from infinity.plan import Batch, forecast
+from infinity.plan.hardware import Device, Hardware, Host, Nvme
+from infinity.plan.model import model_of_module
+
+SHAPE = LlamaConfig(
+    vocab_size=256, hidden_size=256, intermediate_size=768, num_hidden_layers=8,
+    num_attention_heads=4, num_key_value_heads=4,
+)  # fmt: skip
+MACHINE = Hardware(
+    name="any", source="", host=Host(memory=1 << 34, update_gb_per_s=1, sum_gb_per_s=1),
+    device=Device(tflops=1), nvme=Nvme(capacity=1 << 34, read_gb_per_s=1, write_gb_per_s=1),
+)  # fmt: skip
+LENGTH, NUM_STEPS = 32, 5
+LINKS = ("nvme_read", "nvme_write")
+
+
+def build() -> Any:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(SHAPE, dtype=torch.bfloat16)
+    targets = ["q_proj", "v_proj", "down_proj"]
+    return get_peft_model(model, LoraConfig(r=8, target_modules=targets))
+
+
+def moved_in_the_last_step(table: dict[str, Any], num_micro_batches: int) -> dict[str, int]:
+    model = build()
+    infinity.offload(model, table)
+    engine = infinity.engine_of(model)
+    optimizer = infinity.AdamW(model, lr=1e-3)
+    ids = torch.randint(256, (num_micro_batches, 1, LENGTH))
+    before: dict[str, float] = {}
+    for step in range(NUM_STEPS):
+        if step == NUM_STEPS - 1:
+            before = engine.counters.snapshot()
+        infinity.forward_backward(
+            model, lambda x: model(input_ids=x, labels=x, use_cache=False).loss, list(ids)
+        )
+        optimizer.step()
+        optimizer.zero_grad()
+    after = engine.counters.snapshot()
+    engine.close()
+    return {
+        link: int(after.get(f"{link}_nbytes", 0) - before.get(f"{link}_nbytes", 0))
+        for link in LINKS
+    }
+
+
+@pytest.mark.parametrize(
+    ("host", "num_micro_batches", "parameters", "within"),
+    [
+        ("7MiB", 3, ["nvme"], 0.01), ("12MiB", 1, ["nvme"], 0.01), ("12MiB", 3, ["nvme"], 0.01),
+        # A part of the base rests on the host, and saves what it has.
+        ("10MiB", 2, ["host", "nvme"], 0.0), ("12MiB", 3, ["host", "nvme"], 0.0),
+    ],
+)  # fmt: skip
+def test_bytes_of_an_adapters_step_are_those_of_a_run(
+    tmp_path: Path, host: str, num_micro_batches: int, parameters: list[str], within: float
+) -> None:
+    table = {
+        "tiers": {
+            "host": {"capacity": host},
+            "nvme": [{"path": str(tmp_path / "swap"), "capacity": "256MiB"}],
+        },
+        "placement": dict.fromkeys(("master", "moments", "gradients"), "host")
+        | {"parameters": parameters},
+        "schedule": {"micro_batch": 1},
+        "precision": {"compute": "bfloat16"},
+    }
+    ran = moved_in_the_last_step(table, num_micro_batches)
+    settings = SwapConfig.load(table)
+    model = model_of_module(build(), settings, SHAPE)
+    batch = Batch(num_micro_batches * LENGTH, LENGTH)
+    found = forecast(settings, model, MACHINE, batch).step.moved_nbytes
+    assert found.get("nvme_write", 0) == ran["nvme_write"]
+    assert found["nvme_read"] == pytest.approx(ran["nvme_read"], rel=within)
+    frozen = sum(unit.weight_nbytes for unit in model.units if not unit.state_numel)
+    assert 0 < ran["nvme_read"] < 2 * frozen
