@@ -1,0 +1,166 @@
+"""LoRA over a quantised mixture of experts that is several times larger than the memory it gets.
+
+    python bench/beyond_memory.py --path /mnt/nvme0 --save beyond_memory.json
+    python bench/beyond_memory.py --layers 3 --experts 32     does it run?
+
+A DeepSeek-V3-like model of 93 billion parameters: experts in INT4, 53 GB of random weights that are
+written once (`--keep` leaves them for another run). A step is layer-major: each block and each tile
+of experts is read once per direction for all micro-batches. Bytes are those the kernel counted for
+the process, peak memory is the kernel's (VmHWM), and the ceiling is fio's read of the same files
+with the same block size, before and after the steps. Takes about 53 GB of the drive and, on two
+cores and 2 GB/s, two to four minutes a step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import shutil
+import statistics
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+from common import environment, high_water_nbytes, moved_since, process_io, say
+from quantized_base import Shape, random_fill, write_base
+
+GIB = 1 << 30
+NAME = "infinity-beyond-memory"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--path", type=Path, default=Path.cwd())
+    parser.add_argument("--layers", type=int, default=59)
+    parser.add_argument("--experts", type=int, default=256)
+    parser.add_argument("--sequence", type=int, default=128)
+    parser.add_argument("--micro-batches", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--host", default="4GiB")
+    parser.add_argument("--tile", default="512MiB")
+    parser.add_argument("--keep", action="store_true", help="leave the base for another run")
+    parser.add_argument("--save", type=Path)
+    given = parser.parse_args()
+    shape = Shape(
+        layers=given.layers, hidden=2048, experts=given.experts, expert_width=1024,
+        dense_width=8192, heads=16, vocabulary=32000, q_rank=768, kv_rank=256,
+    )  # fmt: skip
+    directory = given.path / f"{NAME}-{given.layers}x{given.experts}"
+    base, done = directory / "base", directory / "whole"
+    if not done.exists():
+        shutil.rmtree(directory, ignore_errors=True)
+        begun = time.perf_counter()
+        nbytes = write_base(shape, base, random_fill(0))
+        done.touch()
+        say(f"base written: {nbytes / 1e9:.1f} GB in {time.perf_counter() - begun:.0f} s")
+    try:
+        row = run(given, shape, base)
+    finally:
+        if not given.keep:
+            shutil.rmtree(directory, ignore_errors=True)
+    if given.save is not None:
+        given.save.write_text(json.dumps({**environment(), **row}, indent=1) + "\n")
+
+
+def run(given: argparse.Namespace, shape: Shape, base: Path) -> dict[str, Any]:
+    """Trains, and returns what was measured."""
+    import peft
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    import infinity
+
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    shards = sorted(base.glob("*.safetensors"))
+    base_nbytes = sum(path.stat().st_size for path in shards)
+    say(f"{shape.num_parameters / 1e9:.1f} B parameters, {base_nbytes / 1e9:.1f} GB")
+    ceilings = [ceiling(shards)]
+    with infinity.init_empty_weights():
+        config = AutoConfig.from_pretrained(base)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    torch.manual_seed(0)
+    targets = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
+    model = peft.get_peft_model(model, peft.LoraConfig(r=8, target_modules=targets))
+    settings = {
+        "tiers": {"host": {"capacity": given.host},
+                  "nvme": [{"path": str(base.parent / "swap")}]},
+        "placement": {"master": "host", "moments": "host", "gradients": "host",
+                      "activations": "host"},
+        "schedule": {"tile": given.tile},
+    }  # fmt: skip
+    begun, before = time.perf_counter(), process_io()
+    infinity.offload(model, settings, weights=base)
+    offload_s, start_up = time.perf_counter() - begun, moved_since(before)
+    say(f"offload: {offload_s:.1f} s, {start_up['read_nbytes'] / 1e6:.1f} MB read")
+    optimizer = infinity.AdamW(model, lr=1e-3)
+    engine = infinity.engine_of(model)
+    generator = torch.Generator().manual_seed(1)
+    batches = [
+        torch.randint(0, shape.vocabulary, (1, given.sequence), generator=generator)
+        for _ in range(given.micro_batches)
+    ]
+
+    def loss_of(batch: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = model(input_ids=batch, labels=batch, use_cache=False).loss
+        return loss / len(batches)
+
+    steps = []
+    for _ in range(given.steps):
+        begun, before, counted = time.perf_counter(), process_io(), engine.counters.snapshot()
+        losses = infinity.forward_backward(model, loss_of, batches)
+        optimizer.step()
+        optimizer.zero_grad()
+        engine.flush()
+        now = engine.counters.snapshot()
+        steps.append({
+            "seconds": time.perf_counter() - begun,
+            "loss": sum(loss.item() for loss in losses),
+            **moved_since(before),
+            **{name: now.get(name, 0) - counted.get(name, 0)
+               for name in ("decode_s", "read_wait_s", "fetches", "fetches_late")},
+            "peak_rss_nbytes": high_water_nbytes(),
+        })  # fmt: skip
+        last = steps[-1]
+        say(f"step: {last['seconds']:.1f} s, read {last['read_nbytes'] / base_nbytes:.3f} x the "
+            f"base, written {last['written_nbytes'] / 1e6:.1f} MB, loss {last['loss']:.3f}, peak "
+            f"{last['peak_rss_nbytes'] / GIB:.2f} GiB")  # fmt: skip
+    before = process_io()
+    model.save_pretrained(base.parent / "adapter")
+    saved = moved_since(before)
+    infinity.close(model)
+    ceilings.append(ceiling(shards))
+    tokens = given.sequence * given.micro_batches
+    seconds = statistics.median(each["seconds"] for each in steps)
+    say(f"median step {seconds:.1f} s, {tokens / seconds:.2f} tokens/s; the reads alone would take "
+        f"{2 * base_nbytes / statistics.mean(ceilings):.1f} s at fio's rate")  # fmt: skip
+    return {
+        "parameters": shape.num_parameters, "base_nbytes": base_nbytes, "tokens": tokens,
+        "micro_batches": given.micro_batches, "host": given.host, "tile": given.tile,
+        "offload_s": offload_s, "start_up_read_nbytes": start_up["read_nbytes"], "steps": steps,
+        "adapter_read_nbytes": saved["read_nbytes"], "ceiling_bytes_per_s": ceilings,
+        "peak_rss_nbytes": high_water_nbytes(),
+    }  # fmt: skip
+
+
+def ceiling(shards: list[Path]) -> float:
+    """Returns the bytes per second that fio reads from some of the files, past the page cache."""
+    chosen = shards[1 : len(shards) : max(1, len(shards) // 4)]
+    command = [
+        "fio", "--name=read", "--rw=read", "--direct=1", "--ioengine=libaio", "--iodepth=4",
+        "--bs=4M", "--readonly", "--output-format=json", "--runtime=8", "--time_based",
+        f"--filename={':'.join(map(str, chosen))}",
+    ]  # fmt: skip
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        say("no ceiling: fio is missing or failed")
+        return float("nan")
+    rate = json.loads(answer)["jobs"][0]["read"]["bw_bytes"]
+    say(f"fio reads {rate / 1e9:.2f} GB/s of the same files")
+    return float(rate)
+
+
+if __name__ == "__main__":
+    main()
