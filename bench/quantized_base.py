@@ -19,6 +19,7 @@ import torch
 
 ITEM_NBYTES = {"BF16": 2, "F32": 4, "I32": 4}
 GROUP = 32
+_POOL_NBYTES = 1 << 26
 # Returns the bytes of a tensor; None leaves a hole, which reads as zeros.
 Fill = Callable[[str, str, tuple[int, ...]], bytes | None]
 
@@ -193,16 +194,19 @@ def _write_shard(path: Path, tensors: list[tuple[str, str, tuple[int, ...]]], fi
 def random_fill(seed: int, std: float = 0.02) -> Fill:
     """Returns a fill with random codes, and scales that give weights of about `std`."""
     generator = torch.Generator().manual_seed(seed)
+    pool = torch.randint(0, 256, (_POOL_NBYTES,), generator=generator, dtype=torch.uint8).numpy()
+    used = 0
 
     def fill(name: str, dtype: str, shape: tuple[int, ...]) -> bytes | None:
+        nonlocal used
         if name.endswith("_packed"):
-            codes = torch.randint(
-                -(2**31), 2**31 - 1, shape, generator=generator, dtype=torch.int32
-            )
-            return codes.numpy().tobytes()
+            # Slices of one pool, each from another place: drawing takes longer than writing.
+            nbytes = _numel(shape) * ITEM_NBYTES[dtype]
+            used = (used + 4099) % (_POOL_NBYTES - nbytes)
+            return bytes(pool[used : used + nbytes])
         if name.endswith("_scale"):
-            scales = torch.full(shape, std / 4.6)  # The deviation of codes -8 .. 7.
-            return scales.bfloat16().view(torch.int16).numpy().tobytes()
+            scale = torch.full((1,), std / 4.6).bfloat16()  # 4.6: the deviation of codes -8 .. 7.
+            return scale.view(torch.int16).numpy().tobytes() * _numel(shape)
         if name.endswith("norm.weight"):
             return torch.ones(shape).bfloat16().view(torch.int16).numpy().tobytes()
         if dtype == "F32":
