@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import nn
 
 from infinity.config import SwapConfig
-from infinity.engine.build import OwnDevice, build
+from infinity.engine.build import build
+from infinity.engine.devices import OwnDevice
 from infinity.engine.engine import Engine
 from infinity.engine.load_plan import LoadPlan, TileRows
 from infinity.engine.meta_init import init_empty_weights
