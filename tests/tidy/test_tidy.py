@@ -27,7 +27,6 @@ MAX_FUNCTION_LINES = 70
 # Files over the limit, with the most lines that each may have.
 LARGE_FILES = {
     "config/values.py": 528,
-    "streaming/parameters.py": 665,
 }
 LARGE_FUNCTIONS = {
     "api.py: offload": 73,  # 50 of them are its docstring.
