@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import nn
 
 from infinity.config import SwapConfig
-from infinity.engine.build import OwnDevice, build
+from infinity.engine.build import build
+from infinity.engine.devices import OwnDevice
 from infinity.engine.engine import Engine
 from infinity.engine.load_plan import LoadPlan, TileRows
 from infinity.engine.meta_init import init_empty_weights
@@ -99,19 +100,7 @@ def offload(
             "models in an nn.ModuleList, or offload each with a swap directory of its own"
         )
     resolved = SwapConfig.load(config)
-    plan: LoadPlan | None = None
-    if callable(weights):
-        dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
-        plan = _FunctionLoadPlan(weights, dtypes)
-    if weights is None and resume is not None:
-        from infinity.checkpoint.run.directory import find_checkpoint
-        from infinity.checkpoint.run.references import directory_of_base
-
-        weights = directory_of_base(find_checkpoint(Path(resume)))
-    if weights is not None and not callable(weights):
-        from infinity.checkpoint import weight_source
-
-        plan = weight_source(weights).plan(model, ignore=ignore)
+    plan = _load_plan(model, weights, resume, ignore)
     adopted = None
     if resume is not None:
         from infinity.checkpoint.run.adopt import plan_adoption
@@ -126,6 +115,28 @@ def offload(
     )  # fmt: skip
     remember(engine_of(model), place)
     return model
+
+
+def _load_plan(
+    model: nn.Module,
+    weights: str | os.PathLike[str] | Callable[[str], torch.Tensor] | None,
+    resume: str | os.PathLike[str] | None,
+    ignore: Sequence[str],
+) -> LoadPlan | None:
+    """Plans the reads of `weights`, or of the base of the checkpoint to resume; checks headers."""
+    if callable(weights):
+        dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
+        return _FunctionLoadPlan(weights, dtypes)
+    if weights is None and resume is not None:
+        from infinity.checkpoint.run.directory import find_checkpoint
+        from infinity.checkpoint.run.references import directory_of_base
+
+        weights = directory_of_base(find_checkpoint(Path(resume)))
+    if weights is None:
+        return None
+    from infinity.checkpoint import weight_source
+
+    return weight_source(weights).plan(model, ignore=ignore)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from infinity.checkpoint.dcp.import_state import import_dcp
     from infinity.checkpoint.huggingface.export_weights import export_safetensors
     from infinity.checkpoint.huggingface.from_checkpoint import export_checkpoint_safetensors
-    from infinity.checkpoint.huggingface.import_weights import WeightSource, weight_source
+    from infinity.checkpoint.huggingface.weight_source import WeightSource, weight_source
     from infinity.checkpoint.run.copy import Saving
     from infinity.checkpoint.run.inspection import inspect
     from infinity.checkpoint.run.load import load
@@ -49,7 +49,7 @@ _MODULE_OF = {
         "dcp.import_state": ("import_dcp",),
         "huggingface.export_weights": ("export_safetensors",),
         "huggingface.from_checkpoint": ("export_checkpoint_safetensors",),
-        "huggingface.import_weights": ("WeightSource", "weight_source"),
+        "huggingface.weight_source": ("WeightSource", "weight_source"),
         "run.copy": ("Saving",),
         "run.inspection": ("inspect",),
         "run.load": ("load",),

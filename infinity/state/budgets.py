@@ -26,6 +26,8 @@ from infinity.tiers.ranges import rounded_nbytes
 # The most memory through which gradients of a device are added to sums on the host.
 STAGED_NBYTES = 16 << 20
 
+_PLACED_KINDS = ("parameters", "master", "moments", "gradients")
+
 
 @dataclass(frozen=True, slots=True)
 class Budgets:
@@ -153,10 +155,7 @@ def compute_budgets(
     Raises ConfigError for a tier that is not configured, CapacityError for a budget that is too
     small.
     """
-    preferences = {
-        kind: tuple(getattr(config.placement, kind))
-        for kind in ("parameters", "master", "moments", "gradients")
-    }
+    preferences = {kind: tuple(getattr(config.placement, kind)) for kind in _PLACED_KINDS}
     _refuse_missing_tier(config, preferences)
     request = _Request(
         config, units, preferences, held_nbytes, shares_host_memory, device_nbytes,
@@ -178,9 +177,6 @@ def compute_budgets(
     # With less free memory than this, what is kept for later is in the way of what is needed now.
     is_tight = working_nbytes - (smallest - alone) < 3 * alone
     chunk_nbytes, num_slots, ring_nbytes = _staging_ring(request, placement, working_nbytes)
-    # On the host, what is read ahead must leave room for what is decoded from it.
-    decodes_on_host = shares_host_memory and request.decoded_from_nbytes > 0
-    decoding_nbytes = request.host_held_nbytes if decodes_on_host else 0
     return Budgets(
         shares_host_memory=shares_host_memory,
         device_nbytes=device_nbytes,
@@ -191,7 +187,7 @@ def compute_budgets(
         placement=placement,
         working_nbytes=working_nbytes,
         is_tight=is_tight,
-        window_nbytes=0 if is_tight else _window_nbytes(config, working_nbytes - decoding_nbytes),
+        window_nbytes=0 if is_tight else _window_nbytes(request, working_nbytes),
         chunk_nbytes=chunk_nbytes,
         num_staging_slots=num_slots,
         ring_nbytes=ring_nbytes,
@@ -373,7 +369,13 @@ def _staging_ring(
     return chunk_nbytes, num_slots, num_slots * slot_nbytes
 
 
-def _window_nbytes(config: SwapConfig, free_nbytes: int) -> int:
-    if not config.schedule.prefetch:
+def _window_nbytes(request: _Request, working_nbytes: int) -> int:
+    """Host memory for weights that are read ahead."""
+    schedule = request.config.schedule
+    if not schedule.prefetch:
         return 0
-    return free_nbytes if config.schedule.window == "auto" else int(config.schedule.window)
+    if schedule.window != "auto":
+        return int(schedule.window)
+    # On the host, what is read ahead must leave room for what is decoded from it.
+    decodes_on_host = request.shares_host_memory and request.decoded_from_nbytes > 0
+    return working_nbytes - (request.host_held_nbytes if decodes_on_host else 0)

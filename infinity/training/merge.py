@@ -27,8 +27,8 @@ from infinity.checkpoint.convert.directory import (
 )
 from infinity.checkpoint.convert.quantize import plain, without_quantisation
 from infinity.checkpoint.huggingface.import_checks import read_config
-from infinity.checkpoint.huggingface.import_weights import WeightSource, weight_source
 from infinity.checkpoint.huggingface.names import PlacedSource, SourcePlaces
+from infinity.checkpoint.huggingface.weight_source import WeightSource, weight_source
 from infinity.codecs import Plain
 from infinity.config.schema import AdapterConfig
 from infinity.errors import ConfigError, UnsupportedError

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from infinity.checkpoint.convert.directory import write_directory
-from infinity.checkpoint.huggingface.import_weights import weight_source
+from infinity.checkpoint.huggingface.weight_source import weight_source
 from infinity.cli import app
 from infinity.errors import ConfigError
 from infinity.testing.quantized import tiny_causal_lm, write_decoded, write_quantized

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from infinity.checkpoint.convert import directory as directory_module
 from infinity.checkpoint.convert.directory import write_directory
 from infinity.checkpoint.convert.quantize import plan_quantize
-from infinity.checkpoint.huggingface.import_weights import weight_source
+from infinity.checkpoint.huggingface.weight_source import weight_source
 from infinity.cli import app
 from infinity.codecs import Fp8Blocks, Int4Groups, Nf4, Plain
 from infinity.errors import ConfigError, StorageError

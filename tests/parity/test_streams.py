@@ -25,7 +25,7 @@ from infinity.streaming.activations import ActivationStore
 from infinity.streaming.device_update import update_on_device
 from infinity.streaming.gradient_memory import tail_of, widen
 from infinity.streaming.gradients import GradientStore
-from infinity.streaming.parameters import WeightCache
+from infinity.streaming.weight_moves import WeightMoves
 from infinity.testing.models import Mlp
 from infinity.testing.simulated_device import SimulatedDevice, SimulatedStream
 from infinity.tiers.cuda import pin, unpin
@@ -144,7 +144,7 @@ MUTATIONS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "transfers-wait-for-nobody": (SimulatedStream, "wait_event", only_computing_waits),
     "computation-does-not-wait": (StreamCopy, "order", order_without_wait),
     "memory-is-not-kept": (StreamCopy, "__init__", let_go_at_once),
-    "blocks-are-freed-at-once": (WeightCache, "_finish_copy", no_wait),
+    "blocks-are-freed-at-once": (WeightMoves, "finish_copy", no_wait),
     "gradients-are-read-at-once": (GradientStore, "_end_copies", end_without_wait),
     "activations-are-read-at-once": (ActivationStore, "_start_return", return_at_once),
 }  # fmt: skip

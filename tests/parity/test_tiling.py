@@ -822,7 +822,7 @@ def test_all_habits_of_models(
     """Every layer that can be cut is cut into tiles of a few rows, far smaller than any user's. Sums
     are made in other orders, so loss and norm are close; what is used by hand is put together."""
     monkeypatch.setattr("infinity.modules.tiling.split.ROW_ALIGNMENT", 4)
-    monkeypatch.setattr("infinity.engine.build.fit", lambda tile, attempt, *rest: attempt(600))
+    monkeypatch.setattr("infinity.engine.lay_out.fit", lambda tile, attempt, *rest: attempt(600))
     entry = ZOO[name]
     plan = Plan(steps=1, max_norm=1e9)
     plain = plain_run(entry, plan)

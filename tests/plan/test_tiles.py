@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from infinity.config import SwapConfig
-from infinity.engine.build import facts_of
 from infinity.engine.dtypes import Dtypes
+from infinity.engine.lay_out import facts_of
 from infinity.errors import CapacityError
 from infinity.modules.discover import discover_units
 from infinity.modules.tiling.split import Tiling

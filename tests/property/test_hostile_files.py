@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from infinity.bounded import MalformedError
-from infinity.checkpoint.huggingface.import_weights import _find_files
 from infinity.checkpoint.huggingface.safetensors_file import SafetensorsReader
+from infinity.checkpoint.huggingface.weight_files import find_files
 from infinity.checkpoint.run.linked import parse as parse_table
 from infinity.checkpoint.run.manifest import digest_line, files_of_bytes
 from infinity.checkpoint.run.manifest import parse as parse_manifest
@@ -122,7 +122,7 @@ def read_lock(content: bytes, place: Path) -> None:
 
 def read_index(content: bytes, place: Path) -> None:
     _file(place / "model.safetensors.index.json", content)
-    _find_files(place)
+    find_files(place)
 
 
 def _read_config(content: bytes, place: Path, ending: str) -> None:

@@ -27,14 +27,8 @@ MAX_FUNCTION_LINES = 70
 # Files over the limit, with the most lines that each may have.
 LARGE_FILES = {
     "config/values.py": 528,
-    "engine/build.py": 641,
-    "streaming/parameters.py": 665,
 }
-LARGE_FUNCTIONS = {
-    "api.py: offload": 73,  # 50 of them are its docstring.
-    "engine/build.py: build": 90,
-    "engine/build.py: _assemble": 115,
-}
+LARGE_FUNCTIONS: dict[str, int] = {}
 
 
 class Source(NamedTuple):

@@ -9,7 +9,8 @@ from infinity.distributed.unshard import UnshardedWeights
 from infinity.observe import Counters
 from infinity.state.store import NvmeLocation
 from infinity.storage.protocol import Priority
-from infinity.streaming.parameters import WeightCache, WeightState
+from infinity.streaming.parameters import WeightCache
+from infinity.streaming.weight_state import WeightState
 from infinity.tiers.device import FINISHED
 
 

@@ -19,12 +19,12 @@ from typing import Any
 
 import torch
 
-from infinity.checkpoint.huggingface.import_weights import WeightSource
 from infinity.checkpoint.huggingface.safetensors_file import (
     SafetensorsWriter,
     TensorInfo,
     dtype_of,
 )
+from infinity.checkpoint.huggingface.weight_source import WeightSource
 from infinity.checkpoint.run.directory import sync_directory
 from infinity.codecs import Encoding, Nf4
 from infinity.codecs.nf4 import STATE_SUFFIX

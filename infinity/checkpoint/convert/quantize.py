@@ -26,7 +26,7 @@ from infinity.checkpoint.convert.directory import (
     unchanged,
 )
 from infinity.checkpoint.huggingface.import_checks import listed, read_config
-from infinity.checkpoint.huggingface.import_weights import WeightSource, weight_source
+from infinity.checkpoint.huggingface.weight_source import WeightSource, weight_source
 from infinity.codecs import Fp8Blocks, Int4Groups, Nf4, Plain
 from infinity.codecs.detect import QUANTISATION_KEYS
 from infinity.codecs.part import Codec

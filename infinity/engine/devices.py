@@ -1,0 +1,61 @@
+"""The device that computes: its kind, its budget and its adapter."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from infinity.config import SwapConfig
+from infinity.errors import ConfigError
+from infinity.observe import Counters
+from infinity.tiers.cpu import CpuDevice
+from infinity.tiers.device import DeviceAdapter
+from infinity.tiers.host import HostBlocks
+
+
+class OwnDevice(DeviceAdapter, Protocol):
+    """A device adapter of the caller, which is given the host tier when it exists."""
+
+    def open(self, host: HostBlocks, counters: Counters) -> None: ...
+
+
+def shares_host_memory(config: SwapConfig, device: OwnDevice | None) -> bool:
+    """Returns whether the device computes on host memory. Raises ConfigError as `device_kind`."""
+    return device.shares_host_memory if device is not None else device_kind(config) == "cpu"
+
+
+def device_nbytes(config: SwapConfig, *, is_given: bool) -> int | None:
+    """Returns the budget of the device; None: unlimited. `is_given`: its memory is not asked."""
+    if is_given:
+        # A share of "device memory" means nothing here: unlimited.
+        return config.tiers.device.capacity.nbytes
+    free_nbytes, _ = torch.cuda.mem_get_info()
+    return config.tiers.device.budget_nbytes(free_nbytes)
+
+
+def device_kind(config: SwapConfig) -> str:
+    """Returns "cuda" or "cpu". Raises ConfigError for "cuda" on a machine without it."""
+    kind = config.tiers.device.kind
+    if kind == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            "tiers.device.kind: expected a CUDA device for 'cuda', and PyTorch sees none; install "
+            "a CUDA build of torch and a driver, or set it to 'cpu' or 'auto'"
+        )
+    return kind
+
+
+def open_device(
+    config: SwapConfig, host: HostBlocks, counters: Counters, own: OwnDevice | None
+) -> DeviceAdapter:
+    """Opens the adapter of the caller, or of the configured device. The caller closes it."""
+    if own is not None:
+        own.open(host, counters)
+        return own
+    if device_kind(config) == "cuda":
+        from infinity.tiers.cuda import CudaDevice
+
+        return CudaDevice(host, counters)
+    return CpuDevice(host, counters)

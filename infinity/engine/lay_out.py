@@ -1,0 +1,145 @@
+"""The units of a model, their layout, and the bytes that each tier gives them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from infinity.config import SwapConfig
+from infinity.distributed.group import RankTopology
+from infinity.distributed.setup import ShardingPlan, is_collective, plan_sharding
+from infinity.engine.devices import OwnDevice, device_kind, device_nbytes, shares_host_memory
+from infinity.engine.dtypes import Dtypes
+from infinity.engine.load_plan import StoredParams
+from infinity.errors import CapacityError, ConfigError
+from infinity.modules.discover import (
+    FoundParam,
+    ModelLayout,
+    UnitRule,
+    discover_units,
+    storage_strides,
+)
+from infinity.modules.tiling.split import Tiling
+from infinity.state.budgets import Budgets, compute_budgets
+from infinity.state.moments import moments_of
+from infinity.state.placement import resting_nbytes
+from infinity.state.stored import lay_out_stored
+from infinity.state.tiles import fit
+from infinity.state.units import StateKind, TensorFacts, Unit, layout_unit
+from infinity.storage.arena import available_host_nbytes
+from infinity.tiers.ranges import rounded_nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class LaidOut:
+    """A model as units, and what they cost. `anatomy` refers to the parameters of the model.
+
+    With ranks, `units` are the full ones; `sharding` has this rank's.
+    """
+
+    anatomy: ModelLayout
+    units: Sequence[Unit]
+    sharding: ShardingPlan | None
+    budgets: Budgets
+
+
+def lay_out(
+    model: nn.Module,
+    config: SwapConfig,
+    rule: UnitRule,
+    device: OwnDevice | None,
+    ranks: RankTopology | None,
+    tiling: Tiling,
+    dtypes: Dtypes,
+    stored: StoredParams,
+) -> LaidOut:
+    """Returns units that the budgets can hold; splits modules into tiles where necessary.
+
+    Raises CapacityError if no division fits, ConfigError for a model without parameters. With
+    ranks, a collective call.
+    """
+    on_devices = ranks is not None and is_collective(
+        config,
+        ranks,
+        has_own_memory=not shares_host_memory(config, device),
+        is_cuda=device is None and device_kind(config) == "cuda",
+    )
+
+    def attempt(limit_nbytes: int | None) -> LaidOut:
+        tiling.cut(limit_nbytes)
+        in_files = stored.by_parameter(tiling.tiled_params)
+        anatomy = discover_units(model, rule, stored=in_files)
+        if not anatomy.units:
+            raise ConfigError(f"{type(model).__name__} has no parameters; nothing to offload")
+        moments = moments_of(config)
+        laid_out = [
+            layout_unit(index, name, [facts_of(each, dtypes) for each in members], moments)
+            for index, (name, members) in enumerate(anatomy.units)
+        ]
+        for index, (_, members) in enumerate(anatomy.units):
+            if id(members[0].parameter) in in_files:
+                tensors = {each.name: in_files[id(each.parameter)] for each in members}
+                laid_out[index] = replace(laid_out[index], stored=lay_out_stored(tensors))
+        sharding = None
+        if ranks is not None:
+            sharding = plan_sharding(
+                laid_out, anatomy.units_by_block(), ranks, config, is_collective=on_devices
+            )
+            laid_out = list(sharding.partition.full_units)
+        budgets = _budgets(config, laid_out, anatomy, device, sharding)
+        return LaidOut(anatomy, laid_out, sharding, budgets)
+
+    def has_room_ahead(found: LaidOut) -> bool:
+        return found.budgets.has_room_ahead(max(unit.weight_nbytes for unit in found.units))
+
+    try:
+        return fit(config.schedule.tile, attempt, has_room_ahead, tiling.largest_nbytes)
+    except CapacityError as error:
+        reasons = tiling.why_not()
+        if config.schedule.tile is not None and reasons:
+            error.args = (f"{error}; tiles do not help: {reasons}",)
+        raise
+
+
+def facts_of(found: FoundParam, dtypes: Dtypes) -> TensorFacts:
+    """Returns the facts of a parameter as the engine keeps it."""
+    parameter = found.parameter
+    return TensorFacts(
+        name=found.name,
+        shape=tuple(parameter.shape),
+        stride=storage_strides(parameter),
+        dtype=dtypes.of(parameter, found.name),
+        is_trainable=parameter.requires_grad,
+    )
+
+
+def _budgets(
+    config: SwapConfig,
+    units: Sequence[Unit],
+    anatomy: ModelLayout,
+    device: OwnDevice | None,
+    sharding: ShardingPlan | None,
+) -> Budgets:
+    """Computes the budgets from the sizes of this machine."""
+    is_cpu = shares_host_memory(config, device)
+    held_nbytes = anatomy.held_nbytes([rounded_nbytes(unit.weight_nbytes) for unit in units])
+    stored = [resting_nbytes(u, StateKind.PARAMETERS) for u in units if u.stored is not None]
+    host_held_nbytes = held_nbytes + max(stored, default=0)  # Decoded, and what it is made of.
+    if not is_cpu and stored:
+        resting = [resting_nbytes(unit, StateKind.PARAMETERS) for unit in units]
+        host_held_nbytes = anatomy.held_nbytes(resting)
+    sizes: dict[str, Any] = {
+        "held_nbytes": held_nbytes,
+        "host_held_nbytes": host_held_nbytes,
+        "shares_host_memory": is_cpu,
+        "device_nbytes": device_nbytes(config, is_given=is_cpu or device is not None),
+        "available_host_nbytes": available_host_nbytes(),
+    }
+    if sharding is None:
+        return compute_budgets(config, units, **sizes)
+    del sizes["host_held_nbytes"]  # Ranks keep frozen weights as they keep others.
+    sizes["available_host_nbytes"] //= sharding.sharing
+    return sharding.budgets(config, **sizes)

@@ -1,0 +1,140 @@
+"""Weights made of the stored bytes of a checkpoint's own files.
+
+Note [Stored weights]
+  A frozen unit may rest in a checkpoint's own files (`Unit.stored`). Its host block holds the bytes
+  of the files, which may be quantised, and attaching decodes them: on a device with memory of its
+  own after the copy, into the region; on the host into a second block (`decoded`), whose pages the
+  region shows. The decoded block lives while the unit is ATTACHED, and costs no read to make again,
+  so it is the first to go when room is needed. The block of stored bytes may go at any time.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from infinity.errors import UnsupportedError
+from infinity.observe import Counters
+from infinity.state.store import StateStore
+from infinity.state.units import StateKind, Unit, weight_of
+from infinity.storage.protocol import Priority
+from infinity.streaming.weight_state import Weights
+from infinity.tiers.device import Copy, DeviceAdapter, Region
+from infinity.tiers.host import Block
+from infinity.tiers.pool import HostPool
+
+
+class WeightDecoding:
+    """Decodes stored weights. Writes `decoded` and `is_decoding` of `Weights`, nothing else.
+
+    Under the engine's lock. The pool may ask for room in each call that needs a block.
+    """
+
+    def __init__(
+        self, store: StateStore, pool: HostPool, device: DeviceAdapter, counters: Counters
+    ) -> None:
+        self._store = store
+        self._pool = pool
+        self._device = device
+        self._counters = counters
+
+    def prepare(self) -> None:
+        """Takes device memory for the stored bytes of the largest unit, if there are any."""
+        stored = [unit.stored.nbytes for unit in self._store.units if unit.stored is not None]
+        if stored:
+            self._device.prepare_decoding(max(stored))
+
+    def attach(self, weights: Weights, block: Block) -> Copy:
+        """Fills the region with the weights made of the stored bytes in `block`.
+
+        On a device that computes on host memory the region shows the pages of a second block.
+        Raises CapacityError if there is no room for that block.
+        """
+        unit, region = weights.unit, weights.region
+        stored = unit.stored
+        assert stored is not None
+        if self._device.shares_host_memory:
+            return self._device.attach(region, self.decode(weights, block))
+        return self._device.attach_decoded(
+            region,
+            block,
+            lambda content: stored.decode(content, lambda name: _tensor_in(region, unit, name)),
+        )
+
+    def decode(self, weights: Weights, block: Block) -> Block:
+        """Makes the weights of the stored bytes in `block`, in another block, until `drop`."""
+        unit = weights.unit
+        assert unit.stored is not None and weights.decoded is None
+        weights.is_decoding = True
+        try:
+            decoded = self._pool.require(unit.weight_nbytes, f"decoded parameters of {unit.name}")
+        finally:
+            weights.is_decoding = False
+        memory = self._pool.tensor(decoded)
+        try:
+            with self._counters.timed("decode_s", f"parameters of {unit.name} are decoded"):
+                unit.stored.decode(
+                    self._pool.tensor(block), lambda name: _tensor_among(memory, unit, name)
+                )
+        except BaseException:
+            self._pool.free(decoded)
+            raise
+        weights.decoded = decoded
+        return decoded
+
+    def drop(self, weights: Weights) -> None:
+        """Frees the decoded block, if there is one."""
+        if weights.decoded is not None:
+            self._pool.free(weights.decoded)
+            weights.decoded = None
+
+    def differs(self, weights: Weights) -> bool:
+        """Returns whether the attached weights are other than the stored ones. Code may write a
+        parameter without changing it."""
+        unit, stored = weights.unit, weights.unit.stored
+        assert stored is not None
+        block, self_made = weights.block, weights.block is None
+        weights.is_decoding = True
+        try:
+            if block is None:
+                block = self._pool.require(stored.nbytes, f"parameters of {unit.name}")
+        finally:
+            weights.is_decoding = False
+        try:
+            if self_made:
+                kind, urgency = StateKind.PARAMETERS, Priority.STATE
+                self._store.read(unit, kind, block, priority=urgency).wait()
+            content = self._pool.tensor(block)
+            pieces = stored.decoded_pieces(content, lambda name: unit.spec(name).facts.dtype)
+            for name, piece, expected in pieces:
+                shown = piece.target(_tensor_in(weights.region, unit, name)).contiguous().cpu()
+                if not torch.equal(shown.view(torch.uint8), expected.view(torch.uint8)):
+                    return True
+            return False
+        finally:
+            if self_made:
+                self._pool.free(block)
+
+
+def refuse_change(unit: Unit) -> None:
+    """Raises UnsupportedError for weights that rest in files which are not written."""
+    stored = unit.stored
+    if stored is not None:
+        names = list(dict.fromkeys(name for name, _, _ in stored.pieces))
+        raise UnsupportedError(
+            f"{', '.join(map(repr, names[:3]))} of {unit.name!r} cannot be "
+            f"changed: the frozen weights rest in {stored.runs[0].path}, which is only read. "
+            'To change them, offload with placement.frozen = "copy"'
+        )
+
+
+def _tensor_in(region: Region, unit: Unit, name: str) -> torch.Tensor:
+    """Returns a parameter of the unit over its device region."""
+    spec = unit.spec(name)
+    facts = spec.facts
+    return region.tensor(spec.weight_offset_nbytes, facts.shape, facts.stride, facts.dtype)
+
+
+def _tensor_among(weights: torch.Tensor, unit: Unit, name: str) -> torch.Tensor:
+    """Returns a parameter of the unit, in its shape, among weight bytes (uint8) of the unit."""
+    spec = unit.spec(name)
+    return weight_of(weights, spec).as_strided(spec.facts.shape, spec.facts.stride)

@@ -1,0 +1,282 @@
+"""Moves of one unit's weights between its tier, its host block and its device region.
+
+Every transition of `weight_state.py` is a method here. Which unit moves, and which unit goes for
+it, is decided elsewhere (`parameters.py`, `weight_room.py`).
+
+Note [Dirty weights]
+  A block that is being written stays valid for readers; it is only freed, or changed again, after
+  the write is done.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+
+from infinity.observe import Counters
+from infinity.state.store import DeviceLocation, HostLocation, StateStore
+from infinity.state.units import StateKind, Unit
+from infinity.storage.protocol import Priority
+from infinity.streaming.weight_decoding import WeightDecoding
+from infinity.streaming.weight_provider import WeightProvider
+from infinity.streaming.weight_state import Weights, WeightState
+from infinity.tiers.device import FINISHED, DeviceAdapter
+from infinity.tiers.host import Block
+from infinity.tiers.pool import HostPool
+
+
+class WeightMoves:
+    """The only writer of residency (`Weights`): reads, writes, copies, arrivals.
+
+    `nbytes`: host bytes of the weights, by unit; also of full units whose weights rest in shards of
+    other units. `attached_nbytes`: weights on the device that rest elsewhere. Under the engine's
+    lock.
+    """
+
+    def __init__(
+        self,
+        store: StateStore,
+        pool: HostPool,
+        device: DeviceAdapter,
+        counters: Counters,
+        source: WeightProvider,
+    ) -> None:
+        self._store = store
+        self._pool = pool
+        self._device = device
+        self._counters = counters
+        self._source = source
+        self.decoding = WeightDecoding(store, pool, device, counters)
+        self.attached_nbytes = 0
+        self.nbytes = [
+            unit.weight_nbytes if unit.stored is None else unit.stored.nbytes
+            for unit in store.units
+        ]
+
+    def weights_of(self, unit: Unit) -> Weights:
+        """Returns the unit's weights where they rest, with a region on the device."""
+        location = self._store.location(unit, StateKind.PARAMETERS)
+        if isinstance(location, DeviceLocation):
+            region = self._device.reserve_resident(location.memory)
+            return Weights(unit, region, False, True, WeightState.ATTACHED)
+        region = self._device.reserve(unit.weight_nbytes)
+        if isinstance(location, HostLocation):
+            return Weights(unit, region, True, False, WeightState.READY, block=location.block)
+        return Weights(unit, region, False, False)
+
+    # -- Host ------------------------------------------------------------------------------------
+
+    def require(self, weights: Weights) -> Block:
+        """Allocates the unit's host block. Raises CapacityError."""
+        unit = weights.unit
+        return self._pool.require(self.nbytes[unit.index], f"parameters of {unit.name}")
+
+    def start_read(self, weights: Weights, block: Block, priority: Priority) -> None:
+        """Begins to fill `block`, which is the unit's from now on."""
+        weights.block = block
+        try:
+            weights.reading = self._store.read(
+                weights.unit, StateKind.PARAMETERS, block, priority=priority
+            )
+        except BaseException:
+            self.drop_block(weights)
+            raise
+        weights.state = WeightState.READING
+
+    def finish_read(self, weights: Weights) -> None:
+        """Waits for the read. Raises StorageError; then the weights are ABSENT."""
+        assert weights.reading is not None
+        try:
+            if not weights.reading.done():
+                self._counters.add("fetches_late", 1)
+                what = f"{weights.unit.name} needs its parameters"
+                with self._counters.timed("read_wait_s", what, (weights.reading,)):
+                    weights.reading.wait()
+            else:
+                weights.reading.wait()  # Over, but it may have failed.
+        except Exception:
+            weights.reading, weights.state = None, WeightState.ABSENT
+            self.drop_block(weights)
+            raise
+        weights.reading, weights.state = None, WeightState.READY
+
+    def fetch(self, weights: Weights, priority: Priority) -> None:
+        """Makes the host block valid, unless the weights are further already."""
+        if weights.state is WeightState.ABSENT:
+            self.start_read(weights, self.require(weights), priority)
+        if weights.state is WeightState.READING:
+            self.finish_read(weights)
+
+    def provide(self, weights: Weights, *, read: bool) -> Block:
+        """Returns the host block, allocated if necessary; without `read` its bytes are any."""
+        if weights.block is None:
+            block = self.require(weights)
+            if read:
+                self.start_read(weights, block, Priority.STATE)
+                self.finish_read(weights)
+            else:
+                weights.block = block
+            weights.state = WeightState.ATTACHED if weights.rests_on_device else WeightState.READY
+        assert weights.block is not None
+        return weights.block
+
+    def evict(self, weights: Weights) -> None:
+        """Frees the host block, after the bytes that are newer are where they rest."""
+        if weights.state is WeightState.READING:
+            self.finish_read(weights)  # A read in flight owns the block until it is over.
+        is_shown = self._device.shares_host_memory and weights.decoded is None
+        if weights.state is WeightState.ATTACHED and is_shown:
+            self.detach(weights)
+        self.start_write(weights)
+        self.finish_write(weights)
+        self.drop_block(weights)
+        if weights.state is WeightState.READY:
+            weights.state = WeightState.ABSENT
+
+    def drop_block(self, weights: Weights) -> None:
+        """Frees the host block, whatever is in it."""
+        assert weights.block is not None and not weights.rests_on_host
+        self.finish_copy(weights)
+        # INV-2: transfers are done before the block is freed.
+        self._pool.free(weights.block)
+        weights.block = None
+
+    def drop(self, weights: Weights) -> None:
+        """Drops every copy of weights that rest elsewhere, also bytes that are newer."""
+        assert not weights.rests_on_host and not weights.rests_on_device
+        self.settle(weights)
+        if weights.state is WeightState.READING:
+            self.finish_read(weights)
+        if weights.state is WeightState.ATTACHED:
+            self.detach(weights)
+        weights.dirty_nbytes = 0
+        self.finish_write(weights)
+        if weights.block is not None:
+            self.drop_block(weights)
+        weights.state = WeightState.ABSENT
+
+    def drop_invalid(self, weights: Weights) -> None:
+        """Drops a block that was to be overwritten and was not."""
+        self.drop_block(weights)
+        if weights.state is WeightState.READY:
+            weights.state = WeightState.ABSENT
+
+    # -- Device ----------------------------------------------------------------------------------
+
+    def attach(self, weights: Weights) -> None:
+        """Starts the copy from the block to the device, where room was made."""
+        assert weights.block is not None
+        if weights.writing is not None and self._device.shares_host_memory:
+            self.finish_write(weights)  # The pages leave the address the write reads from.
+        if weights.unit.stored is None:
+            weights.copying = self._device.attach(weights.region, weights.block)
+        else:
+            weights.copying = self.decoding.attach(weights, weights.block)
+        self.attached_nbytes += weights.unit.weight_nbytes
+        weights.state = WeightState.ATTACHED
+
+    def bring_back(self, weights: Weights) -> None:
+        """Copies the region to the host block, and ends ATTACHED. Raises CapacityError."""
+        self.finish_copy(weights)
+        self.finish_write(weights)
+        if weights.block is None:
+            weights.block = self.require(weights)
+        self._device.bring_back(weights.region, weights.block).wait()
+        self.detach(weights)
+
+    def detach(self, weights: Weights) -> None:
+        """Ends ATTACHED; the block stays."""
+        assert (
+            weights.state is WeightState.ATTACHED
+            and not weights.use_count
+            and not weights.rests_on_device
+        )
+        self._device.detach(weights.region)  # A copy that is still under way reads the block.
+        self.decoding.drop(weights)
+        self.attached_nbytes -= weights.unit.weight_nbytes
+        weights.state = WeightState.ABSENT if weights.block is None else WeightState.READY
+
+    def finish_copy(self, weights: Weights) -> None:
+        """The block may be changed or freed: no copy to the device reads it any more."""
+        if not weights.copying.done():
+            what = f"parameters of {weights.unit.name} are being copied to the device"
+            with self._counters.timed("copy_wait_s", what, (weights.copying,)):
+                weights.copying.wait()
+        weights.copying.wait()  # Over; lets go of what the copy keeps.
+        weights.copying = FINISHED
+
+    def start_arrival(self, weights: Weights, feeder: Weights) -> None:
+        """Begins to fill a unit's region; its feeder is there, or on its way."""
+        weights.arrival = self._source.begin(
+            weights.unit.index, weights.region, self._bytes_of(feeder), feeder.reading
+        )
+        weights.feeder, feeder.fills = feeder, weights
+        self.attached_nbytes += weights.unit.weight_nbytes
+        weights.state = WeightState.ARRIVING
+
+    def _bytes_of(self, feeder: Weights) -> torch.Tensor:
+        if feeder.block is not None:
+            return self._pool.tensor(feeder.block)
+        location = self._store.location(feeder.unit, StateKind.PARAMETERS)
+        assert isinstance(location, DeviceLocation)
+        return location.memory
+
+    def finish_arrival(self, weights: Weights, *, is_patient: bool) -> None:
+        """Ends ARRIVING: the weights come, at the latest after a wait, or they do not."""
+        arrival, feeder = weights.arrival, weights.feeder
+        assert arrival is not None and feeder is not None
+        is_there = False
+        try:
+            with self._counters.timed("ranks_wait_s", f"ranks put {weights.unit.name} together"):
+                is_there = arrival.settle(is_patient=is_patient)
+        finally:
+            weights.arrival = weights.feeder = feeder.fills = None
+            weights.state = WeightState.ATTACHED
+            if is_there:
+                weights.copying, feeder.copying = arrival.arrival, arrival.departure
+            else:
+                self.detach(weights)
+
+    def settle(self, weights: Weights) -> None:
+        """Nothing is under way into the device region: what has not begun to come is called off."""
+        if weights.state is WeightState.ARRIVING:
+            self.finish_arrival(weights, is_patient=False)
+
+    # -- Writes ----------------------------------------------------------------------------------
+
+    def mark_dirty(self, weights: Weights, nbytes: int) -> None:
+        """Notes that the first `nbytes` of the block are newer than where they rest."""
+        weights.dirty_nbytes = max(weights.dirty_nbytes, nbytes)
+
+    def start_write(self, weights: Weights) -> None:
+        """Starts the write of what is newer than where it rests. Raises StorageError."""
+        if weights.dirty_nbytes == 0:
+            return
+        assert weights.block is not None
+        self.finish_write(weights)
+        weights.writing = self._store.write(
+            weights.unit, StateKind.PARAMETERS, weights.block, nbytes=weights.dirty_nbytes
+        )
+        weights.dirty_nbytes = 0
+
+    def finish_write(self, weights: Weights) -> None:
+        """Waits for the write. Raises StorageError."""
+        if weights.writing is None:
+            return
+        what = f"parameters of {weights.unit.name} must be written"
+        with self._counters.timed("write_wait_s", what, (weights.writing,)):
+            weights.writing.wait()
+        weights.writing = None
+
+    def close(self, weights: Weights) -> None:
+        """Waits for what is in flight and lets go of the region. Errors of transfers are
+        dropped."""
+        for transfer in (weights.reading, weights.writing, weights.copying):
+            if transfer is not None:
+                with contextlib.suppress(Exception):
+                    transfer.wait()
+        if weights.state is WeightState.ATTACHED and not weights.rests_on_device:
+            self._device.detach(weights.region)
+            self.decoding.drop(weights)
+        weights.reading = weights.writing = None

@@ -1,0 +1,168 @@
+"""Room for weights: which units leave the host or the device so that another unit fits.
+
+`eviction.py` has the rule. This file finds the candidates and lets them go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NoReturn
+
+from infinity.errors import CapacityError
+from infinity.state.units import Unit
+from infinity.streaming.access_order import AccessOrder
+from infinity.streaming.eviction import choose_victim
+from infinity.streaming.weight_moves import WeightMoves
+from infinity.streaming.weight_state import Weights, WeightState
+from infinity.tiers.device import DeviceAdapter
+from infinity.tiers.host import Block
+from infinity.tiers.pool import HostPool
+
+
+class WeightRoom:
+    """Makes room by moves of idle units. Writes no field of `Weights` itself.
+
+    `weights`: all units, by index. Each call takes the recorded `order` of the pass. Under the
+    engine's lock.
+    """
+
+    def __init__(
+        self,
+        weights: Sequence[Weights],
+        moves: WeightMoves,
+        pool: HostPool,
+        device: DeviceAdapter,
+        *,
+        device_window_nbytes: int | None,
+    ) -> None:
+        self._weights = weights
+        self._moves = moves
+        self._pool = pool
+        self._device = device
+        self._device_window_nbytes = device_window_nbytes
+
+    def make_device_room(self, order: AccessOrder, unit: Unit, *, is_ahead: bool = False) -> bool:
+        """Detaches what is used last until the unit fits the device window; ahead of its use, only
+        what is used later than it. Returns whether it fits."""
+        window_nbytes = self._device_window_nbytes
+        nearer_than = unit.index if is_ahead else None
+        if is_ahead and window_nbytes is not None:
+            # All or nothing: what goes for a unit that does not fit has to come back for naught.
+            least_distance = order.distance(unit.index)
+            there = self._idle_on_device(WeightState.ATTACHED)
+            later = sum(self._moves.nbytes[i] for i in there if order.distance(i) > least_distance)
+            if self._moves.attached_nbytes + unit.weight_nbytes - later > window_nbytes:
+                return False
+        while (
+            window_nbytes is not None
+            and self._moves.attached_nbytes + unit.weight_nbytes > window_nbytes
+        ):
+            idle = list(self._idle_on_device(WeightState.ATTACHED))
+            if not idle and not is_ahead:
+                idle = list(self._idle_on_device(WeightState.ARRIVING))
+            victim = self._choose(order, idle, unit.weight_nbytes, nearer_than=nearer_than)
+            if victim is None:
+                return False
+            self._moves.settle(self._weights[victim])
+            if self._weights[victim].state is WeightState.ATTACHED:
+                self._moves.detach(self._weights[victim])
+        return True
+
+    def refuse_device(self, unit: Unit, in_use: list[str]) -> NoReturn:
+        """Raises the CapacityError of a unit that does not fit beside those in use."""
+        assert self._device_window_nbytes is not None
+        raise CapacityError(
+            "device",
+            needed_nbytes=unit.weight_nbytes,
+            available_nbytes=max(0, self._device_window_nbytes - self._moves.attached_nbytes),
+            key="tiers.device.capacity",
+            detail=f"parameters of {unit.name!r} (in use: {', '.join(in_use)})",
+        )
+
+    def find_block(self, order: AccessOrder, weights: Weights) -> Block | None:
+        """Allocates a unit's host block, if that drops nothing that is needed sooner."""
+        unit, nbytes = weights.unit, self._moves.nbytes[weights.unit.index]
+        label = f"parameters of {unit.name}"
+        while (block := self._pool.try_allocate(nbytes, label)) is None:
+            if self._reclaim_decoded(order, nbytes, nearer_than=unit.index):
+                continue
+            victim = self._choose(order, self._evictable(), nbytes, nearer_than=unit.index)
+            if victim is None:
+                return None
+            self._moves.evict(self._weights[victim])
+        return block
+
+    def reclaim(self, order: AccessOrder, wanted_nbytes: int) -> bool:
+        """Frees a block that is needed late. Returns whether there was one."""
+        if self._reclaim_decoded(order, wanted_nbytes):
+            return True
+        victim = self._choose(order, self._evictable(), wanted_nbytes)
+        if victim is None:
+            victim = self._choose(order, self._feeding(), wanted_nbytes)
+            if victim is None:
+                return False
+            arriving = self._weights[victim].fills
+            assert arriving is not None
+            self._moves.settle(arriving)
+        self._moves.evict(self._weights[victim])
+        return True
+
+    def _reclaim_decoded(
+        self, order: AccessOrder, wanted_nbytes: int, *, nearer_than: int | None = None
+    ) -> bool:
+        """Frees a decoded block that is not in use. Returns whether there was one."""
+        idle = [
+            weights.unit.index
+            for weights in self._weights
+            if weights.decoded is not None
+            and not weights.use_count
+            and not weights.is_decoding
+            and weights.state is WeightState.ATTACHED
+        ]
+        victim = self._choose(order, idle, wanted_nbytes, nearer_than=nearer_than)
+        if victim is None:
+            return False
+        self._moves.detach(self._weights[victim])
+        return True
+
+    def _choose(
+        self,
+        order: AccessOrder,
+        candidates: Iterable[int],
+        wanted_nbytes: int,
+        *,
+        nearer_than: int | None = None,
+    ) -> int | None:
+        return choose_victim(
+            order,
+            candidates,
+            nearer_than=nearer_than,
+            nbytes=self._moves.nbytes,
+            wanted_nbytes=wanted_nbytes,
+        )
+
+    def _idle_on_device(self, state: WeightState) -> Iterable[int]:
+        for weights in self._weights:
+            if weights.state is state and not weights.use_count and not weights.rests_on_device:
+                yield weights.unit.index
+
+    def _evictable(self) -> Iterable[int]:
+        """Units whose host block may be freed: not resting here, not in use by the device."""
+        for weights in self._weights:
+            if weights.block is None or weights.rests_on_host or weights.is_checked_out:
+                continue
+            if weights.fills is not None:
+                continue
+            if weights.unit.stored is not None:
+                # What is attached is the decoded block: the stored bytes are not in use.
+                if not weights.is_decoding:
+                    yield weights.unit.index
+            elif weights.use_count == 0 or not self._device.shares_host_memory:
+                yield weights.unit.index
+
+    def _feeding(self) -> Iterable[int]:
+        """Feeders whose host block could be freed if what they fill were called off."""
+        for weights in self._weights:
+            is_feeding = weights.fills is not None and weights.block is not None
+            if is_feeding and not weights.rests_on_host:
+                yield weights.unit.index

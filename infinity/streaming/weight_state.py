@@ -1,0 +1,66 @@
+"""One unit's weights between their tier and the device: the states, and who writes them.
+
+A unit's weights are, at any moment, in one of these states:
+
+  state      host block            device region   next
+  ABSENT     none                  empty           READING
+  READING    being filled          empty           READY (read done), ABSENT (failed)
+  READY      valid                 empty           ATTACHED, ABSENT (evicted)
+  ARRIVING   none                  being filled    ATTACHED, ABSENT (called off)
+  ATTACHED   valid, or freed once  valid           READY (detached), ABSENT (detached, evicted)
+             copied to a device
+             with own memory
+
+A unit that rests on the host always has its block; one that rests on the device is always ATTACHED.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from infinity.state.store import Transfer
+from infinity.state.units import Unit
+from infinity.streaming.weight_provider import Arrival
+from infinity.tiers.device import FINISHED, Copy, Region
+from infinity.tiers.host import Block
+
+
+class WeightState(Enum):
+    """Residency of one unit's weights; the table is in the docstring of the file."""
+
+    ABSENT = auto()
+    READING = auto()
+    READY = auto()
+    ARRIVING = auto()
+    ATTACHED = auto()
+
+
+@dataclass(eq=False, slots=True)
+class Weights:
+    """One unit's weights on their way.
+
+    `WeightMoves` writes the residency (with its `WeightDecoding`: `decoded` and `is_decoding`),
+    `WeightCache` writes what callers do with the unit. Nobody else writes a field.
+    """
+
+    unit: Unit
+    region: Region
+    rests_on_host: bool
+    rests_on_device: bool
+    # Residency.
+    state: WeightState = WeightState.ABSENT
+    block: Block | None = None
+    decoded: Block | None = None  # While ATTACHED or checked out, if made from stored bytes here.
+    is_decoding: bool = False  # Its blocks are in use while room is made for another.
+    reading: Transfer | None = None
+    writing: Transfer | None = None
+    arrival: Arrival | None = None  # While ARRIVING.
+    feeder: Weights | None = None  # While ARRIVING: the unit it is filled from.
+    fills: Weights | None = None  # Of a feeder: the unit that arrives.
+    copying: Copy = FINISHED
+    dirty_nbytes: int = 0  # The head of the block that is newer than where it rests.
+    # What callers do.
+    use_count: int = 0  # Uses in progress: a held unit is ATTACHED and never evicted.
+    is_checked_out: bool = False
+    awaits_update: bool = False  # These bytes are a step behind: the device must not see them.
