@@ -2,7 +2,9 @@
 
 The files belong to the user. They are opened for reading alone, and compared with what they were
 when the checkpoint was opened: length, modification time and inode. With `verify`, the first read
-of a run takes a checksum, and every later read is compared with it.
+of a run takes a checksum, and every later read is compared with it. A few threads do that as reads
+complete: the base is all that a step of an adapter reads, so a check on the thread that waits would
+stand between the drives and the model.
 """
 
 from __future__ import annotations
@@ -13,11 +15,14 @@ import os
 import threading
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 from infinity.errors import CorruptionError, StorageError
 from infinity.storage.checksums import digest
 from infinity.storage.protocol import Priority, Segment, StorageEngine, Ticket
+
+_MOST_CHECKERS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +116,8 @@ class ShardFiles:
         self._files: dict[str, int] = {}
         self._checksums: dict[tuple[str, int, int], int] | None = {} if verify else None
         self._lock = threading.Lock()  # Guards the table of checksums.
+        num_threads = max(1, min(_MOST_CHECKERS, (os.cpu_count() or 1) // 2))
+        self._checkers = ThreadPoolExecutor(num_threads, "infinity-shards") if verify else None
         try:
             for each in identities:
                 refuse_changed(each)
@@ -137,7 +144,17 @@ class ShardFiles:
             for run in runs
         ]
         ticket = self._engine.submit("read", segments, priority)
-        return _ShardRead(ticket, self, tuple(runs), address, label)
+        if self._checkers is None:
+            return _NamedRead(ticket, self, label)
+
+        def check() -> None:
+            try:
+                ticket.wait()
+            except StorageError as error:
+                raise self.explain(error, label) from None
+            self.check(runs, address, label)
+
+        return _CheckedShardRead(ticket, self._checkers.submit(check))
 
     def checksums(self) -> list[RunChecksum]:
         """Returns the checksums that the first reads have taken."""
@@ -169,9 +186,10 @@ class ShardFiles:
                     path=run.path,
                     offset_nbytes=run.offset_nbytes,
                     nbytes=run.nbytes,
-                    detail=f"{label}: the bytes are not those of the first read (CRC32C). The "
-                    "drive, its cable, its file system or another program changed them. Nothing "
-                    "was computed from them; check the file, and resume from the newest checkpoint",
+                    detail=f"{label}: the bytes are not those that were read first, in this run "
+                    "or the one that it continues (CRC32C). The drive, its cable, its file system "
+                    "or another program changed them. Nothing was computed from them; check the "
+                    "file, and resume from the newest checkpoint",
                 )
 
     def explain(self, error: StorageError, label: str) -> StorageError:
@@ -191,29 +209,20 @@ class ShardFiles:
         )
 
     def close(self) -> None:
-        """Closes the files, after the reads of them. Idempotent."""
+        """Closes the files, after the reads and checks of them. Idempotent."""
+        if self._checkers is not None:
+            self._checkers.shutdown()
         while self._files:
             self._engine.close_file(self._files.popitem()[1])
 
 
-class _ShardRead:
-    """A ticket whose wait() checks what was read, once, on the thread that waits first."""
+class _NamedRead:
+    """A ticket whose errors say what was read."""
 
-    def __init__(
-        self,
-        inner: Ticket,
-        files: ShardFiles,
-        runs: tuple[ShardRun, ...],
-        address: int,
-        label: str,
-    ) -> None:
+    def __init__(self, inner: Ticket, files: ShardFiles, label: str) -> None:
         self._inner = inner
         self._files = files
-        self._runs = runs
-        self._address = address
         self._label = label
-        self._error: CorruptionError | None = None
-        self._lock = threading.Lock()  # Guards the error, and the runs that are not checked yet.
 
     def done(self) -> bool:
         return self._inner.done()
@@ -225,19 +234,34 @@ class _ShardRead:
         return self._inner.passages()
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """As Ticket.wait; also raises CorruptionError for bytes that changed."""
+        """As Ticket.wait."""
         try:
             self._inner.wait(timeout_s)
         except StorageError as error:
             raise self._files.explain(error, self._label) from None
-        with self._lock:
-            runs, self._runs = self._runs, ()  # Later the memory is the caller's to change.
-            try:
-                self._files.check(runs, self._address, self._label)
-            except CorruptionError as error:
-                self._error = error
-            if self._error is not None:
-                raise self._error.with_traceback(None)
+
+
+class _CheckedShardRead:
+    """A ticket that is done when its bytes are checked."""
+
+    def __init__(self, inner: Ticket, checking: Future[None]) -> None:
+        self._inner = inner
+        self._checking = checking
+
+    def done(self) -> bool:
+        return self._checking.done()
+
+    def cancel(self) -> bool:
+        return self._inner.cancel()
+
+    def passages(self) -> Sequence[tuple[int, int, int, int]]:
+        return self._inner.passages() if self.done() else ()
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """As Ticket.wait; also raises CorruptionError for bytes that changed."""
+        error = self._checking.exception(timeout_s)
+        if error is not None:
+            raise error.with_traceback(None)
 
 
 def _open(engine: StorageEngine, path: str) -> int:

@@ -49,6 +49,7 @@ class WeightMoves:
         self._source = source
         self.decoding = WeightDecoding(store, pool, device, counters)
         self.attached_nbytes = 0
+        self._there: dict[int, Weights] = {}
         self.nbytes = [
             unit.weight_nbytes if unit.stored is None else unit.stored.nbytes
             for unit in store.units
@@ -65,6 +66,14 @@ class WeightMoves:
             return Weights(unit, region, True, False, WeightState.READY, block=location.block)
         return Weights(unit, region, False, False)
 
+    def there(self) -> list[Weights]:
+        """Returns the units with a host block or device memory that is not theirs for good, by
+        index. A model may have tens of thousands of units, of which few are in memory."""
+        for weights in list(self._there.values()):
+            if weights.state is WeightState.ABSENT and not (weights.block or weights.decoded):
+                del self._there[weights.unit.index]
+        return [self._there[index] for index in sorted(self._there)]
+
     # -- Host ------------------------------------------------------------------------------------
 
     def require(self, weights: Weights) -> Block:
@@ -75,6 +84,7 @@ class WeightMoves:
     def start_read(self, weights: Weights, block: Block, priority: Priority) -> None:
         """Begins to fill `block`, which is the unit's from now on."""
         weights.block = block
+        self._there[weights.unit.index] = weights
         try:
             weights.reading = self._store.read(
                 weights.unit, StateKind.PARAMETERS, block, priority=priority
@@ -110,6 +120,7 @@ class WeightMoves:
 
     def provide(self, weights: Weights, *, read: bool) -> Block:
         """Returns the host block, allocated if necessary; without `read` its bytes are any."""
+        self._there[weights.unit.index] = weights
         if weights.block is None:
             block = self.require(weights)
             if read:
@@ -173,6 +184,7 @@ class WeightMoves:
             weights.copying = self._device.attach(weights.region, weights.block)
         else:
             weights.copying = self.decoding.attach(weights, weights.block)
+        self._there[weights.unit.index] = weights
         self.attached_nbytes += weights.unit.weight_nbytes
         weights.state = WeightState.ATTACHED
 
@@ -212,6 +224,7 @@ class WeightMoves:
             weights.unit.index, weights.region, self._bytes_of(feeder), feeder.reading
         )
         weights.feeder, feeder.fills = feeder, weights
+        self._there[weights.unit.index] = weights
         self.attached_nbytes += weights.unit.weight_nbytes
         weights.state = WeightState.ARRIVING
 

@@ -113,7 +113,7 @@ class WeightRoom:
         """Frees a decoded block that is not in use. Returns whether there was one."""
         idle = [
             weights.unit.index
-            for weights in self._weights
+            for weights in self._moves.there()
             if weights.decoded is not None
             and not weights.use_count
             and not weights.is_decoding
@@ -142,13 +142,13 @@ class WeightRoom:
         )
 
     def _idle_on_device(self, state: WeightState) -> Iterable[int]:
-        for weights in self._weights:
+        for weights in self._moves.there():
             if weights.state is state and not weights.use_count and not weights.rests_on_device:
                 yield weights.unit.index
 
     def _evictable(self) -> Iterable[int]:
         """Units whose host block may be freed: not resting here, not in use by the device."""
-        for weights in self._weights:
+        for weights in self._moves.there():
             if weights.block is None or weights.rests_on_host or weights.is_checked_out:
                 continue
             if weights.fills is not None:
@@ -162,7 +162,7 @@ class WeightRoom:
 
     def _feeding(self) -> Iterable[int]:
         """Feeders whose host block could be freed if what they fill were called off."""
-        for weights in self._weights:
+        for weights in self._moves.there():
             is_feeding = weights.fills is not None and weights.block is not None
             if is_feeding and not weights.rests_on_host:
                 yield weights.unit.index

@@ -139,12 +139,12 @@ def assert_same(seen: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
     ("sections", "simulated"),
     [
         ({}, False),
-        ({"tiers": {"host": {"capacity": "least"}}}, False),
+        ({"tiers": {"host": {"capacity": "least"}}, "schedule": {"tile": 0}}, False),
         ({"schedule": {"prefetch": False}, "io": {"engine": "threads"}}, False),
         ({"placement": {"parameters": "host", "master": "host", "moments": "host"}}, False),
         ({"placement": {"frozen": "copy"}}, False),
         ({}, True),
-        ({"tiers": {"device": {"capacity": "least"}}}, True),
+        ({"tiers": {"device": {"capacity": "least"}}, "schedule": {"tile": 0}}, True),
     ],
     ids=["nvme", "least", "threads", "host", "copied", "device", "device-least"],
 )

@@ -74,8 +74,9 @@ class WeightSource:
                             "but its header does not have it",
                         )
                 self.identities.append(reader.identity())
+                listed_here = set(listed_names)
                 for name, info in reader.tensors.items():
-                    if name in listed_names or name not in self._files:
+                    if name in listed_here or name not in self._files:
                         self._files[name], self._infos[name] = file, info
         self._encoded = self._find_encoded()
 
