@@ -33,6 +33,7 @@ from infinity.codecs import Plain
 from infinity.config.schema import AdapterConfig
 from infinity.errors import ConfigError, UnsupportedError
 from infinity.training.adapter import attach_adapter
+from infinity.training.model import published_config
 
 Stored = Literal["bf16", "keep"]
 _PREFIX, _ADAPTER = "base_model.model.", "default"
@@ -70,10 +71,10 @@ def plan_merge(base: Path, adapter: Path, *, to: Stored = "bf16") -> DirectoryPl
 
 
 def _on_meta(base: Path) -> Any:
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     try:
-        config = AutoConfig.from_pretrained(base, local_files_only=True)
+        config = published_config(base)
         if hasattr(config, "quantization_config"):
             del config.quantization_config
         with infinity.init_empty_weights():

@@ -146,8 +146,6 @@ def _config_of_table(table: dict[str, Any]) -> Any:
 
 
 def _config_of_directory(path: Path) -> Any:
-    from transformers import AutoConfig
-
     file = path / "config.json"
     if not path.is_dir():
         raise ConfigError(f"model.path: {path} is no directory")
@@ -156,10 +154,28 @@ def _config_of_directory(path: Path) -> Any:
     table = _table_of_file(file)
     check_numbers(table, f"model.path: {file}: ")
     try:
-        hf_config = AutoConfig.from_pretrained(path, local_files_only=True)
+        return published_config(path)
     except Exception as error:  # A broken file makes transformers raise any exception.
         raise ConfigError(f"model.path: {file} cannot be used: {error}") from error
-    return hf_config
+
+
+# Published with code of their own for an architecture that transformers has under another name.
+_SAME_ARCHITECTURE = {"kimi_k2": "deepseek_v3"}
+
+
+def published_config(path: Path) -> Any:
+    """Returns the configuration of a directory. Runs no code of the directory.
+
+    Raises what transformers raises for a broken file, or for an architecture that it does not have.
+    """
+    from transformers import AutoConfig
+
+    table = _table_of_file(path / "config.json")
+    same = _SAME_ARCHITECTURE.get(str(table.get("model_type")))
+    if same is None:
+        return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    own = {key: value for key, value in table.items() if key not in ("model_type", "auto_map")}
+    return AutoConfig.for_model(same, **{**own, "name_or_path": str(path)})
 
 
 def _take_generation_config(model: Any, plan: ModelPlan) -> None:

@@ -32,6 +32,7 @@ from infinity.training.chat import conversations
 from infinity.training.data import ByteTokenizer, open_batches
 from infinity.training.loop import make_scheduler, parameter_groups
 from infinity.training.marks import IGNORED, count_learned, split_marks
+from infinity.training.model import published_config
 
 SMALL = {
     "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_key_value_heads": 2,
@@ -521,4 +522,36 @@ def test_conversations_and_text_are_not_mixed(tmp_path, table) -> None:
     save_base(tmp_path / "base")
     table["data"]["paths"].append(str(write_chat(tmp_path / "chat.jsonl", CHAT)))
     with pytest.raises(ConfigError, match="holds conversations and .* does not"):
+        run(table)
+
+
+def test_a_directory_of_kimi_trains_without_its_own_code(tmp_path: Path, table) -> None:
+    model = tiny_causal_lm("kimi-k2", vocab_size=256)
+    model.generation_config.eos_token_id = None
+    write_quantized(model, tmp_path / "base", "int4")
+    file = tmp_path / "base" / "config.json"
+    published = json.loads(file.read_text())
+    published.pop("rope_parameters", None)
+    yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "mscale": 1.0,
+            "mscale_all_dim": 1.0, "beta_fast": 1.0, "beta_slow": 1.0}  # fmt: skip
+    published |= {
+        "model_type": "kimi_k2", "architectures": ["DeepseekV3ForCausalLM"], "rope_theta": 5e4,
+        "rope_scaling": yarn, "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"},
+    }  # fmt: skip
+    file.write_text(json.dumps(published))
+    config = published_config(tmp_path / "base")
+    assert config.model_type == "deepseek_v3" and config.n_routed_experts == 8
+    assert config.rope_parameters["rope_type"] == "yarn"
+    assert config.rope_parameters["rope_theta"] == 5e4 and config.rope_parameters["factor"] == 4.0
+    table["train"] |= {"steps": 1}
+    run(table)
+    assert (tmp_path / "output" / "adapter_model.safetensors").exists()
+
+
+def test_a_directory_that_needs_its_own_code_is_refused_without_a_question(tmp_path, table) -> None:
+    save_base(tmp_path / "base")
+    file = tmp_path / "base" / "config.json"
+    own = {"model_type": "nobodys", "auto_map": {"AutoConfig": "configuration_own.OwnConfig"}}
+    file.write_text(json.dumps({**json.loads(file.read_text()), **own}))
+    with pytest.raises(ConfigError, match=r"model\.path: .*config\.json cannot be used"):
         run(table)

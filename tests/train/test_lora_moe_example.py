@@ -1,0 +1,64 @@
+"""examples/lora-moe.toml on a small model: the commands that its first lines name."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+from infinity.config import SwapConfig
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def run(*command: str | Path) -> str:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *map(str, command)],
+        capture_output=True, text=True, timeout=300, env=environment,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_example_trains_over_quantised_files_that_it_does_not_change(tmp_path: Path) -> None:
+    for name in ("make_moe.py", "lora-moe.toml", "chat.jsonl"):
+        shutil.copy(EXAMPLES / name, tmp_path)
+    made = run(tmp_path / "make_moe.py", "--layers", "1", "--experts", "4")
+    assert "in INT4" in made and "before training:\n<|im_start|>user\nWhere do" in made
+    base = tmp_path / "run" / "moe"
+    shards = {file: (file.read_bytes(), file.stat().st_mtime_ns) for file in base.iterdir()}
+    assert "quantization_config" in json.loads((base / "config.json").read_text())
+
+    code = "from infinity.cli import main; main()"
+    steps = ["--set", "train.steps=8", "--set", "train.warmup_steps=1"]
+    printed = run("-c", code, "train", tmp_path / "lora-moe.toml", *steps, "--json")
+    summary = json.loads(printed)
+    losses = [
+        json.loads(line)["loss"]
+        for line in (tmp_path / "run" / "lora" / "metrics.jsonl").read_text().splitlines()
+    ]
+    assert len(losses) == 8 and losses[-1] < losses[0] - 0.5
+    assert summary["sample"].startswith("<|im_start|>user\nWhere do frozen weights rest?")
+    assert (tmp_path / "run" / "lora" / "adapter_model.safetensors").stat().st_size > 0
+    for file, (content, mtime_ns) in shards.items():
+        assert (file.read_bytes(), file.stat().st_mtime_ns) == (content, mtime_ns)
+
+
+def test_the_model_of_the_example_is_larger_than_its_host_budget() -> None:
+    sys.path.insert(0, str(EXAMPLES))
+    try:
+        from make_moe import RECIPE
+    finally:
+        sys.path.remove(str(EXAMPLES))
+    table = tomllib.loads((EXAMPLES / "lora-moe.toml").read_text())
+    config = SwapConfig.load(table)
+    assert config.adapter is not None and config.adapter.experts
+    expert = 3 * RECIPE["hidden_size"] * RECIPE["moe_intermediate_size"]
+    weights = RECIPE["num_hidden_layers"] * RECIPE["num_experts"] * expert
+    capacity = int(table["tiers"]["host"]["capacity"].removesuffix("MiB")) << 20
+    assert weights * 4.5 / 8 > capacity
