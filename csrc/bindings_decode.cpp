@@ -10,6 +10,7 @@
 
 #include <pybind11/stl.h>
 
+#include "address.h"
 #include "decode/decode.h"
 #include "update/dispatch.h"
 
@@ -40,11 +41,6 @@ ScaleFormat scale_format(const std::string& name) {
   if (name == "F16") return ScaleFormat::kFp16;
   if (name == "F8_E8M0" || name == "U8") return ScaleFormat::kE8m0;
   throw py::value_error("there are no scales of " + name);
-}
-
-template <class Pointer>
-Pointer pointer_to(std::uintptr_t address) {
-  return reinterpret_cast<Pointer>(address);  // NOLINT: addresses are what crosses the boundary.
 }
 
 Job make_job(std::uintptr_t codes, std::uintptr_t scales, const std::string& scale_name,

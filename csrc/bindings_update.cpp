@@ -9,6 +9,7 @@
 
 #include <pybind11/stl.h>
 
+#include "address.h"
 #include "update/update.h"
 
 namespace py = pybind11;
@@ -25,11 +26,6 @@ using update::Span;
 // the rule has; when they are 8-bit, the codes and the scales of each.
 using SpanTuple = std::tuple<std::uintptr_t, std::uintptr_t, std::uintptr_t,
                              std::vector<std::uintptr_t>, std::size_t>;
-
-template <class Pointer>
-Pointer pointer_to(std::uintptr_t address) {
-  return reinterpret_cast<Pointer>(address);  // NOLINT: addresses are what crosses the boundary.
-}
 
 void check_array(std::uintptr_t address, std::size_t numel, std::size_t item_nbytes,
                  const char* what) {

@@ -369,12 +369,13 @@ class Engine:
         """Enters the optimizer's step with all ranks. Afterwards gradients are sums over all
         ranks."""
         self.refuse_closed("optimizer.step()")
-        self._unmanaged_params.refuse_untrained()
+        with self._lock:
+            self.reset()
+            self._uses.refuse_in_use("optimizer.step()")  # Parameters in use look like new ones.
+            self._unmanaged_params.refuse_untrained()
         if self.num_ranks == 1:
             return
         with self._lock, self._tracer.during(Track.PHASES, "all ranks enter the step"):
-            self.reset()
-            self._uses.refuse_in_use("optimizer.step()")
             self.ranks.begin_step()
 
     def refuse_closed(self, what: str) -> None:

@@ -120,7 +120,6 @@ class WeightMoves:
 
     def provide(self, weights: Weights, *, read: bool) -> Block:
         """Returns the host block, allocated if necessary; without `read` its bytes are any."""
-        self._there[weights.unit.index] = weights
         if weights.block is None:
             block = self.require(weights)
             if read:
@@ -128,6 +127,7 @@ class WeightMoves:
                 self.finish_read(weights)
             else:
                 weights.block = block
+                self._there[weights.unit.index] = weights
             weights.state = WeightState.ATTACHED if weights.rests_on_device else WeightState.READY
         assert weights.block is not None
         return weights.block

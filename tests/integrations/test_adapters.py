@@ -21,7 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import infinity
 from infinity.checkpoint import load, save
-from infinity.engine import build
+from infinity.engine import lay_out
 from infinity.errors import InfinityError
 from infinity.modules import discover
 
@@ -205,8 +205,8 @@ def test_a_checkpoint_of_units_that_were_mixed_is_loaded(
 ) -> None:
     """As earlier releases wrote them: adapters and base of a block in one unit."""
 
-    def mixed(model: nn.Module, rule: Any) -> discover.ModelLayout:
-        anatomy = discover.discover_units(model, rule)
+    def mixed(model: nn.Module, rule: Any, **options: Any) -> discover.ModelLayout:
+        anatomy = discover.discover_units(model, rule, **options)
         units: dict[tuple[int, ...], tuple[str, list[discover.FoundParam]]] = {}
         for name, members in anatomy.units:
             units.setdefault(tuple(members[0].hooked_modules), (name, []))[1].extend(members)
@@ -215,7 +215,7 @@ def test_a_checkpoint_of_units_that_were_mixed_is_loaded(
     config = swap(tmp_path) | {
         "checkpoint": {"durability": "step", "directory": str(tmp_path / "c")}
     }
-    monkeypatch.setattr(build, "discover_units", mixed)
+    monkeypatch.setattr(lay_out, "discover_units", mixed)
     model = infinity.offload(lora(), config)
     optimizer = infinity.AdamW(model, lr=1e-2)
     train(model, optimizer, 2)
