@@ -263,6 +263,8 @@ def _placed_sources(
     for target, tensor in made.items():
         if tensor.dim() != len(targets[target]) or tensor.dtype is not torch.int64:
             return None
+        if not tensor.numel() or tensor.min() < 0 or tensor.max() >= starts[-1]:
+            return None  # The conversion computes.
         boxes = _boxes(tensor.contiguous().numpy(), small, starts)
         scaled = [
             None if each is None else _scaled(index, each, shapes[index], common)

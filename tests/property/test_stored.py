@@ -1,0 +1,149 @@
+"""Stored weights: runs of pages cover every range, and boxes are where a conversion puts sources."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from infinity.checkpoint.huggingface.names import SourcePlaces, TensorGroup
+from infinity.codecs import Plain
+from infinity.sizes import KIB, PAGE_NBYTES
+from infinity.state.stored import StoredPiece, lay_out_stored, stored_rows
+from infinity.storage.shards import ShardRange
+
+RANGES = st.lists(
+    st.tuples(st.sampled_from("ab"), st.integers(0, 1 << 20), st.integers(0, 40_000)),
+    min_size=1,
+    max_size=12,
+)
+
+
+def piece_of(name: str, parts: tuple[ShardRange, ...]) -> StoredPiece:
+    return StoredPiece(name, (), (), (), Plain("U8"), parts)
+
+
+@given(RANGES)
+def test_every_range_is_in_a_run_of_whole_pages(ranges: list[tuple[str, int, int]]) -> None:
+    tensors = {
+        f"t{index}": (piece_of(f"t{index}", (ShardRange(*each),)),)
+        for index, each in enumerate(ranges)
+    }
+    stored = lay_out_stored(tensors)
+    end = 0
+    for run in stored.runs:
+        assert run.offset_nbytes % PAGE_NBYTES == run.nbytes % PAGE_NBYTES == 0 < run.nbytes
+        assert run.block_offset_nbytes == end
+        end += run.nbytes
+    assert stored.nbytes == max(end, PAGE_NBYTES)
+    for (_, piece, places), (path, offset, nbytes) in zip(stored.pieces, ranges, strict=True):
+        ((start, length),) = places
+        assert length == nbytes and piece.parts[0].path == path
+        if nbytes:
+            run = next(
+                run
+                for run in stored.runs
+                if run.block_offset_nbytes <= start < run.block_offset_nbytes + run.nbytes
+            )
+            assert run.path == path
+            assert run.offset_nbytes + start - run.block_offset_nbytes == offset
+            assert start + nbytes <= run.block_offset_nbytes + run.nbytes
+
+
+@given(RANGES)
+def test_pages_are_read_once_and_gaps_are_small(ranges: list[tuple[str, int, int]]) -> None:
+    tensors = {
+        str(index): (piece_of(str(index), (ShardRange(*each),)),)
+        for index, each in enumerate(ranges)
+    }
+    stored = lay_out_stored(tensors)
+    for one, other in zip(stored.runs, stored.runs[1:], strict=False):
+        assert one.path < other.path or one.end_nbytes < other.offset_nbytes
+    wanted = {
+        (path, page)
+        for path, offset, nbytes in ranges
+        if nbytes
+        for page in range(offset // PAGE_NBYTES, (offset + nbytes - 1) // PAGE_NBYTES + 1)
+    }
+    read = sum(run.nbytes for run in stored.runs) // PAGE_NBYTES
+    assert len(wanted) <= read <= len(wanted) + len(wanted) * 16 * KIB // PAGE_NBYTES
+
+
+@dataclass
+class Conversion:
+    """Stands for a conversion of transformers: stacks, concatenates and transposes."""
+
+    num_stacked: int
+    axis: int
+    is_transposed: bool
+    collected: dict[str, list[torch.Tensor]] = field(default_factory=dict)
+
+    def add_tensor(self, target: str, name: str, pattern: str, tensor: torch.Tensor) -> None:
+        self.collected.setdefault(pattern, []).append(tensor)
+
+    def convert(self, target: str, **unused: Any) -> dict[str, torch.Tensor]:
+        stacks = [torch.stack(tensors) for tensors in self.collected.values()]
+        made = torch.cat(stacks, dim=1 + self.axis)
+        return {target: made.transpose(1, 2).contiguous() if self.is_transposed else made}
+
+
+class Model:
+    config = None
+
+
+@given(
+    st.integers(1, 5), st.lists(st.integers(1, 6), min_size=1, max_size=3), st.integers(1, 6),
+    st.integers(0, 1), st.booleans(), st.data(),
+)  # fmt: skip
+def test_boxes_are_where_the_conversion_puts_each_source(
+    num_stacked: int, sizes: list[int], other: int, axis: int, is_transposed: bool, data: Any
+) -> None:
+    conversion = Conversion(num_stacked, axis, is_transposed)
+    names, shapes = [], []
+    for index, size in enumerate(sizes):
+        for number in range(num_stacked):
+            names.append((f"p{index}", f"e{number}.p{index}"))
+            shapes.append((size, other) if axis == 0 else (other, size))
+    group = TensorGroup(first_target="t", sources=tuple(names), transform=conversion)
+    sources = [torch.rand(shape) for shape in shapes]
+    by_name = dict(zip(group.source_names, sources, strict=True))
+    expected = copy.deepcopy(group).convert(by_name.__getitem__, Model())["t"]  # type: ignore[arg-type]
+    places = SourcePlaces(Model())  # type: ignore[arg-type]
+    placed = places.of(group, shapes, {"t": tuple(expected.shape)})
+    assert placed is not None
+    made = torch.full_like(expected, float("nan"))
+    for each in placed[0]:
+        made[each.box].permute(each.axes).copy_(sources[each.index])
+    assert torch.equal(made, expected)
+    # And rows of it, as a tile has them.
+    pieces = tuple(
+        StoredPiece(
+            str(each.index), each.box, each.axes, shapes[each.index], Plain("F32"),
+            (ShardRange("f", 1000 * each.index, sources[each.index].nbytes),),
+        )
+        for each in placed[0]
+    )  # fmt: skip
+    start = data.draw(st.integers(0, num_stacked - 1))
+    stop = data.draw(st.integers(start + 1, num_stacked))
+    rows = stored_rows(pieces, start, stop)
+    assert rows is not None
+    part = torch.full_like(expected[start:stop], float("nan"))
+    for piece in rows:
+        piece.target(part).copy_(sources[int(piece.source)])
+    assert torch.equal(part, expected[start:stop])
+
+
+def test_a_conversion_that_computes_has_no_boxes() -> None:
+    class Doubling(Conversion):
+        def convert(self, target: str, **unused: Any) -> dict[str, torch.Tensor]:
+            return {target: super().convert(target)[target] * 2}
+
+    group = TensorGroup(
+        first_target="t", sources=(("p", "a"), ("p", "b")), transform=Doubling(2, 0, False)
+    )
+    places = SourcePlaces(Model())  # type: ignore[arg-type]
+    assert places.of(group, [(4, 3), (4, 3)], {"t": (2, 4, 3)}) is None
