@@ -22,6 +22,9 @@ from infinity.modules.handle import Handle
 if TYPE_CHECKING:
     from infinity.engine.engine import Engine
 
+# Methods, and values of `init_lora_weights`, whose first values PEFT computes from the base.
+_STARTS_FROM_BASE = ("CPT", "DELORA")
+_LORA_STARTS_FROM_BASE = ("pissa", "olora", "mica", "eva", "corda", "loftq")
 _DERIVED = ("lora_magnitude_vector", "trainable_tokens_delta", "trainable_tokens_original")
 
 
@@ -47,6 +50,24 @@ def refuse_without_values(model: nn.Module) -> None:
                     "whose first values come from the base's weights (CPT, DeLoRA, PiSSA) needs a "
                     "base in memory, built outside of that block"
                 )
+
+
+def refuse_values_to_come(model: nn.Module) -> None:
+    """Refuses an adapter whose first values PEFT has made of weights that do not have theirs yet:
+    small ones, which keep their constructor's values until `offload`."""
+    configs = getattr(model, "peft_config", None)
+    if not isinstance(configs, dict) or not any(map(is_to_come, model.parameters())):
+        return
+    for name, config in configs.items():
+        method = str(getattr(config.peft_type, "value", config.peft_type))
+        start = str(getattr(config, "init_lora_weights", "")).partition("_")[0].lower()
+        if method in _STARTS_FROM_BASE or start in _LORA_STARTS_FROM_BASE:
+            raise ConfigError(
+                f"adapter {name!r} takes its first values from the base's weights "
+                f"({start if start in _LORA_STARTS_FROM_BASE else method}), which "
+                "infinity.init_empty_weights leaves to offload; build the base in memory, outside "
+                "of that block"
+            )
 
 
 def derived_buffers(model: nn.Module) -> set[int]:

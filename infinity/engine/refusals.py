@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from infinity.engine.adapters import derived_buffers, refuse_without_values
+from infinity.engine.adapters import derived_buffers, refuse_values_to_come, refuse_without_values
 from infinity.engine.registry import is_offloaded
 from infinity.errors import ConfigError, UnsupportedError
 from infinity.modules.awaited import Awaited
@@ -45,6 +45,7 @@ def refuse_model(model: nn.Module, *, has_weights: bool) -> None:
                 "its tier by then; remove the hook, or use register_hook"
             )
     refuse_without_values(model)
+    refuse_values_to_come(model)
     derived = derived_buffers(model)
     for module_name, module in model.named_modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and (

@@ -279,3 +279,31 @@ def test_a_small_parameter_that_was_set_after_init_keeps_its_value(tmp_path: Pat
     with offloaded(model, tmp_path, None) as model:
         assert torch.equal(model.model.norm.weight.detach(), torch.full((256,), 0.5))
         assert torch.equal(other, torch.ones(256))
+
+
+@pytest.mark.parametrize("method", ["cpt", "delora", "pissa"])
+def test_an_adapter_that_starts_from_weights_to_come_is_refused_over_small_ones_too(
+    method: str, tmp_path: Path
+) -> None:
+    """Small weights keep their constructor's values until offload: PEFT would start from these."""
+    small = LlamaConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2,
+        vocab_size=64, tie_word_embeddings=False,
+    )  # fmt: skip
+    with infinity.init_empty_weights():
+        base = LlamaForCausalLM(small)
+    assert not any(parameter.is_meta for parameter in base.parameters())
+    configs: dict[str, Any] = {
+        "cpt": lambda: peft.CPTConfig(
+            cpt_token_ids=[1, 2, 3], cpt_mask=[1, 1, 1], cpt_tokens_type_mask=[1, 2, 2],
+            task_type="CAUSAL_LM",
+        ),
+        "delora": lambda: peft.DeloraConfig(target_modules=PROJECTIONS),
+        "pissa": lambda: peft.LoraConfig(target_modules=PROJECTIONS, init_lora_weights="pissa"),
+    }  # fmt: skip
+    model = peft.get_peft_model(base, configs[method]())
+    with (
+        pytest.raises(ConfigError, match="build the base in memory"),
+        offloaded(model, tmp_path, None),
+    ):
+        pass
