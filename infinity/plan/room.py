@@ -131,7 +131,7 @@ def _refuse_large_checkpoint(
     if base_nbytes > available_nbytes:
         raise CapacityError(
             "nvme", needed_nbytes=base_nbytes, available_nbytes=available_nbytes,
-            key="nvme.capacity",
+            key="tiers.nvme.capacity",
             remedy="spread the files over more drives (infinity spread), or take larger ones",
             detail=f"the checkpoint of {model.name} does not fit {drives} of {nvme.drives} drives",
         )  # fmt: skip

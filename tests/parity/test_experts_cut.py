@@ -20,7 +20,7 @@ from torch import nn
 
 import infinity
 from infinity.modules.tiling.experts import ExpertsTile, TiledExperts
-from infinity.state.store import StateStore
+from infinity.state.store import LocalStore
 from infinity.state.units import Unit
 from infinity.testing.simulated_device import SimulatedDevice
 
@@ -265,14 +265,14 @@ def test_a_step_reads_the_experts_twice_for_any_number_of_micro_batches(
     either turn. The engine's counters show the same, less what is outside of
     blocks, which every micro-batch reads."""
     asked: list[int] = []
-    read = StateStore.read
+    read = LocalStore.read
 
-    def note(store: StateStore, unit: Unit, *args: Any, **kwargs: Any) -> Any:
+    def note(store: LocalStore, unit: Unit, *args: Any, **kwargs: Any) -> Any:
         if ".tiles." in unit.name:
             asked.append(unit.weight_nbytes)
         return read(store, unit, *args, **kwargs)
 
-    monkeypatch.setattr(StateStore, "read", note)
+    monkeypatch.setattr(LocalStore, "read", note)
     nbytes = 4 * EXPERTS * expert_nbytes("qwen3_moe")
     moved = {}
     for count in (1, 7, 16):
