@@ -52,7 +52,6 @@ class StoredParams:
 
     def __init__(self, model: nn.Module, plan: LoadPlan | None) -> None:
         self._by_id: dict[int, StoredTensor] = {}
-        self._names: dict[int, str] = {}
         self.identities: Sequence[ShardIdentity] = ()
         if plan is None:
             return
@@ -66,7 +65,6 @@ class StoredParams:
                 continue
             if name in stored and id(parameter) not in others:
                 self._by_id[id(parameter)] = stored[name]
-                self._names[id(parameter)] = name
             else:
                 copied_nbytes += parameter.numel() * parameter.element_size()
                 first = first or name

@@ -115,11 +115,6 @@ class StoredWeights:
     runs: tuple[ShardRun, ...]
     pieces: tuple[tuple[str, StoredPiece, tuple[tuple[int, int], ...]], ...]
 
-    @property
-    def source_nbytes(self) -> int:
-        """Bytes of the stored tensors, without the rest of their pages."""
-        return sum(nbytes for _, _, parts in self.pieces for _, nbytes in parts)
-
     def decode(self, block: torch.Tensor, parameter: Callable[[str], torch.Tensor]) -> None:
         """Fills the parameters from the bytes of the block: uint8, shape (nbytes,).
 
@@ -142,19 +137,6 @@ class StoredWeights:
             stored = [block[start : start + nbytes] for start, nbytes in parts]
             piece.codec.decode(stored, piece.shape, elements)
             yield name, piece, elements
-
-    def sources_in(self, path: str, start_nbytes: int, stop_nbytes: int) -> list[str]:
-        """Returns the stored tensors with bytes in a range of a file, for messages."""
-        return list(
-            dict.fromkeys(
-                piece.source
-                for _, piece, _ in self.pieces
-                for part in piece.parts
-                if part.path == path
-                and part.offset_nbytes < stop_nbytes
-                and start_nbytes < part.offset_nbytes + part.nbytes
-            )
-        )
 
 
 def lay_out_stored(tensors: Mapping[str, StoredTensor]) -> StoredWeights:

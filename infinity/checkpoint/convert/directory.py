@@ -8,7 +8,6 @@ a process that is killed leaves no directory that looks complete.
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import shutil
@@ -19,6 +18,7 @@ from typing import Any
 
 import torch
 
+from infinity.checkpoint.huggingface.export_weights import check_space
 from infinity.checkpoint.huggingface.safetensors_file import (
     SafetensorsWriter,
     TensorInfo,
@@ -30,7 +30,6 @@ from infinity.codecs import Encoding, Nf4
 from infinity.codecs.nf4 import STATE_SUFFIX
 from infinity.codecs.part import Codec, Shape
 from infinity.errors import ConfigError, StorageError
-from infinity.sizes import format_nbytes
 
 _SINGLE_NAME = "model.safetensors"
 _INDEX_NAME = "model.safetensors.index.json"
@@ -181,17 +180,7 @@ def check_target(out: Path, nbytes: int) -> None:
     parent = out.absolute().parent
     if not parent.is_dir():
         raise ConfigError(f"{parent} does not exist; make it first")
-    facts = os.statvfs(parent)
-    free_nbytes = facts.f_bavail * facts.f_frsize
-    if free_nbytes < nbytes:
-        raise StorageError(
-            errno.ENOSPC,
-            operation="write",
-            path=str(out),
-            nbytes=nbytes,
-            detail=f"the result needs {format_nbytes(nbytes)}, the file system has "
-            f"{format_nbytes(free_nbytes)} free",
-        )
+    check_space(parent, nbytes, path=out, operation="write", needs="the result needs")
 
 
 def write_directory(

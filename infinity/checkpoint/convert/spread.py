@@ -36,9 +36,10 @@ from infinity.bounded import (
     table_of,
     text_of,
 )
+from infinity.checkpoint.huggingface.export_weights import check_space
 from infinity.checkpoint.run.directory import sync_directory
 from infinity.errors import ConfigError, StorageError, corrupt
-from infinity.sizes import MIB, format_nbytes
+from infinity.sizes import MIB
 
 RECORD_NAME = ".infinity-spread.json"
 ORIGINALS_NAME = ".infinity-originals"
@@ -367,17 +368,10 @@ def _refuse_small_drives(moves: Sequence[ShardMove]) -> None:
             device = folder.stat().st_dev
             needed[device] = (folder, needed.get(device, (folder, 0))[1] + move.moved_nbytes)
     for folder, nbytes in needed.values():
-        facts = os.statvfs(folder)
-        free_nbytes = facts.f_bavail * facts.f_frsize
-        if free_nbytes < nbytes:
-            raise StorageError(
-                errno.ENOSPC,
-                operation="spread",
-                path=str(folder),
-                nbytes=nbytes,
-                detail=f"its shards need {format_nbytes(nbytes)}, the file system has "
-                f"{format_nbytes(free_nbytes)} free; name further drives",
-            )
+        check_space(
+            folder, nbytes, operation="spread", needs="its shards need",
+            remedy="; name further drives",
+        )  # fmt: skip
 
 
 # -- The record ------------------------------------------------------------------------------------

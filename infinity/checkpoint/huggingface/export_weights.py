@@ -162,18 +162,29 @@ def make_directory(directory: Path) -> None:
         raise StorageError(error.errno or 0, operation="create", path=str(directory)) from None
 
 
-def check_space(directory: Path, nbytes: int) -> None:
-    """Raises StorageError if the file system of `directory` has less than `nbytes` free."""
+def check_space(
+    directory: Path,
+    nbytes: int,
+    *,
+    path: Path | None = None,
+    operation: str = "export",
+    needs: str = "the export needs",
+    remedy: str = "",
+) -> None:
+    """Raises StorageError if the file system of `directory` has less than `nbytes` free.
+
+    `path`: the file or directory that the error names, by default `directory`.
+    """
     stats = os.statvfs(directory)
     free_nbytes = stats.f_bavail * stats.f_frsize
     if free_nbytes < nbytes:
         raise StorageError(
             errno.ENOSPC,
-            operation="export",
-            path=str(directory),
+            operation=operation,
+            path=str(path or directory),
             nbytes=nbytes,
-            detail=f"the export needs {format_nbytes(nbytes)}, the file system has "
-            f"{format_nbytes(free_nbytes)} free",
+            detail=f"{needs} {format_nbytes(nbytes)}, the file system has "
+            f"{format_nbytes(free_nbytes)} free{remedy}",
         )
 
 
