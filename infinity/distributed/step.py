@@ -24,7 +24,12 @@ from infinity.state.units import StateKind, TensorSpec, Unit
 from infinity.streaming.masters import Masters
 from infinity.streaming.optimizer_step import Updater
 from infinity.streaming.parameters import WeightCache
-from infinity.streaming.step_record import StepRecord, UpdateSettings
+from infinity.streaming.step_record import (
+    StepForecast,
+    StepRecord,
+    UpdateSettings,
+    no_forecast,
+)
 from infinity.tiers.pool import HostPool
 
 
@@ -85,6 +90,7 @@ class DistributedUpdater:
     ) -> None:
         shards = ShardWeights(weight_cache, store)
         self.local = Updater(store, pool, shards, gradients.owned, counters, settings)
+        self.forecast: StepForecast = no_forecast
         self.chunk_nbytes = self.local.chunk_nbytes
         self._store = store
         self._full_units = weight_cache
@@ -123,8 +129,20 @@ class DistributedUpdater:
     def bring_up_to_date(self, unit: int, *, is_needed: bool = False) -> None:
         """No update is pending."""
 
-    def read_ahead(self) -> None:
-        self.local.read_ahead()
+    def note_gradient(self, unit: int) -> None:
+        """No unit is updated before the step."""
+
+    def note_left(self, unit: int) -> None:
+        """No unit is updated before the step."""
+
+    def advance(self) -> None:
+        self.local.advance()
+
+    def withdraw(self, unit: int) -> None:
+        self.local.finish_writes()
+
+    def apply_pending(self) -> None:
+        self.local.apply_pending()
 
     def settle(self) -> None:
         self.local.settle()

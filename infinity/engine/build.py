@@ -34,7 +34,7 @@ from infinity.distributed.sync import OneRank, Ranks, RankSync
 from infinity.distributed.unshard import DeviceUnshard
 from infinity.engine.devices import OwnDevice
 from infinity.engine.dtypes import Dtypes
-from infinity.engine.durability import count_spares
+from infinity.engine.durability import count_spares, free_nvme_nbytes, updates_in_backward
 from infinity.engine.engine import Engine
 from infinity.engine.fill import fill, move_buffers
 from infinity.engine.lay_out import LaidOut, lay_out
@@ -222,13 +222,19 @@ def _assemble(
     if sharding is not None:
         resources.callback(remove_directories, config)
     num_ranks = 1 if sharding is None else sharding.partition.count
+    own_units = units if sharding is None else sharding.partition.units
+    num_spares = count_spares(config, num_ranks=num_ranks)
+    in_backward = updates_in_backward(
+        config, own_units, budgets,
+        num_spares=num_spares, num_ranks=num_ranks, free_nbytes=free_nvme_nbytes(config),
+    )  # fmt: skip
+    num_spares = max(num_spares + in_backward, 0 if adopted is None else adopted.num_spares)
     tiers = open_tiers(
         config, units, budgets, own_device, wrap_storage, adopted, identities, resources,
-        num_spares=count_spares(config, num_ranks=num_ranks),
+        num_spares=num_spares,
     )  # fmt: skip
     device, counters = tiers.device, tiers.counters
     sharing = 1 if sharding is None else sharding.group.node_count
-    own_units = units if sharding is None else sharding.partition.units
     update_device = place_updates(
         config, budgets, own_units, device, tiers.host, num_sharing=sharing
     )
@@ -255,6 +261,7 @@ def _assemble(
         num_staging_slots=budgets.num_staging_slots,
         reads_ahead=config.schedule.prefetch and not budgets.is_tight,
         on_device=device if update_device.is_on_device else None,
+        in_backward=in_backward,
     )
     step = _step_parts(config, budgets, tiers, local, sharded, pool, weight_cache, updates, passes)
     activations = ActivationStore(

@@ -1,13 +1,18 @@
-"""The number of spare generations that commits and linked checkpoints need."""
+"""The number of spare generations that commits, linked checkpoints and early updates need."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+import shutil
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from infinity.config import SwapConfig
 from infinity.errors import ConfigError
+from infinity.state.budgets import Budgets
+from infinity.state.placement import StatePlacement
+from infinity.state.store import rewritten_nbytes
+from infinity.state.units import StateKind, Unit
 
 
 def count_spares(config: SwapConfig, *, num_ranks: int = 1) -> int:
@@ -52,12 +57,79 @@ def wanted_spares(config: SwapConfig, *, is_linked: bool, num_ranks: int = 1) ->
     return (kept if is_linked else num_copying) + (checkpoint.durability == "step")
 
 
+def spare_generation_nbytes(units: Sequence[Unit], placement: StatePlacement) -> int:
+    """Returns the bytes on NVMe that steps rewrite and commits keep, for one generation."""
+    return sum(
+        rewritten_nbytes(units[index], state_kind) or 0
+        for (index, state_kind), tier in placement.tiers.items()
+        if tier == "nvme"
+    )
+
+
+def updates_in_backward(
+    config: SwapConfig,
+    units: Sequence[Unit],
+    budgets: Budgets,
+    *,
+    num_spares: int,
+    num_ranks: int,
+    free_nbytes: float,
+) -> bool:
+    """Whether units are updated in the backward too, which takes one more spare generation.
+
+    `num_spares`: of commits and checkpoints. `free_nbytes`: space on NVMe before anything is
+    reserved; for "auto" as much as one generation stays free.
+    """
+    schedule, placement = config.schedule, budgets.placement
+    if schedule.updates not in ("auto", "both_passes") or num_ranks > 1:
+        return False
+    if budgets.is_tight or not schedule.prefetch:
+        return False
+    if not any(_changes_on_nvme(unit, placement) for unit in units):
+        return False
+    if schedule.updates == "both_passes":
+        return True
+    resting_nbytes = sum(
+        units[index].nbytes(kind)
+        for (index, kind), tier in placement.tiers.items()
+        if tier == "nvme"
+    )
+    generation_nbytes = spare_generation_nbytes(units, placement)
+    return free_nbytes >= resting_nbytes + (num_spares + 2) * generation_nbytes
+
+
+def _changes_on_nvme(unit: Unit, placement: StatePlacement) -> bool:
+    """Whether everything that an update of the unit changes rests on NVMe and has generations."""
+    if not unit.state_numel:
+        return False
+    kinds = (StateKind.PARAMETERS, StateKind.MASTER, *unit.moments.kinds)
+    return all(
+        placement.tiers.get((unit.index, kind)) == "nvme"
+        and rewritten_nbytes(unit, kind) is not None
+        for kind in kinds
+        if unit.nbytes(kind)
+    )
+
+
+def free_nvme_nbytes(config: SwapConfig) -> float:
+    """Returns the bytes that all swap paths may still take: of each path its limit, and of each
+    file system its free space."""
+    limits: dict[int, float] = {}
+    for tier in config.tiers.nvme:
+        there = _nearest(tier.path)
+        device, free_nbytes = os.stat(there).st_dev, float(shutil.disk_usage(there).free)
+        limit = free_nbytes if tier.capacity.is_auto else tier.capacity.resolve(int(free_nbytes))
+        limits[device] = min(limits.get(device, 0.0) + limit, free_nbytes)
+    return sum(limits.values())
+
+
+def _nearest(path: Path) -> Path:
+    """Returns the path, or its nearest parent that exists."""
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    return path
+
+
 def _file_systems(paths: Iterable[Path]) -> set[int]:
     """Returns st_dev of each path, or of its nearest existing parent directory."""
-    found = set()
-    for path in paths:
-        there = path
-        while not there.exists() and there != there.parent:
-            there = there.parent
-        found.add(os.stat(there).st_dev)
-    return found
+    return {os.stat(_nearest(path)).st_dev for path in paths}

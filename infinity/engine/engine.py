@@ -33,6 +33,7 @@ from infinity.engine import registry
 from infinity.engine.model_passes import ModelPasses
 from infinity.engine.param_access import ParamAccess
 from infinity.engine.state_access import StateAccess
+from infinity.engine.step_forecasts import StepForecasts
 from infinity.errors import InfinityError, UnsupportedError
 from infinity.modules import autograd_functions as functions
 from infinity.modules.data_writes import units_written_by_data
@@ -161,6 +162,7 @@ class Engine:
         for param in self.params:
             param.handle.owner = self.handle_ops
             registry.mark(param, self)
+        self.updater.forecast = StepForecasts(self.params, self.gradients)
 
     # -- Attaching to the model ------------------------------------------------------------------
 
@@ -402,7 +404,7 @@ class Engine:
                 self.updater.apply(record)
             else:
                 self.updater.defer(record)
-                self.updater.read_ahead()
+                self.updater.advance()
             # As in plain PyTorch, a graph that saved the old weights must raise.
             torch.autograd.graph.increment_version([param.compute for param in changed])
 
@@ -412,7 +414,7 @@ class Engine:
         self.refuse_closed("gradient norms")
         with uninterrupted(), self._lock, self._tracer.during(Track.PHASES, "gradient norms"):
             self.reset()
-            self.updater.settle()  # Updates that no forward has applied since the last step.
+            self.updater.apply_pending()  # Updates that no forward has applied since the last step.
             return {
                 param.name: self.gradients.norm(param.unit, param.spec)
                 for param in params

@@ -62,6 +62,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._params: dict[int, OffloadedParam] = {}
         # By id of the handle. A parameter makes a step if it has a gradient.
         self._steps: dict[int, int] = {}
+        self._groups: dict[int, dict[str, Any]] = {}  # By id of the handle.
         self._engine: Engine | None = None
         self.max_grad_norm = max_grad_norm
         self.always_norm = always_norm
@@ -114,6 +115,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             self._params[id(param.handle)] = param
             param.optimizer = weakref.ref(self)
         super().add_param_group(param_group)
+        for item in param_group["params"]:
+            handle = item[1] if isinstance(item, tuple) else item
+            self._groups[id(handle)] = param_group
         for param in self._params.values():
             self._check_room(self.settings_of(self.param_groups[-1], param, step=1).state_names)
             break
@@ -257,6 +261,10 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         tiled."""
         found = self.engine.params_of([parameter]) if owner_of(parameter) is self._engine else []
         return [param for param in found if id(param.handle) in self._params]
+
+    def next_settings(self, param: OffloadedParam) -> Settings:
+        """Returns the settings that a step now would use for one parameter of this optimizer."""
+        return self.settings_of(self._groups[id(param.handle)], param, self.step_of(param) + 1)
 
     def step_of(self, param: OffloadedParam) -> int:
         return self._steps.get(id(param.handle), 0)

@@ -162,7 +162,7 @@ class WeightEdits:
         with_master = [param for param in params if masters.has(facts, param.spec)]
         if not with_master:
             return
-        self._updater.finish_writes()
+        self._updater.withdraw(unit)
         weights = self._weight_cache.check_out(unit, read=True)
         for param in with_master:
             before = self._before.pop(param, None)
@@ -174,6 +174,7 @@ class WeightEdits:
         """Replaces weights and masters of a unit that is not in use; the write to NVMe may come
         later. Values have the shapes of the tensors and any float dtype."""
         self._weight_cache.refuse_change(unit.index)
+        self._updater.withdraw(unit.index)
         is_complete = len(values) == len(unit.tensors)
         weights = self._weight_cache.check_out(unit.index, read=not is_complete)
         for spec, value in values.items():

@@ -101,6 +101,8 @@ class ParamGrads:
             if is_sum:
                 self._gradients.forget(param.spec)
             self._gradients.add(param.unit, param.spec, gradient)
+            self._updater.note_gradient(param.unit.index)
+            self._updater.advance()
             if param in self._shown:
                 self._shown[param] = gradient, gradient._version
 

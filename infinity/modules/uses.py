@@ -186,21 +186,26 @@ class UnitUses:
 
         Before units are entered: gradients that other ranks gave are summed; a backward starts to
         write the gradients of the units that it has left. After any change, unless it failed:
-        reads of optimizer state that comes next start. `entered` is None when units are left.
+        updates of the optimizer move along. `entered` is None when units are left.
         """
         if entered is not None:
             self._gradients.take_in()
             if is_backward and not self._passes.is_layer_major:
                 self._write_out_left(but=entered)
         yield
-        self._updater.read_ahead()
+        self._updater.advance()
 
     # -- Backward --------------------------------------------------------------------------------
 
     def _write_out_left(self, but: list[int]) -> None:
         for unit in self._left - set(but):
-            self._gradients.write_out(self._units[unit])
+            self._write_out(unit)
         self._left.clear()
+
+    def _write_out(self, unit: int) -> None:
+        """The gradients of a unit are complete, as far as this backward goes."""
+        self._gradients.write_out(self._units[unit])
+        self._updater.note_left(unit)
 
     def backward_started(self) -> None:
         """A backward has reached the first hooked module."""
@@ -226,5 +231,6 @@ class UnitUses:
         """The gradients of these units are complete: they go to where they rest."""
         with uninterrupted(), self._lock:
             for unit in {*units, *self._left}:  # Tiles have units of their own.
-                self._gradients.write_out(self._units[unit])
+                self._write_out(unit)
             self._left.clear()
+            self._updater.advance()

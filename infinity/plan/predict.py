@@ -12,7 +12,10 @@ from dataclasses import dataclass, replace
 
 from infinity.config import SwapConfig
 from infinity.distributed.setup import ShardingPlan
-from infinity.engine.durability import wanted_spares
+from infinity.engine.durability import (
+    spare_generation_nbytes,
+    wanted_spares,
+)
 from infinity.plan.hardware import Hardware
 from infinity.plan.inputs import (
     ChunkTraffic,
@@ -29,7 +32,6 @@ from infinity.plan.room import (
     by_kind,
     fitted,
     refuse_full_tiers,
-    spare_generation_nbytes,
     window_nbytes_of,
     with_checkpoint_tier,
 )

@@ -20,7 +20,6 @@ from infinity.plan.tiles import largest_nbytes, with_tiles
 from infinity.sizes import format_nbytes
 from infinity.state.budgets import Budgets, compute_budgets
 from infinity.state.placement import StatePlacement, resting_nbytes
-from infinity.state.store import rewritten_nbytes
 from infinity.state.tiles import fit
 from infinity.state.units import Unit
 from infinity.storage.volume_layout import SPARES_REMEDY
@@ -182,15 +181,6 @@ def _frozen_nbytes(units: Sequence[Unit], placement: StatePlacement, tier: str) 
         resting_nbytes(units[index], kind)
         for (index, kind), rests_on in placement.tiers.items()
         if rests_on == tier and not units[index].state_numel
-    )
-
-
-def spare_generation_nbytes(units: Sequence[Unit], placement: StatePlacement) -> int:
-    """Returns the bytes on NVMe that steps rewrite and commits keep, for one generation."""
-    return sum(
-        rewritten_nbytes(units[index], state_kind) or 0
-        for (index, state_kind), tier in placement.tiers.items()
-        if tier == "nvme"
     )
 
 

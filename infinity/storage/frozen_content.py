@@ -30,11 +30,12 @@ class Adopted:
     """Swap files of a job that has ended, which this job continues to use.
 
     `jobs`: the job of the files, by path as configured. `contents`: by label, the ranges of the
-    files that are frozen.
+    files that are frozen. `num_spares`: the spare generations that the files have.
     """
 
     jobs: Mapping[str, str]
     contents: Mapping[str, Sequence[FileRange]]
+    num_spares: int = 0
 
 
 def maps_of(

@@ -38,6 +38,8 @@ class BufferChecksums:
 
     def of(self, extents: Sequence[Extent]) -> bytes:
         """Returns the checksums of a buffer, 4 bytes for each page in native order."""
+        if self._digester is not None:
+            self._digester.submit(_nothing).result()  # After the writes that were queued before.
         return b"".join(
             self._tables[extent.path_index].of(extent.offset_nbytes, extent.nbytes)
             for extent in extents
@@ -96,3 +98,6 @@ class BufferChecksums:
     def _put(self, parts: Sequence[tuple[Extent, int]], digests: Sequence[bytes]) -> None:
         for (extent, _), checksums in zip(parts, digests, strict=True):
             self._tables[extent.path_index].put(extent.offset_nbytes, checksums)
+
+
+def _nothing() -> None: ...

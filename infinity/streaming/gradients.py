@@ -393,6 +393,22 @@ class GradientStore:
     def has(self, spec: TensorSpec) -> bool:
         return self._tensors[spec].is_present
 
+    def is_complete(self, unit: Unit) -> bool:
+        """Whether every gradient that was added to the unit is in its sum on this host, or on
+        NVMe."""
+        if isinstance(self._store.location(unit, StateKind.GRADIENTS), DeviceLocation):
+            return False
+        return (
+            not self._sums[unit.index].device_sums
+            and all(leaving.unit is not unit for leaving in self._leaving)
+            and all(self._tensors[spec].scale is None for spec in unit.trainable())
+        )
+
+    def sums_in_memory(self, unit: Unit) -> torch.Tensor | None:
+        """The block of complete gradients that rest on NVMe: fp32 (state_numel,), valid until
+        anything else is asked of this store. None where they rest elsewhere or have left memory."""
+        return self._sums[unit.index].array
+
     def norm(self, unit: Unit, spec: TensorSpec) -> torch.Tensor:
         """2-norm of one gradient: fp32 scalar on the host, same bits wherever the gradient
         rests."""

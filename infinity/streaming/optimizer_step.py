@@ -4,11 +4,11 @@
 unit is updated when it is next needed, right before its forward: its weights are on their way in
 anyway, and the traffic of the optimizer overlaps with the compute of the units before it.
 
-Chunks go round a ring of *staging slots*, parts of one host block. A staging slot is free, or
-holds a chunk that
-is being read ahead, or one that is being written back. Chunks are read ahead in the order in which
-units are expected to be used. State that rests where the host can address it is updated in place
-and needs no staging slot. `chunk_update.py` has the arithmetic.
+A part of the units is updated before the decision, in the backward, where that can be undone
+(`early_updates.py`): the drives then have their part of the traffic in both passes.
+
+Chunks are read ahead in the order in which units are expected to be updated (`staging_ring.py`).
+`chunk_update.py` has the arithmetic.
 
 Note [Pending units]
   Nobody sees the state of a pending unit: every way to its weights, moments or gradients goes
@@ -18,42 +18,30 @@ Note [Pending units]
 
 from __future__ import annotations
 
-import contextlib
-from collections import deque
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+import time
+from collections.abc import Iterator
 
-import torch
-
-from infinity.errors import CapacityError, InfinityError, StorageError
+from infinity.errors import InfinityError
 from infinity.observe import Counters
-from infinity.state.placement import STATE_KINDS, staging_nbytes
-from infinity.state.store import StateStore, Transfer
-from infinity.state.units import Chunk, StateKind, Unit, chunk_unit
-from infinity.storage.protocol import Priority
-from infinity.streaming.chunk_update import StagedChunk, StagingSlot, update_chunk
+from infinity.state.store import LocalStore, StateStore
+from infinity.state.units import Chunk
+from infinity.streaming.early_updates import EarlyUpdates
 from infinity.streaming.gradients import GradientStore
-from infinity.streaming.step_record import StepRecord, UpdatedWeights, UpdateSettings
-from infinity.tiers.host import Block
+from infinity.streaming.parameters import WeightCache
+from infinity.streaming.staging_ring import StagingRing
+from infinity.streaming.step_record import (
+    StepForecast,
+    StepRecord,
+    UpdatedWeights,
+    UpdateSettings,
+    no_forecast,
+)
+from infinity.streaming.unit_update import ChunkUpdates, UnitUpdate, updates_of
 from infinity.tiers.pool import HostPool
-
-_RING_LABEL = "chunks of the optimizer"
-
-
-@dataclass(frozen=True, slots=True)
-class _Pending:
-    """What a unit's update is made of. `chunks` are in order and not empty."""
-
-    record: StepRecord
-    chunks: tuple[Chunk, ...]
 
 
 class Updater:
-    """Applies step records to units. Called under the engine's lock.
-
-    `num_staging_slots` chunks of `chunk_nbytes` of fp32 are in memory at once; at least one. With
-    `reads_ahead` chunks of units that are needed later are read into staging slots that are free.
-    """
+    """Applies step records to units. Called under the engine's lock."""
 
     def __init__(
         self,
@@ -68,38 +56,59 @@ class Updater:
         self._pool = pool
         self._weight_cache = weight_cache
         self._gradients = gradients
-        self._counters = counters
         self.chunk_nbytes = settings.chunk_nbytes
-        self._num_staging_slots = settings.num_staging_slots
         self._reads_ahead = settings.reads_ahead
-        self._on_device = settings.on_device
-        travelling = [
-            kind
-            for kind in STATE_KINDS
-            if any(
-                store.location(unit, kind) is not None and store.host_view(unit, kind) is None
-                for unit in store.units
-            )
-        ]
-        # What travels, and the room that a staging slot has for it.
-        self._travelling = staging_nbytes(store.units, travelling, settings.chunk_nbytes)
-        self._block: Block | None = None
-        self._staging_slots: deque[StagingSlot] = deque()  # Free or being written, oldest first.
-        self._started: dict[tuple[int, int], StagedChunk] = {}  # By unit and start; oldest first.
-        self._pending: dict[int, _Pending] = {}
+        self._ring = StagingRing(
+            store,
+            pool,
+            counters,
+            chunk_nbytes=settings.chunk_nbytes,
+            num_slots=settings.num_staging_slots,
+        )
+        self._chunks = ChunkUpdates(self._ring, weight_cache, counters, settings.on_device)
+        self._early: EarlyUpdates | None = None
+        if settings.in_backward and settings.reads_ahead:
+            assert isinstance(store, LocalStore) and isinstance(weight_cache, WeightCache)
+            self._early = EarlyUpdates(
+                store, weight_cache, gradients, self._ring, self._chunks, counters,
+                chunk_nbytes=settings.chunk_nbytes,
+            )  # fmt: skip
+        self._pending: dict[int, UnitUpdate] = {}
         self._is_applying = False
         self._torn: BaseException | None = None  # Why a unit's update stopped between its chunks.
+        self._decided_s = time.monotonic()  # The last decision.
 
     # -- Pending updates -------------------------------------------------------------------------
 
     def defer(self, record: StepRecord) -> None:
-        """Makes every unit with a parameter in the record pending; nothing is moved yet."""
-        self.settle()
+        """Makes every unit with a parameter in the record pending, but for those that were updated
+        in the backward; nothing is moved yet."""
+        kept = self._decide(record)
+        self.apply_pending(but=kept)
         for unit in self._store.units:
-            chunks = tuple(self._chunks_of(unit, record))
-            if chunks:
-                self._pending[unit.index] = _Pending(record, chunks)
-                self._weight_cache.await_update(unit.index, True)
+            if unit.index in kept:
+                continue
+            update = updates_of(unit, record, self.chunk_nbytes)
+            if update is not None:
+                self._make_pending(update)
+        self._ring.drop_reads(lambda chunk: chunk.unit.index not in self._pending)
+
+    def _make_pending(self, update: UnitUpdate) -> None:
+        self._pending[update.unit.index] = update
+        self._weight_cache.await_update(update.unit.index, True)
+
+    def _decide(self, record: StepRecord) -> set[int]:
+        """Tells the early updates what the step decided. Returns the units whose early updates are
+        kept; those that are not done are pending."""
+        now_s = time.monotonic()
+        step_s, self._decided_s = now_s - self._decided_s, now_s
+        if self._early is None:
+            return set()
+        kept = self._early.decide(record, step_s)
+        for update in kept:
+            if not update.is_done:
+                self._make_pending(update)
+        return {update.unit.index for update in kept}
 
     def apply(self, record: StepRecord) -> None:
         """Updates every unit in the record now. After a failure either nothing was changed and
@@ -119,43 +128,45 @@ class Updater:
         for unit in self._pending:
             self._weight_cache.await_update(unit, False)
         self._pending.clear()
-        self._unstart()
+        self._ring.drop_reads()
 
     def is_pending(self, unit: int) -> bool:
         return unit in self._pending
 
     def bring_up_to_date(self, unit: int, *, is_needed: bool = False) -> None:
-        """Applies the unit's pending update, if it has one. Nobody may hold the unit.
+        """Applies the unit's pending update, if it has one. Nobody may hold the unit. An early
+        update, which no step has decided, is taken back.
 
         Its new moments are on their way to where they rest, and so are its weights, unless
         `is_needed` says that they will be used at once and written when nobody holds them. After a
         failed read the unit is as it was and still pending.
         """
-        pending = self._pending.get(unit)
-        if pending is None:
+        if self._early is not None:
+            self._early.take_back(unit)
+        update = self._pending.get(unit)
+        if update is None:
             return
         self._refuse_torn()
-        self._apply(self._store.units[unit], pending, is_needed)
+        self._apply(update, is_needed)
 
-    def read_ahead(self) -> None:
-        """Starts reading chunks that will be needed next into the staging slots that are free."""
-        if self._reads_ahead and self._pending and not self._is_applying and self._torn is None:
-            if self._block is None and not self._take_ring(or_none=True):
-                return
-            self._start_more(self._expected())
+    def apply_pending(self, but: frozenset[int] | set[int] = frozenset()) -> None:
+        """Applies everything pending, but for some units."""
+        for unit in self._in_order():
+            if unit not in but:
+                self.bring_up_to_date(unit)
 
     def settle(self) -> None:
-        """Applies everything pending and waits until every moment and master is where it rests."""
-        for unit in self._in_order():
-            self.bring_up_to_date(unit)
+        """Applies everything pending and waits until every moment and master is where it rests.
+        Nothing is updated or read early any more before the next step."""
+        if self._early is not None:
+            self._early.withdraw()
+        self.apply_pending()
+        self._ring.drop_reads()
         self.finish_writes()
 
     def finish_writes(self) -> None:
         """Waits until what was updated so far is where it rests."""
-        transfers = [t for slot in self._staging_slots for t in slot.transfers]
-        self._wait(transfers, "write_wait_s", "updated state must be written")
-        for slot in self._staging_slots:
-            slot.transfers.clear()
+        self._ring.finish_writes()
 
     def abandon(self) -> None:
         """Forgets what is pending and waits for what is in flight; the engine is closing."""
@@ -178,250 +189,90 @@ class Updater:
         expected = [unit for unit in self._weight_cache.expected() if unit in self._pending]
         return list(dict.fromkeys([*expected, *self._pending]))
 
-    def _chunks_of(self, unit: Unit, record: StepRecord) -> Iterator[Chunk]:
-        for chunk in chunk_unit(unit, self.chunk_nbytes) if unit.state_numel else ():
-            slices = tuple(s for s in chunk.slices if s.tensor in record.settings)
-            if slices:
-                yield Chunk(chunk.unit, chunk.start, chunk.stop, slices)
-
     def _expected(self) -> Iterator[Chunk]:
         for unit in self._weight_cache.expected():
             if unit in self._pending:
-                yield from self._pending[unit].chunks
+                yield from self._pending[unit].left
 
-    def _apply(self, unit: Unit, pending: _Pending, is_needed: bool) -> None:
-        record = pending.record
+    def _apply(self, update: UnitUpdate, is_needed: bool) -> None:
+        record = update.record
         if self._pool.is_tight:
             self.reclaim()  # Its place may be in the way of the weights.
         # The largest first: around weights that lie there already, room may be in two parts.
-        self._take_ring()
+        self._ring.take()
         self._is_applying = True
         try:
-            self._apply_chunks(unit, pending, is_needed)
+            self._run(update, is_needed)
         finally:
             self._is_applying = False
-        del self._pending[unit.index]
-        self._weight_cache.await_update(unit.index, False)
+        del self._pending[update.unit.index]
+        self._weight_cache.await_update(update.unit.index, False)
         if record.clip_factor is not None:
             # INV-9: a parameter without a gradient is in no record.
-            used = [spec for spec in unit.trainable() if spec in record.settings]
+            used = [spec for spec in update.unit.trainable() if spec in record.settings]
             self._gradients.note_clipped(used, record.clip_factor)
 
-    def _apply_chunks(self, unit: Unit, pending: _Pending, is_needed: bool) -> None:
-        record, chunks = pending.record, pending.chunks
-        weights = self._check_out(unit, record)
-        is_changed = False
+    def _run(self, update: UnitUpdate, is_needed: bool) -> None:
+        self._chunks.check_out(update)
         try:
-            for index, chunk in enumerate(chunks):
-                staged = self._due(chunk)
-                try:
-                    self._start_more(chunks[index + 1 :])
-                    self._await_reads(staged)
-                    is_changed = True
-                    self._compute(staged, weights, record)
-                    self._write_back(staged)
-                finally:
-                    self._return_slot(staged)
+            while not update.is_done:
+                self._chunks.run_next(update)
         except BaseException as error:
-            if is_changed:
+            if update.is_begun:
                 self._tear(error)
             raise
         finally:
-            self._weight_cache.check_in(
-                unit.index,
-                dirty_nbytes=unit.trainable_nbytes if is_changed else 0,
-                is_valid=is_changed or not self._overwrites_all(unit, record),
-                write_now=not is_needed,
-            )
+            self._chunks.check_in(update, write_now=not is_needed)
 
-    # -- Staging slots ---------------------------------------------------------------------------
+    # -- In the backward ---------------------------------------------------------------------------
 
-    def _take_ring(self, *, or_none: bool = False) -> bool:
-        """Takes the ring's block if it is not there. With `or_none`, only if there is room."""
-        if self._block is not None or not self._travelling:
-            return True
-        count = self._num_staging_slots
-        if or_none:
-            self._block = self._pool.try_allocate(self._ring_nbytes(count), _RING_LABEL)
-        else:
-            count, self._block = self._require_ring(count)
-        if self._block is None:
-            return False
-        offset_nbytes = 0
-        for _ in range(count):
-            parts = {}
-            for kind, nbytes in self._travelling.items():
-                parts[kind] = self._pool.carve(self._block, offset_nbytes, nbytes)
-                offset_nbytes += nbytes
-            self._staging_slots.append(StagingSlot(parts))
-        return True
+    @property
+    def forecast(self) -> StepForecast:
+        """Tells which step is expected of a unit. Set by the engine."""
+        return no_forecast if self._early is None else self._early.forecast
 
-    def _require_ring(self, count: int) -> tuple[int, Block]:
-        """The block of `count` staging slots, or of fewer: weights in use may lie where no range of
-        free memory takes all of them."""
-        while True:
-            try:
-                return count, self._pool.require(self._ring_nbytes(count), _RING_LABEL)
-            except CapacityError:
-                if count == 1:
-                    raise
-                count -= 1
+    @forecast.setter
+    def forecast(self, forecast: StepForecast) -> None:
+        if self._early is not None:
+            self._early.forecast = forecast
 
-    def _ring_nbytes(self, count: int) -> int:
-        return count * sum(self._travelling.values())
+    def note_gradient(self, unit: int) -> None:
+        """A gradient of a parameter of the unit has been added to its sum."""
+        if self._early is not None:
+            self._early.note_gradient(unit)
 
-    def _due(self, chunk: Chunk) -> StagedChunk:
-        """Returns a chunk that is needed now: read ahead already, or started here."""
-        staged = self._started.pop(_key(chunk), None)
-        if staged is not None:
-            return staged
-        if self._travelling and not self._staging_slots:
-            self._unstart(1)  # Read ahead for later; what is due goes first.
-        return self._start(chunk)
+    def note_left(self, unit: int) -> None:
+        """A backward has left the unit; its gradients are complete, if no other backward comes."""
+        if self._early is not None:
+            self._early.note_left(unit)
 
-    def _start_more(self, chunks: Iterable[Chunk]) -> None:
-        """Starts reading into staging slots that are free already, in order, until none is left."""
-        for chunk in chunks:
-            if not self._staging_slots or not all(
-                t.done() for t in self._staging_slots[0].transfers
-            ):
-                return
-            if _key(chunk) not in self._started:
-                self._started[_key(chunk)] = self._start(chunk)
+    def advance(self) -> None:
+        """Updates what can be updated early, and reads chunks that will be needed next into the
+        staging slots that are free. Never waits."""
+        if self._is_applying or self._torn is not None:
+            return
+        if self._reads_ahead and self._pending and self._ring.take(or_none=True):
+            self._ring.start_more(self._expected())
+        if self._early is not None:
+            self._early.advance()
 
-    def _unstart(self, count: int | None = None) -> None:
-        """Gives up reads ahead, the last started first; all of them without `count`."""
-        while self._started and count != 0:
-            _, staged = self._started.popitem()
-            if staged.slot is not None:
-                with contextlib.suppress(StorageError):  # Nobody asked for these bytes yet.
-                    self._wait(staged.slot.transfers, "read_wait_s", "a read ahead is given up")
-            self._return_slot(staged)
-            count = None if count is None else count - 1
+    def withdraw(self, unit: int) -> None:
+        """Somebody else is about to change the unit's state: an early update of it is taken back,
+        and what was read ahead of it is dropped. Waits for writes of updated state."""
+        if self._early is not None:
+            self._early.take_back(unit)
+        self._ring.drop_reads(lambda chunk: chunk.unit.index == unit)
+        self.finish_writes()
 
-    def _return_slot(self, staged: StagedChunk) -> None:
-        """The staging slot goes to the end of the queue; what is in flight there is waited for
-        later."""
-        if staged.slot is not None:
-            self._staging_slots.append(staged.slot)
-
-    def _wait(self, transfers: list[Transfer], counter: str, what: str) -> None:
-        """All of them, even if one failed: the memory is not ours before. Raises the first
-        error."""
-        first: Exception | None = None
-        with self._counters.timed(counter, what, transfers):
-            for transfer in transfers:
-                try:
-                    transfer.wait()
-                except Exception as error:
-                    first = first or error
-        transfers.clear()
-        if first is not None:
-            raise first
+    # -- Memory ------------------------------------------------------------------------------------
 
     def reclaim_idle(self) -> bool:
         """Gives the ring's block back when nothing is pending. False if there is none to give."""
         return not self._pending and self.reclaim()
 
     def reclaim(self) -> bool:
-        """Gives the ring's block back unless an update is running, with what was read ahead."""
-        if self._is_applying or self._block is None:
+        """Gives memory back unless an update is running: the ring's block, with what was read
+        ahead, or weights of an early update that is under way."""
+        if self._is_applying:
             return False
-        try:
-            self._unstart()
-            self.finish_writes()
-        finally:
-            self._staging_slots.clear()
-            block, self._block = self._block, None
-            self._pool.free(block)
-        return True
-
-    # -- Weights ---------------------------------------------------------------------------------
-
-    def _check_out(self, unit: Unit, record: StepRecord) -> torch.Tensor:
-        with self._counters.timed("weights_s"):
-            return self._weight_cache.check_out(
-                unit.index, read=not self._overwrites_all(unit, record)
-            )
-
-    @staticmethod
-    def _overwrites_all(unit: Unit, record: StepRecord) -> bool:
-        """With a whole master every weight is written and none is read, unless some are left
-        alone."""
-        is_whole = unit.master_dtype is torch.float32
-        return is_whole and all(spec in record.settings for spec in unit.tensors)
-
-    # -- Chunks ----------------------------------------------------------------------------------
-
-    def _start(self, chunk: Chunk) -> StagedChunk:
-        """Starts reading the pieces of a chunk that have to travel."""
-        slot = None
-        if self._travelling:
-            slot = self._staging_slots.popleft()
-            try:
-                what = f"update of {chunk.unit.name} needs a berth that is being written"
-                self._wait(slot.transfers, "write_wait_s", what)
-            except BaseException:
-                self._staging_slots.append(slot)
-                raise
-        staged = StagedChunk(chunk, slot, {})
-        try:
-            for kind in STATE_KINDS:
-                dtype = chunk.unit.dtype(kind)
-                if dtype is not None:
-                    staged.arrays[kind] = self._bring(staged, kind).view(dtype)
-        except BaseException:
-            self._return_slot(staged)
-            raise
-        return staged
-
-    def _bring(self, staged: StagedChunk, kind: StateKind) -> torch.Tensor:
-        """The chunk's bytes of a piece: where they rest, or being read into the staging slot."""
-        chunk, slot = staged.chunk, staged.slot
-        offset_nbytes, nbytes = chunk.offset_nbytes(kind), chunk.nbytes(kind)
-        host_view = self._store.host_view(chunk.unit, kind)
-        if host_view is not None:
-            return host_view[offset_nbytes : offset_nbytes + nbytes]
-        assert slot is not None
-        block = slot.parts[kind]
-        slot.transfers.append(
-            self._store.read(
-                chunk.unit,
-                kind,
-                block,
-                priority=Priority.STATE,
-                offset_nbytes=offset_nbytes,
-                nbytes=nbytes,
-            )
-        )
-        return self._pool.tensor(block)[:nbytes]
-
-    def _await_reads(self, staged: StagedChunk) -> None:
-        if staged.slot is not None:
-            what = f"update of {staged.chunk.unit.name} needs its state"
-            self._wait(staged.slot.transfers, "read_wait_s", what)
-
-    def _compute(self, staged: StagedChunk, weights: torch.Tensor, record: StepRecord) -> None:
-        what = f"update of {staged.chunk.unit.name}"
-        with self._counters.timed("update_s", what), torch.no_grad():
-            update_chunk(staged, weights, record, self._on_device)
-
-    def _write_back(self, staged: StagedChunk) -> None:
-        chunk = staged.chunk
-        for kind in (*chunk.unit.moments.kinds, StateKind.MASTER):
-            if kind not in staged.arrays or self._store.host_view(chunk.unit, kind) is not None:
-                continue
-            assert staged.slot is not None
-            staged.slot.transfers.append(
-                self._store.write(
-                    chunk.unit,
-                    kind,
-                    staged.slot.parts[kind],
-                    offset_nbytes=chunk.offset_nbytes(kind),
-                    nbytes=chunk.nbytes(kind),
-                )
-            )
-
-
-def _key(chunk: Chunk) -> tuple[int, int]:
-    return chunk.unit.index, chunk.start
+        return self._ring.give_up() or (self._early is not None and self._early.release())

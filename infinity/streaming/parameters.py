@@ -250,6 +250,15 @@ class WeightCache:
         """Raises UnsupportedError for weights that rest in files which are not written."""
         refuse_change(self.weights[unit].unit)
 
+    def can_check_out(self, unit: int) -> bool:
+        """Whether `check_out` would neither wait nor allocate: nobody holds the unit, and its host
+        block has what rests on its tier."""
+        weights = self.weights[unit]
+        is_idle = not weights.use_count and not weights.is_checked_out and not weights.dirty_nbytes
+        is_there = weights.state in (WeightState.READY, WeightState.ATTACHED)
+        is_quiet = weights.copying.done() and (weights.writing is None or weights.writing.done())
+        return is_idle and is_there and is_quiet and weights.block is not None
+
     def _check_out_decoded(self, weights: Weights) -> torch.Tensor:
         """The weights made of stored bytes, in a block that `check_in` frees."""
         self._moves.settle(weights)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from infinity.ops.optimizers import Settings
-from infinity.state.units import TensorSpec
+from infinity.state.units import TensorSpec, Unit
 from infinity.tiers.device import DeviceAdapter
 
 
@@ -21,16 +21,27 @@ class StepRecord:
     clip_factor: torch.Tensor | None  # fp32 scalar that gradients are multiplied by.
 
 
+# The step that is expected of a unit's parameters as they are; None where none can be told.
+StepForecast = Callable[[Unit], StepRecord | None]
+
+
+def no_forecast(_: Unit) -> StepRecord | None:
+    """A forecast where there is no optimizer yet."""
+    return None
+
+
 @dataclass(frozen=True, slots=True)
 class UpdateSettings:
     """`num_staging_slots` chunks of `chunk_nbytes` of fp32 are in memory at once; at least one.
     With `reads_ahead` chunks of units that are needed later are read into slots that are free.
-    `on_device`: the device that computes updates; None: the host does."""
+    `on_device`: the device that computes updates; None: the host does. `in_backward`: units may be
+    updated before the step has decided."""
 
     chunk_nbytes: int
     num_staging_slots: int
     reads_ahead: bool
     on_device: DeviceAdapter | None
+    in_backward: bool = False
 
 
 class UpdatedWeights(Protocol):
@@ -53,6 +64,8 @@ class StepRunner(Protocol):
     `distributed.step.DistributedUpdater`. Called under the engine's lock.
     """
 
+    forecast: StepForecast
+
     @property
     def chunk_nbytes(self) -> int: ...
 
@@ -60,7 +73,11 @@ class StepRunner(Protocol):
     def defer(self, record: StepRecord) -> None: ...
     def is_pending(self, unit: int) -> bool: ...
     def bring_up_to_date(self, unit: int, *, is_needed: bool = False) -> None: ...
-    def read_ahead(self) -> None: ...
+    def note_gradient(self, unit: int) -> None: ...
+    def note_left(self, unit: int) -> None: ...
+    def advance(self) -> None: ...
+    def withdraw(self, unit: int) -> None: ...
+    def apply_pending(self) -> None: ...
     def settle(self) -> None: ...
     def finish_writes(self) -> None: ...
     def abandon(self) -> None: ...

@@ -59,7 +59,7 @@ def plan_adoption(
         dist.barrier(ranks.process_group)  # Links must not go while a rank counts them.
     if found is None:
         return None
-    jobs, swap_files = found
+    jobs, swap_files, num_found = found
     contents: dict[str, list[FileRange]] = {}
     num_links = dict.fromkeys(swap_files, 1)
     for neighbour in _neighbours(config, checkpoint):
@@ -81,28 +81,31 @@ def plan_adoption(
     is_known = all(os.stat(swap_files[inode]).st_nlink == n for inode, n in num_links.items())
     if label_of(checkpoint) not in contents or len(contents) > num_spares or not is_known:
         return None
-    return Adopted(jobs, contents)
+    return Adopted(jobs, contents, num_found)
 
 
 def _stale_files(
     config: SwapConfig, num_spares: int
-) -> tuple[dict[str, str], dict[Inode, str]] | None:
-    """Returns (ended job by swap directory, path of every swap file that the jobs left)."""
+) -> tuple[dict[str, str], dict[Inode, str], int] | None:
+    """Returns (ended job by swap directory, path of every swap file that the jobs left, the most
+    spare generations of a job). Early updates may have had one more than commits need."""
     is_measured = len(config.tiers.nvme) > 1 and any(t.weight == "auto" for t in config.tiers.nvme)
     if not num_spares or is_measured:  # A measurement of a path writes to its file.
         return None
     jobs: dict[str, str] = {}
     swap_files: dict[Inode, str] = {}
+    num_found = 0
     for tier in config.tiers.nvme:
         job = _stale_job(tier.path)
         if job is None:
             return None
         jobs[str(tier.path)] = job
-        for name in swap_names(job, num_spares):
+        for generation, name in enumerate(swap_names(job, num_spares + 1)):
             swap_path = tier.path / name
             if swap_path.exists():
                 swap_files[_inode(swap_path)] = str(swap_path)
-    return jobs, swap_files
+                num_found = max(num_found, generation)
+    return jobs, swap_files, num_found
 
 
 def _stale_job(directory: Path) -> str | None:

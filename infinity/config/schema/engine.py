@@ -12,7 +12,7 @@ from infinity.sizes import GIB, KIB, MIB, PAGE_NBYTES
 
 ComputeDtype = Literal["auto", "float32", "bfloat16"]
 MomentFormat = Literal["float32", "8bit"]
-UpdatesMode = Literal["deferred", "at_step"]
+UpdatesMode = Literal["auto", "both_passes", "deferred", "at_step"]
 UpdateOn = Literal["auto", "host", "device"]
 RankBudgets = Literal["node", "rank"]
 ReduceDtype = Literal["auto", "bfloat16"]
@@ -74,10 +74,15 @@ class Schedule(Section):
         "auto", description="Host bytes that parameters fetched ahead may take."
     )
     updates: Annotated[UpdatesMode, Choice(UpdatesMode)] = Field(
-        "deferred",
+        "auto",
         description='When the work of `optimizer.step()` is done. "deferred" updates a unit '
-        'right before its next use, overlapped with the forward; "at_step" updates all units '
-        "at once. Never changes a result.",
+        'right before its next use, overlapped with the forward. "both_passes" updates a part of '
+        "the units in the backward already, as soon as their gradients are complete, and keeps "
+        "the old state in a spare generation of the swap files until the step has decided; what "
+        "the step did not expect (clipping, other settings, a second backward) is undone. That "
+        "is for units whose state rests on NVMe, on one rank, and takes the space of their "
+        'state once more. "auto" is "both_passes" where at least as much space stays free, '
+        'else "deferred". "at_step" updates all units at once. Never changes a result.',
     )
     update_on: Annotated[UpdateOn, Choice(UpdateOn)] = Field(
         "auto",

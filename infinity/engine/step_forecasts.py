@@ -1,0 +1,33 @@
+"""The step that is expected of a unit, from the optimizer as it is now."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from infinity.modules.param import OffloadedParam
+from infinity.ops.optimizers import Settings
+from infinity.state.units import TensorSpec, Unit
+from infinity.streaming.gradient_sink import GradientSink
+from infinity.streaming.step_record import StepRecord
+
+
+class StepForecasts:
+    """A `StepForecast`: the settings of the next step, if it comes now and clips nothing."""
+
+    def __init__(self, params: Sequence[OffloadedParam], gradients: GradientSink) -> None:
+        self._gradients = gradients
+        self._params: defaultdict[int, list[OffloadedParam]] = defaultdict(list)
+        for param in params:
+            self._params[param.unit.index].append(param)
+
+    def __call__(self, unit: Unit) -> StepRecord | None:
+        settings: dict[TensorSpec, Settings] = {}
+        for param in self._params[unit.index]:
+            if not self._gradients.has(param.spec):
+                continue
+            optimizer = None if param.optimizer is None else param.optimizer()
+            if optimizer is None:
+                return None
+            settings[param.spec] = optimizer.next_settings(param)
+        return StepRecord(settings, None) if settings else None

@@ -1,0 +1,281 @@
+"""Updates in the backward, before `optimizer.step()` has decided; kept or taken back by the step.
+
+An early update of a unit:
+
+  state      changed state          next
+  PLANNED    none; read ahead       COMPLETE (its gradients are there), gone (the step decides)
+  COMPLETE   none                   BEGUN, gone (the step decides)
+  BEGUN      some chunks; weights   DONE, taken back, finished by the ordinary update if the step
+             are checked out        decides as expected
+  DONE       all of it              kept or taken back, as the step decides
+
+Note [Old generation]
+  Early updates write to a spare generation of the swap files. The old state stays where it is
+  until the step has decided, so what is taken back costs no byte: the volume points to the old
+  generation again. Only units whose changing state rests on NVMe can be updated early.
+
+Note [Nobody sees an early update]
+  Before the decision, whoever needs the weights or the state of a unit gets the old ones: the early
+  update is taken back first. Gradients are only read, so nothing is lost but time.
+
+`early_policy.py` predicts which units, and whether at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from infinity.errors import CapacityError, StorageError
+from infinity.observe import Counters
+from infinity.state.old_generation import OldGeneration
+from infinity.state.placement import STATE_KINDS
+from infinity.state.store import LocalStore, NvmeLocation, rewritten_nbytes
+from infinity.state.units import Chunk, StateKind, TensorSpec, Unit
+from infinity.streaming.early_policy import EarlyPolicy
+from infinity.streaming.gradients import GradientStore
+from infinity.streaming.parameters import WeightCache
+from infinity.streaming.staging_ring import StagingRing
+from infinity.streaming.step_record import StepForecast, StepRecord, no_forecast
+from infinity.streaming.unit_update import ChunkUpdates, UnitUpdate, chunks_of, updates_of
+
+_WAITS = ("read_wait_s", "write_wait_s")
+
+
+@dataclass(eq=False, slots=True)
+class _Early:
+    """An early update; the table is in the docstring of the file."""
+
+    unit: Unit
+    chunks: tuple[Chunk, ...]  # If every parameter gets a gradient.
+    update: UnitUpdate | None = None  # From COMPLETE on.
+    stamps: dict[TensorSpec, tuple[int, int] | None] = field(default_factory=dict)
+
+    @property
+    def is_begun(self) -> bool:
+        return self.update is not None and self.update.is_begun
+
+    @property
+    def is_done(self) -> bool:
+        return self.update is not None and self.update.is_done
+
+
+class EarlyUpdates:
+    """Early updates of one rank's units. Under the engine's lock; nothing here waits for a drive
+    but what takes an update back."""
+
+    def __init__(
+        self,
+        store: LocalStore,
+        weight_cache: WeightCache,
+        gradients: GradientStore,
+        ring: StagingRing,
+        chunks: ChunkUpdates,
+        counters: Counters,
+        *,
+        chunk_nbytes: int,
+    ) -> None:
+        self._store = store
+        self._weight_cache = weight_cache
+        self._gradients = gradients
+        self._ring = ring
+        self._chunks = chunks
+        self._counters = counters
+        self._chunk_nbytes = chunk_nbytes
+        self.forecast: StepForecast = no_forecast  # Of the engine, once there is an optimizer.
+        self.policy = EarlyPolicy(
+            {unit.index: _state_nbytes(unit) for unit in store.units if self._can_go_back(unit)}
+        )
+        self._planned: dict[int, _Early] = {}  # In the order of their gradients.
+        self._complete: dict[int, _Early] = {}  # Not DONE, in the order in which they came.
+        self._done: dict[int, _Early] = {}
+        self._old: OldGeneration | None = None  # Since the first early update of the step.
+        self._num_undone = 0  # Taken back before the step has decided.
+        self._is_advancing = False
+        # For `wait_share`: the waits and the time at the last decision.
+        self._waits_before_s = 0.0
+        self._forward_wait_s = 0.0
+
+    def _can_go_back(self, unit: Unit) -> bool:
+        kinds = (*unit.moments.kinds, StateKind.MASTER, StateKind.PARAMETERS)
+        kept = [kind for kind in kinds if unit.nbytes(kind)]
+        return bool(unit.state_numel) and all(
+            isinstance(self._store.location(unit, kind), NvmeLocation)
+            and rewritten_nbytes(unit, kind) is not None
+            for kind in kept
+        )
+
+    # -- The backward ------------------------------------------------------------------------------
+
+    def note_gradient(self, unit: int) -> None:
+        """A gradient of a parameter of the unit arrived."""
+        if self.policy.note_gradient(unit):
+            self._forward_wait_s = self._waited_s() - self._waits_before_s
+            self._begin()
+        if unit in self._done or unit in self._complete:
+            self.take_back(unit)  # It was not the last.
+
+    def _begin(self) -> None:
+        planned = self.policy.plan()
+        if not planned or not OldGeneration.has_room(self._store):
+            return
+        try:
+            self._ring.take()
+        except CapacityError:
+            return
+        self._planned = {index: self._plan(self._store.units[index]) for index in planned}
+
+    def _plan(self, unit: Unit) -> _Early:
+        return _Early(unit, chunks_of(unit, tuple(unit.trainable()), self._chunk_nbytes))
+
+    def note_left(self, unit: int) -> None:
+        """A backward has left the unit, and its gradients are on their way to where they rest."""
+        is_complete = self.policy.note_left(unit)
+        early = self._planned.get(unit)
+        if not is_complete or early is None or early.update is not None:
+            return
+        record = self.forecast(early.unit)
+        if record is not None:
+            early.update = updates_of(early.unit, record, self._chunk_nbytes)
+        if early.update is None:
+            return
+        early.stamps = {spec: self._gradients.stamp(spec) for spec in early.unit.trainable()}
+        self._complete[unit] = early
+
+    def advance(self) -> None:
+        """Updates the chunks whose state is there, in the order of the gradients, and reads ahead.
+        Never waits."""
+        if not self._planned or self._is_advancing:
+            return
+        self._is_advancing = True
+        try:
+            while self._complete and self._advance_first():
+                pass
+            self._ring.start_more(self._to_read(), with_gradients=False)
+        finally:
+            self._is_advancing = False
+
+    def _advance_first(self) -> bool:
+        """Updates the next chunk, if it can be now. Returns whether it was."""
+        index, early = next(iter(self._complete.items()))
+        update = early.update
+        assert update is not None
+        if not self._gradients.is_complete(early.unit) or not (
+            update.weights is not None or self._weight_cache.can_check_out(index)
+        ):
+            return False
+        if self._old is None:
+            self._old = OldGeneration(self._store)
+        self._old.keep(early.unit)
+        try:
+            if not self._chunks.try_next(update, self._gradients.sums_in_memory(early.unit)):
+                return False
+        except StorageError:
+            self.take_back(index)  # Who needs the unit next meets the cause, and tells it.
+            return False
+        except BaseException:
+            self.take_back(index)
+            raise
+        if update.is_done:
+            self._chunks.check_in(update, write_now=True)
+            self._done[index] = self._complete.pop(index)
+        return True
+
+    def _to_read(self) -> Iterator[Chunk]:
+        """Chunks in the order in which they will be updated; of planned units all of them."""
+        for early in self._complete.values():
+            assert early.update is not None
+            yield from early.update.left
+        for early in self._planned.values():
+            if early.update is None:
+                yield from early.chunks
+
+    # -- The decision ------------------------------------------------------------------------------
+
+    def decide(self, record: StepRecord, step_s: float) -> list[UnitUpdate]:
+        """Keeps the early updates that are what the step decided, and takes back the others.
+        Returns those that are kept; one that is not done has its weights checked out, and is to be
+        finished by the record."""
+        is_clipped = record.clip_factor is not None and float(record.clip_factor) != 1.0
+        kept = []
+        for index, early in [*self._done.items(), *self._complete.items()]:
+            assert early.update is not None
+            if is_clipped or not self._is_as_expected(early, record):
+                self.take_back(index)
+            elif early.is_begun:
+                early.update.record = record
+                kept.append(early.update)
+                if early.is_done and record.clip_factor is not None:
+                    used = [spec for spec in early.unit.trainable() if spec in record.settings]
+                    self._gradients.note_clipped(used, record.clip_factor)
+        self._counters.add("early_updates_kept", len(kept))
+        missed = [unit for unit, early in self._planned.items() if not early.is_done]
+        self.policy.end_step(
+            num_undone=self._num_undone,
+            is_clipped=is_clipped,
+            missed=missed,
+            wait_share=self._forward_wait_s / step_s if step_s else 0.0,
+        )
+        self._forget()
+        self._num_undone = 0
+        self._waits_before_s = self._waited_s()
+        return kept
+
+    def _is_as_expected(self, early: _Early, record: StepRecord) -> bool:
+        assert early.update is not None
+        expected = early.update.record.settings
+        decided = {s: record.settings[s] for s in early.unit.trainable() if s in record.settings}
+        return decided == expected and all(
+            self._gradients.stamp(spec) == stamp for spec, stamp in early.stamps.items()
+        )
+
+    def take_back(self, unit: int) -> None:
+        """Undoes the unit's early update, if there is one: its state is that of the last step.
+        Raises StorageError if a write has failed."""
+        early = self._done.pop(unit, None) or self._complete.pop(unit, None)
+        if early is None or early.update is None:
+            return
+        update, early.update = early.update, None
+        self._planned.pop(unit, None)
+        self._ring.drop_reads(lambda chunk: chunk.unit.index == unit)
+        if not update.is_begun:
+            self._chunks.check_in(update, write_now=False)
+            return
+        self._num_undone += 1
+        self._counters.add("early_updates_undone", 1)
+        self._ring.finish_writes()
+        self._chunks.drop(update)
+        self._weight_cache.discard(unit)
+        assert self._old is not None
+        self._old.bring_back(early.unit)
+
+    def withdraw(self) -> None:
+        """Takes back every early update, and plans none before the next step."""
+        for unit in [*self._done, *self._complete]:
+            self.take_back(unit)
+        self._forget()
+
+    def release(self) -> bool:
+        """Lets go of weights that are checked out between two chunks. Returns whether there were
+        any."""
+        for unit, early in self._complete.items():
+            if early.update is not None and early.update.weights is not None:
+                if self._is_advancing:
+                    return False
+                self.take_back(unit)
+                return True
+        return False
+
+    def _forget(self) -> None:
+        self._planned, self._complete, self._done = {}, {}, {}
+        if self._old is not None:
+            self._old.drop()
+            self._old = None
+
+    def _waited_s(self) -> float:
+        values = self._counters.snapshot()
+        return sum(values.get(name, 0.0) for name in _WAITS)
+
+
+def _state_nbytes(unit: Unit) -> int:
+    return unit.trainable_nbytes + sum(unit.nbytes(kind) for kind in STATE_KINDS)

@@ -1,0 +1,150 @@
+"""The update of one unit, chunk by chunk: check its weights out, update chunks, check them in."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from dataclasses import dataclass
+
+import torch
+
+from infinity.observe import Counters
+from infinity.state.units import Chunk, TensorSpec, Unit, chunk_unit
+from infinity.streaming.chunk_update import StagedChunk, update_chunk
+from infinity.streaming.staging_ring import StagingRing
+from infinity.streaming.step_record import StepRecord, UpdatedWeights
+from infinity.tiers.device import DeviceAdapter
+
+
+@dataclass(eq=False, slots=True)
+class UnitUpdate:
+    """One unit's update by one record. `chunks` are in order and not empty."""
+
+    unit: Unit
+    record: StepRecord
+    chunks: tuple[Chunk, ...]
+    num_done: int = 0
+    weights: torch.Tensor | None = None  # While they are checked out: uint8 (weight_nbytes,).
+    is_begun: bool = False  # Some state may have changed.
+
+    @property
+    def is_done(self) -> bool:
+        return self.num_done == len(self.chunks)
+
+    @property
+    def left(self) -> tuple[Chunk, ...]:
+        """The chunks that are not updated yet."""
+        return self.chunks[self.num_done :]
+
+    @property
+    def overwrites_all(self) -> bool:
+        """With a whole master every weight is written and none is read, unless some are left
+        alone."""
+        is_whole = self.unit.master_dtype is torch.float32
+        return is_whole and all(spec in self.record.settings for spec in self.unit.tensors)
+
+
+def updates_of(unit: Unit, record: StepRecord, chunk_nbytes: int) -> UnitUpdate | None:
+    """Returns the update of a unit by a record; None if the record has no parameter of it."""
+    chunks = chunks_of(unit, record.settings, chunk_nbytes)
+    return UnitUpdate(unit, record, chunks) if chunks else None
+
+
+def chunks_of(unit: Unit, updated: Container[TensorSpec], chunk_nbytes: int) -> tuple[Chunk, ...]:
+    """Returns the chunks of a unit that have slices of `updated`, with these slices, in order."""
+    found = []
+    for chunk in chunk_unit(unit, chunk_nbytes) if unit.state_numel else ():
+        slices = tuple(s for s in chunk.slices if s.tensor in updated)
+        if slices:
+            found.append(Chunk(chunk.unit, chunk.start, chunk.stop, slices))
+    return tuple(found)
+
+
+class ChunkUpdates:
+    """Updates the next chunk of a unit, through the staging ring. Under the engine's lock.
+
+    `on_device`: the device that computes updates; None: the host does.
+    """
+
+    def __init__(
+        self,
+        ring: StagingRing,
+        weight_cache: UpdatedWeights,
+        counters: Counters,
+        on_device: DeviceAdapter | None,
+    ) -> None:
+        self._ring = ring
+        self._weight_cache = weight_cache
+        self._counters = counters
+        self._on_device = on_device
+
+    def check_out(self, update: UnitUpdate) -> None:
+        """Checks the unit's weights out, unless they are. Nobody may hold the unit."""
+        if update.weights is None:
+            with self._counters.timed("weights_s"):
+                update.weights = self._weight_cache.check_out(
+                    update.unit.index, read=not update.overwrites_all
+                )
+
+    def check_in(self, update: UnitUpdate, *, write_now: bool) -> None:
+        """Ends `check_out`. Changed weights start on their way to where they rest, with
+        `write_now`; else they are written when nobody holds the unit."""
+        if update.weights is None:
+            return
+        update.weights = None
+        self._weight_cache.check_in(
+            update.unit.index,
+            dirty_nbytes=update.unit.trainable_nbytes if update.is_begun else 0,
+            is_valid=update.is_begun or not update.overwrites_all,
+            write_now=write_now,
+        )
+
+    def drop(self, update: UnitUpdate) -> None:
+        """Ends `check_out` of weights that are to be forgotten."""
+        if update.weights is not None:
+            update.weights = None
+            self._weight_cache.check_in(update.unit.index, dirty_nbytes=0, is_valid=False)
+
+    def run_next(self, update: UnitUpdate) -> None:
+        """Updates the next chunk, and waits for its state. The weights are checked out."""
+        staged = self._ring.due(update.left[0])
+        try:
+            self._ring.start_more(update.left[1:])
+            self._ring.await_reads(staged)
+            self._update(update, staged)
+        finally:
+            self._ring.give_back(staged)
+
+    def try_next(self, update: UnitUpdate, sums: torch.Tensor | None) -> bool:
+        """As `run_next` where the state of the chunk was read ahead and is there; never waits for
+        it. `sums`: the unit's gradients, as `StagingRing.bring_gradients` takes them. Returns
+        whether the chunk was updated."""
+        staged = self._ring.taken(update.left[0])
+        if staged is None:
+            return False
+        is_there = False
+        try:
+            # `sums` may be taken away later: a chunk looks at them only when it is updated.
+            if self._ring.is_there(staged):
+                self._ring.bring_gradients(staged, sums)
+                is_there = self._ring.is_there(staged)
+            if is_there:
+                self.check_out(update)
+                self._ring.await_reads(staged)  # Over, but they may have failed.
+                self._update(update, staged)
+        except BaseException:
+            self._ring.give_back(staged)
+            raise
+        if is_there:
+            self._ring.give_back(staged)
+        else:
+            self._ring.put(staged)
+        return is_there
+
+    def _update(self, update: UnitUpdate, staged: StagedChunk) -> None:
+        assert update.weights is not None
+        update.is_begun = True
+        what = f"update of {update.unit.name}"
+        with self._counters.timed("update_s", what), torch.no_grad():
+            update_chunk(staged, update.weights, update.record, self._on_device)
+        self._ring.write_back(staged)
+        update.num_done += 1
