@@ -38,7 +38,7 @@ from infinity.bounded import (
 )
 from infinity.checkpoint.huggingface.export_weights import check_space
 from infinity.checkpoint.run.directory import sync_directory
-from infinity.errors import ConfigError, StorageError, corrupt
+from infinity.errors import ConfigError, StorageError, corrupt, reporting
 from infinity.sizes import MIB
 
 RECORD_NAME = ".infinity-spread.json"
@@ -140,7 +140,7 @@ def plan_spread(directory: Path, over: Sequence[Path], mode: Mode) -> SpreadPlan
 
 def run_spread(plan: SpreadPlan, progress: Progress = lambda *_: None) -> None:
     """Does what a plan says. May be interrupted at any point and repeated. Raises StorageError."""
-    with _locked(plan.directory), _reporting(plan.directory, "spread"):
+    with _locked(plan.directory), reporting("spread", plan.directory):
         record = _read_record(plan.directory) or _Record(plan.mode, {}, {})
         for move in plan.moves:
             own = plan.directory / move.name
@@ -183,7 +183,7 @@ def plan_gather(directory: Path) -> SpreadPlan:
 def run_gather(plan: SpreadPlan, progress: Progress = lambda *_: None) -> None:
     """Undoes `run_spread`. May be interrupted at any point and repeated. Raises StorageError."""
     directory = plan.directory
-    with _locked(directory), _reporting(directory, "gather"):
+    with _locked(directory), reporting("gather", directory):
         record = _read_record(directory)
         if record is None:
             return
@@ -442,14 +442,3 @@ def _locked(directory: Path) -> Iterator[None]:
         yield
     finally:
         os.close(fd)
-
-
-@contextmanager
-def _reporting(directory: Path, operation: str) -> Iterator[None]:
-    try:
-        yield
-    except StorageError:
-        raise
-    except OSError as error:
-        where = str(error.filename2 or error.filename or directory)
-        raise StorageError(error.errno or 0, operation=operation, path=where) from None
