@@ -13,7 +13,8 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, ValidationError
 
-from infinity.config.values import ValueType, nearest, show_value
+from infinity.config.reading import nearest, show_value
+from infinity.config.values import ValueType
 from infinity.errors import ConfigError
 
 Place = tuple[str | int, ...]

@@ -21,6 +21,7 @@ from pydantic import (
 )
 
 from infinity.config import problems
+from infinity.config.reading import Loading, fault, refuse_all, show_value
 from infinity.config.schema import (
     SCHEMA,
     AdapterConfig,
@@ -42,16 +43,9 @@ from infinity.config.schema import (
     null_as_empty,
 )
 from infinity.config.source import ConfigSource, read_file
-from infinity.config.values import (
-    Choice,
-    Integer,
-    Loading,
-    fault,
-    refuse_all,
-    show_value,
-    write_nbytes,
-)
+from infinity.config.values import Choice, Integer
 from infinity.errors import ConfigError
+from infinity.sizes import write_size
 
 IO_ENGINE_VARIABLE = "INFINITY_IO_ENGINE"
 COMMITS_NAME, COPYING_NAME = "commits", "copying"  # In the first swap directory.
@@ -149,9 +143,9 @@ class SwapConfig(Section):
         if budget is None:
             return schedule
         faults = []
-        window, host = schedule.window, write_nbytes(budget)
+        window, host = schedule.window, write_size(budget)
         if window != "auto" and window > budget:
-            text = f"expected at most tiers.host.capacity, {host}; got {write_nbytes(window)}"
+            text = f"expected at most tiers.host.capacity, {host}; got {write_size(window)}"
             faults.append(fault(text, "window"))
         refuse_all(faults)
         return schedule
@@ -166,8 +160,8 @@ class SwapConfig(Section):
         num_chunks = sum(n for kind, n in counts.items() if "nvme" in getattr(self.placement, kind))
         if num_chunks * chunk > budget:
             text = (
-                f"{num_chunks} chunks of {write_nbytes(chunk)}, one for each kind of state on "
-                f"nvme, do not fit tiers.host.capacity, {write_nbytes(budget)}"
+                f"{num_chunks} chunks of {write_size(chunk)}, one for each kind of state on "
+                f"nvme, do not fit tiers.host.capacity, {write_size(budget)}"
             )
             refuse_all([fault(text, "schedule", "update_chunk")])
         return self

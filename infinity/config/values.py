@@ -1,20 +1,16 @@
 """The value types of the swap-tier file: sizes, budgets, numbers, words and places.
 
-A `ValueType` is put into an annotation, `Annotated[int, Size(multiple=4096)]`. It reads what a
-file may
-hold, names what it expects when it refuses, and writes the value back as a file would hold it, so
-that reading a written value gives the same value.
+A `ValueType` stands in an annotation, `Annotated[int, Size(multiple=4096)]`. It reads a value of a
+file, names the values that it expects when it refuses one, and writes the value as a file holds it.
+Reading a written value gives the same value.
 """
 
 from __future__ import annotations
 
-import difflib
-import json
 import math
 import os
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
 from pathlib import Path
@@ -23,67 +19,19 @@ from typing import Any, get_args
 from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler, ValidationInfo
 from pydantic_core import (
     CoreSchema,
-    InitErrorDetails,
-    PydanticCustomError,
-    ValidationError,
     core_schema,
 )
 
-from infinity.sizes import GIB, KIB, MIB, TIB, parse_nbytes
+from infinity.config.reading import Loading, nearest, refuse
+from infinity.sizes import MIB, parse_nbytes, write_size
 
 # Sizes travel to the kernel as signed 64-bit offsets.
 MAX_NBYTES = 2**63 - 1
 
-_WRITTEN_UNITS = (
-    ("TiB", TIB), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB),
-    ("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3),
-)  # fmt: skip
 _PERCENT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*")
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{([^}]*)\})")
 _WORDS_OF_BOOL = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 _OFF = (None, "none", "null", "off")
-
-# What other tools call the same thing: word -> our words, the first that is allowed is suggested.
-_SYNONYMS = {
-    "gpu": ("cuda", "device"), "cpu": ("host",), "ram": ("host",), "memory": ("host",),
-    "disk": ("nvme",), "ssd": ("nvme",), "none": ("never",), "off": ("never",), "no": ("never",),
-    "on": ("always",), "yes": ("always",), "true": ("always",), "false": ("never",),
-    "fp32": ("float32",), "f32": ("float32",), "bf16": ("bfloat16",),
-    "uring": ("io_uring",), "thread": ("threads",), "threadpool": ("threads",),
-}  # fmt: skip
-
-
-def write_nbytes(nbytes: int) -> str:
-    """The shortest exact form: 4194304 -> "4MiB", 10**9 -> "1GB", 4097 -> "4097B"."""
-    for unit, unit_nbytes in _WRITTEN_UNITS:
-        if nbytes and nbytes % unit_nbytes == 0:
-            return f"{nbytes // unit_nbytes}{unit}"
-    return f"{nbytes}B"
-
-
-def show_value(value: object) -> str:
-    """A value as an error message quotes it: the way a file writes it, cut to one line."""
-    if isinstance(value, Mapping):
-        return "a table"
-    if isinstance(value, (list, tuple)):
-        inner = ", ".join(show_value(item) for item in value)
-        return f"[{inner}]" if len(inner) <= 60 else f"a list of {len(value)}"
-    if value is None or isinstance(value, (bool, str)):
-        text = json.dumps(value)
-    else:
-        text = str(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
-
-
-def nearest(word: str, known: Sequence[str], *, cutoff: float = 0.6) -> str | None:
-    """The known word that `word` most likely stands for, or None."""
-    plain = {name.lower(): name for name in known}
-    lower = word.lower().replace("-", "_")
-    for synonym in (lower, *_SYNONYMS.get(lower, ())):
-        if synonym in plain:
-            return plain[synonym]
-    found = difflib.get_close_matches(lower, list(plain), n=1, cutoff=cutoff)
-    return plain[found[0]] if found else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,45 +62,11 @@ class Capacity:
 
     def __str__(self) -> str:
         if self.nbytes is not None:
-            return write_nbytes(self.nbytes)
+            return write_size(self.nbytes)
         if self.percent is None:
             return "auto"
         digits = format(Decimal(repr(self.percent)), "f")
         return f"{digits.rstrip('0').rstrip('.') if '.' in digits else digits}%"
-
-
-@dataclass(frozen=True, slots=True)
-class Loading:
-    """The context of one reading, and its record.
-
-    Relative paths start at `directory`; `environment` collects the keys that an environment
-    variable decided.
-    """
-
-    directory: Path
-    environment: list[str] = field(default_factory=list)
-
-
-def refuse(expected: str, value: object, detail: str = "") -> PydanticCustomError:
-    """The error of a value that is not what its key holds."""
-    text = f"expected {expected}; got {show_value(value)}" + (f" ({detail})" if detail else "")
-    return PydanticCustomError("value", "{text}", {"text": text})
-
-
-def conflict(text: str) -> PydanticCustomError:
-    """The error of a value that is right in itself and does not fit the rest."""
-    return PydanticCustomError("conflict", "{text}", {"text": text})
-
-
-def fault(text: str, *place: str | int) -> InitErrorDetails:
-    """A conflict at `place`, relative to the value that is being validated."""
-    return InitErrorDetails(type=conflict(text), loc=place, input=None)
-
-
-def refuse_all(faults: list[InitErrorDetails]) -> None:
-    """Raises every fault at its own place; nothing when there is none."""
-    if faults:
-        raise ValidationError.from_exception_data("config", faults)
 
 
 class ValueType(ABC):
@@ -215,25 +129,25 @@ class Size(ValueType):
             detail = str(error)
             raise ValueError("" if detail.startswith("expected") else detail) from None
         if nbytes < self.minimum:
-            raise ValueError(f"at least {write_nbytes(self.minimum)}")
+            raise ValueError(f"at least {write_size(self.minimum)}")
         if nbytes > self.maximum:
-            raise ValueError(f"at most {write_nbytes(self.maximum)}")
+            raise ValueError(f"at most {write_size(self.maximum)}")
         if nbytes % self.multiple:
-            raise ValueError(f"{nbytes} is not a multiple of {write_nbytes(self.multiple)}")
+            raise ValueError(f"{nbytes} is not a multiple of {write_size(self.multiple)}")
         return nbytes
 
     def write(self, value: Any) -> Any:
-        return write_nbytes(value)
+        return write_size(value)
 
     def expected(self) -> str:
         limits = []
         if self.multiple > 1:
-            limits.append(f"a multiple of {write_nbytes(self.multiple)}")
+            limits.append(f"a multiple of {write_size(self.multiple)}")
         if self.minimum > 1:
-            limits.append(f"at least {write_nbytes(self.minimum)}")
+            limits.append(f"at least {write_size(self.minimum)}")
         if self.maximum < MAX_NBYTES:
-            limits.append(f"at most {write_nbytes(self.maximum)}")
-        example = write_nbytes(max(self.minimum, 8 * MIB))
+            limits.append(f"at most {write_size(self.maximum)}")
+        example = write_size(max(self.minimum, 8 * MIB))
         return ", ".join([f'a size such as "{example}"', *limits])
 
     def json_schema(self) -> dict[str, Any]:

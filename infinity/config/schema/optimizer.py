@@ -7,8 +7,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from infinity.config.reading import fault, refuse, refuse_all
 from infinity.config.schema.section import Section, one_as_list
-from infinity.config.values import Choice, Flag, Number, OrOff, Text, fault, refuse, refuse_all
+from infinity.config.values import Choice, Flag, Number, OrOff, Text
 
 OptimizerName = Literal["adamw", "adam", "sgd", "lion"]
 

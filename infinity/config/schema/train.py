@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
+from infinity.config.reading import refuse
 from infinity.config.schema.section import SEED, Section
 from infinity.config.values import (
     AutoOr,
@@ -19,7 +20,6 @@ from infinity.config.values import (
     OrOff,
     Size,
     Text,
-    refuse,
 )
 from infinity.sizes import GIB
 
