@@ -65,10 +65,10 @@ def write_size(nbytes: int) -> str:
 
 
 def align_up(value: int, alignment: int) -> int:
-    """Smallest multiple of `alignment` that is >= value: align_up(5, 4) == 8."""
+    """Returns the smallest multiple of `alignment` that is >= value: 5, 4 -> 8."""
     return -(-value // alignment) * alignment
 
 
 def align_down(value: int, alignment: int) -> int:
-    """Largest multiple of `alignment` that is <= value: align_down(5, 4) == 4."""
+    """Returns the largest multiple of `alignment` that is <= value: 5, 4 -> 4."""
     return value // alignment * alignment

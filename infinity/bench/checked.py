@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Literal
 
 import numpy
+from typing_extensions import override
 
 from infinity.bench import pattern
 from infinity.bench.lab import Lab
-from infinity.bench.measure import ContenderGroup, Measurement, Result, clock
+from infinity.bench.measure import Contender, ContenderGroup, Measurement, Result, clock
 from infinity.bench.nvme import EXTENT_NBYTES
 from infinity.bench.scratch import DIRECTORY_NAME, check_room, remove_directory
 from infinity.bench.transfer import next_seed
@@ -26,7 +27,7 @@ from infinity.storage.protocol import Priority, Ticket
 from infinity.storage.volume import Extent, Volume, VolumePath
 
 
-class VolumeTransfer:
+class VolumeTransfer(Contender):
     """`nbytes` in extents of 16 MiB through a volume, waited for in order, as a pass over units
     does: the check of one extent runs while the next ones are on their way. `looks`: every byte of
     an extent is read once, in the place of a check."""
@@ -52,6 +53,7 @@ class VolumeTransfer:
         self._seed = next_seed()
         self._write()
 
+    @override
     def run(self) -> Measurement:
         memory = self._arena.memory(0, self._nbytes)
         if self._operation == "read":

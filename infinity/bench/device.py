@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+from typing_extensions import override
 
 from infinity.bench import pattern
 from infinity.bench.lab import Lab
@@ -23,7 +24,7 @@ from infinity.tiers.device import Copy, DeviceAdapter
 _PIECE_NBYTES = 64 * MIB
 
 
-class ArenaToDevice:
+class ArenaToDevice(Contender):
     """`nbytes` in pieces between arena and device: "in", "out", or half each at once ("both")."""
 
     def __init__(self, device: DeviceAdapter, arena: Arena, direction: str, nbytes: int) -> None:
@@ -35,6 +36,7 @@ class ArenaToDevice:
         self._host = torch.frombuffer(arena.memory(0, nbytes), dtype=torch.uint8)
         self._there = device.allocate(nbytes)
 
+    @override
     def run(self) -> Measurement:
         half_nbytes = {"in": self._nbytes, "out": 0, "both": self._nbytes // 2}[self._direction]
         # [0, half) goes in, [half, end) comes out of the device, whither it is brought first.
@@ -77,7 +79,7 @@ class ArenaToDevice:
         return [(at, min(at + _PIECE_NBYTES, high)) for at in range(low, high, _PIECE_NBYTES)]
 
 
-class PinnedCopy:
+class PinnedCopy(Contender):
     """The ceiling: one copy of torch's own pinned memory, in one piece per direction."""
 
     def __init__(self, torch_device: torch.device, direction: str, nbytes: int) -> None:
@@ -94,6 +96,7 @@ class PinnedCopy:
         self._streams = [torch.cuda.Stream(torch_device) if is_cuda else None for _ in range(2)]
         self._nbytes = nbytes
 
+    @override
     def run(self) -> Measurement:
         def transfer() -> None:
             for (source, target), stream in zip(self._pairs, self._streams, strict=True):
@@ -110,7 +113,7 @@ class PinnedCopy:
         return Measurement(self._nbytes, *clock(transfer))
 
 
-class NvmeToDevice:
+class NvmeToDevice(Contender):
     """NVMe -> arena -> device: every extent goes on to the device as soon as it has been read."""
 
     name = "infinity nvme to device"
@@ -123,6 +126,7 @@ class NvmeToDevice:
         self._host = torch.frombuffer(files.arena.memory(0, nbytes), dtype=torch.uint8)
         self._there = device.allocate(nbytes)
 
+    @override
     def run(self) -> Measurement:
         prepare(self._files, self._moves, STILL_SEED)
         self._there.zero_()

@@ -10,6 +10,7 @@ import ctypes
 from collections.abc import Iterator, Sequence
 
 import torch
+from typing_extensions import override
 
 from infinity.bench.lab import Lab
 from infinity.bench.measure import Contender, ContenderGroup, Measurement, Result, clock
@@ -25,7 +26,7 @@ _TILE_NBYTES = 64 * PAGE_NBYTES
 _GAP_NBYTES = 2 * MIB
 
 
-class StreamingCopy:
+class StreamingCopy(Contender):
     """The ceiling: one memmove per thread, from the lower part of the arena to the upper.
 
     Slices are far larger than the caches, so that glibc writes past them (non-temporal stores). The
@@ -43,6 +44,7 @@ class StreamingCopy:
         self._moved_nbytes = 2 * slice_nbytes * num_threads
         self._threads = concurrent.futures.ThreadPoolExecutor(num_threads)
 
+    @override
     def run(self) -> Measurement:
         def transfer() -> None:
             for _ in self._threads.map(lambda each: ctypes.memmove(*each), self._slices):
@@ -51,7 +53,7 @@ class StreamingCopy:
         return Measurement(self._moved_nbytes, *clock(transfer))
 
 
-class StreamingScale:
+class StreamingScale(Contender):
     """The ceiling of an update in place: every line is read, changed and written back, once."""
 
     name = "scaling in place"
@@ -59,12 +61,13 @@ class StreamingScale:
     def __init__(self, arena: Arena) -> None:
         self._values = _tensor(arena, 0, arena.capacity_nbytes).view(torch.float32)
 
+    @override
     def run(self) -> Measurement:
         self._values.fill_(1.0)  # What the arena held before may be denormal: slow to multiply.
         return Measurement(2 * self._values.nbytes, *clock(lambda: self._values.mul_(0.5)))
 
 
-class ArenaCopy:
+class ArenaCopy(Contender):
     """Copies one tensor into another, as the tiers do when bytes move inside the host."""
 
     name = "tensor copy"
@@ -73,6 +76,7 @@ class ArenaCopy:
         self._source = _tensor(arena, 0, nbytes)
         self._target = _tensor(arena, nbytes + _GAP_NBYTES, nbytes)
 
+    @override
     def run(self) -> Measurement:
         self._target.zero_()
         seconds, cpu_s = clock(lambda: self._target.copy_(self._source))
@@ -80,7 +84,7 @@ class ArenaCopy:
         return Measurement(2 * self._source.nbytes, seconds, cpu_s, ok=ok)
 
 
-class OptimizerPass:
+class OptimizerPass(Contender):
     """AdamW over flat fp32 state: reads weight, gradient and moments, writes all but the gradient.
 
     28 bytes per parameter. The first tile of the state is compared with `torch.optim.AdamW`.
@@ -96,6 +100,7 @@ class OptimizerPass:
             for index in range(4)
         ]
 
+    @override
     def run(self) -> Measurement:
         weight, gradient, exp_avg, exp_avg_sq = self._state
         start = torch.linspace(-1, 1, _TILE_NBYTES // 4)

@@ -83,6 +83,7 @@ class Lab:
         )
 
     def measure(self, group: ContenderGroup, rounds: int, *, warm_ups: int = 1) -> Result:
+        """Runs the group in interleaved rounds after `warm_ups` that do not count."""
         what = f"{group.section}: {group.case}"
         return run_group(
             group,

@@ -37,7 +37,8 @@ class Contender(Protocol):
 
     name: str
 
-    def run(self) -> Measurement: ...
+    def run(self) -> Measurement:
+        """Prepares, moves the bytes under the clock, and compares them where it can."""
 
 
 @dataclass(frozen=True, slots=True)

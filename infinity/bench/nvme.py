@@ -44,6 +44,7 @@ class DriveSite:
 
     @property
     def name(self) -> str:
+        """The paths, as reports name the site."""
         return " + ".join(str(directory) for directory in self.scratch.directories)
 
     @property
@@ -54,6 +55,7 @@ class DriveSite:
         return self._fio_note
 
     def labels(self, kind: str, **more: int | float | str) -> dict[str, str | int | float]:
+        """Returns the labels of a group over these drives, for programs."""
         labels: dict[str, str | int | float] = {
             "operation": kind,
             "paths": self.name,
@@ -64,6 +66,7 @@ class DriveSite:
     def fio(
         self, kind: TransferKind, settings: fio.FioSettings, nbytes: int | None = None
     ) -> fio.Fio:
+        """Returns fio as a contender, over the scratch files' region of this kind."""
         region: RegionName = "still" if kind == "read" else "busy"
         return fio.Fio(
             self.scratch.shares(region),
@@ -98,7 +101,7 @@ class DriveSite:
         nbytes: int,
         with_ring: bool = True,
     ) -> list[Contender]:
-        """fio at its best, and the raw ring with the same blocks; those that are there."""
+        """Fio at its best, and the raw ring with the same blocks; those that are there."""
         found: list[Contender] = []
         if self.lab.with_fio:
             share_nbytes = nbytes // len(self.scratch.directories)

@@ -16,8 +16,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from typing_extensions import override
+
 from infinity.bench import pattern
-from infinity.bench.measure import Measurement, clock
+from infinity.bench.measure import Contender, Measurement, clock
 from infinity.bench.scratch import STILL_SEED, BenchDirectory, RegionName
 from infinity.bench.statistics import quantiles
 from infinity.sizes import MIB, align_down
@@ -50,6 +52,7 @@ class TransferMove:
 
     @property
     def place(self) -> int:
+        """The offset in the arena; that of the file, unless `place_nbytes` differs."""
         return self.offset_nbytes if self.place_nbytes is None else self.place_nbytes
 
 
@@ -87,9 +90,11 @@ class FileSet:
         ]
 
     def submit(self, move: TransferMove, priority: Priority = Priority.STATE) -> Ticket:
+        """Queues the move on the engine under test."""
         return self.engine.submit(move.operation, self.segments(move), priority)
 
     def segments(self, move: TransferMove) -> list[Segment]:
+        """Returns the segments of a move, which may span several paths."""
         address = self.arena.address + move.place
         return [
             Segment(
@@ -103,7 +108,7 @@ class FileSet:
         ]
 
 
-class MovesTransfer:
+class MovesTransfer(Contender):
     """`moves` through the engine: a request each, or one request for all of them."""
 
     def __init__(
@@ -124,6 +129,7 @@ class MovesTransfer:
             segments = [segment for _, segments in self._requests for segment in segments]
             self._requests = [(moves[0].operation, segments)]
 
+    @override
     def run(self) -> Measurement:
         seed = next_seed()
         prepare(self._files, self._moves, seed)
@@ -149,7 +155,7 @@ class EngineTransfer(MovesTransfer):
         super().__init__(name, files, plan_moves(kind, nbytes=nbytes, extent_nbytes=extent_nbytes))
 
 
-class EngineLatency:
+class EngineLatency(Contender):
     """Single demand reads, one at a time; with `behind`, while that many write-backs are queued.
 
     The first says what a request costs, the second what priorities are worth. The writes take turns
@@ -172,6 +178,7 @@ class EngineLatency:
         ]
         self._behind = behind
 
+    @override
     def run(self) -> Measurement:
         prepare(self._files, self._moves, STILL_SEED)
         self._queued: deque[Ticket] = deque()

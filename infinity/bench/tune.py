@@ -53,6 +53,7 @@ class Candidate:
 
     @property
     def in_flight_nbytes(self) -> int:
+        """The bytes that a drive has in flight at once."""
         return self.block_nbytes * self.depth
 
     def __str__(self) -> str:

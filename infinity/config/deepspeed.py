@@ -50,6 +50,7 @@ class Entry:
         return self.verdict in ("refused", "unknown")
 
     def to_dict(self) -> dict[str, Any]:
+        """Returns the entry for JSON."""
         return {
             "key": self.key,
             "value": self.value,
@@ -73,6 +74,7 @@ class Translation:
 
     @property
     def lost(self) -> tuple[Entry, ...]:
+        """The entries without an equal here."""
         return tuple(entry for entry in self.entries if entry.is_lost)
 
 

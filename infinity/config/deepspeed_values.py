@@ -66,6 +66,7 @@ class Facts:
 
     @property
     def stage(self) -> int:
+        """The ZeRO stage of the file; 0 if it names none."""
         stage = self.get("zero_optimization.stage", 0)
         return stage if isinstance(stage, int) else 0
 

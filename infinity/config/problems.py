@@ -75,7 +75,7 @@ def dotted(place: Iterable[str | int]) -> str:
 def from_validation(
     error: ValidationError, root: type[BaseModel], *, name: str
 ) -> InvalidConfigError:
-    """pydantic's list of faults in our words, with the nearest known key for unknown ones."""
+    """Pydantic's list of faults in our words, with the nearest known key for unknown ones."""
     keys = known_keys(root)
     return InvalidConfigError(
         (

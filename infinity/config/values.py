@@ -21,6 +21,7 @@ from pydantic_core import (
     CoreSchema,
     core_schema,
 )
+from typing_extensions import override
 
 from infinity.config.reading import Loading, nearest, refuse
 from infinity.sizes import MIB, parse_nbytes, write_size
@@ -47,6 +48,7 @@ class Capacity:
 
     @property
     def is_auto(self) -> bool:
+        """Whether the file asked for "auto"."""
         return self.nbytes is None and self.percent is None
 
     def resolve(self, total_nbytes: int, *, auto_percent: float = 100.0) -> int:
@@ -70,19 +72,25 @@ class Capacity:
 
 
 class ValueType(ABC):
-    """One kind of value. `read` raises ValueError with a detail, or with nothing to add."""
+    """One kind of value."""
 
     @abstractmethod
-    def read(self, value: Any, loading: Loading) -> Any: ...
+    def read(self, value: Any, loading: Loading) -> Any:
+        """Returns the value that a value of a file stands for.
+
+        Raises ValueError or OverflowError with the reason, which may be empty.
+        """
 
     @abstractmethod
     def expected(self) -> str:
         """Returns the values that a file may have here, as a phrase that follows "expected"."""
 
     @abstractmethod
-    def json_schema(self) -> dict[str, Any]: ...
+    def json_schema(self) -> dict[str, Any]:
+        """Returns the JSON schema of the values that a file may have here."""
 
     def write(self, value: Any) -> Any:
+        """Returns a read value as a file holds it."""
         return value
 
     def __get_pydantic_core_schema__(
@@ -117,6 +125,7 @@ class Size(ValueType):
     maximum: int = MAX_NBYTES
     multiple: int = 1
 
+    @override
     def read(self, value: Any, loading: Loading) -> int:
         if isinstance(value, float) and value.is_integer():
             value = int(value)
@@ -136,9 +145,11 @@ class Size(ValueType):
             raise ValueError(f"{nbytes} is not a multiple of {write_size(self.multiple)}")
         return nbytes
 
+    @override
     def write(self, value: Any) -> Any:
         return write_size(value)
 
+    @override
     def expected(self) -> str:
         limits = []
         if self.multiple > 1:
@@ -150,6 +161,7 @@ class Size(ValueType):
         example = write_size(max(self.minimum, 8 * MIB))
         return ", ".join([f'a size such as "{example}"', *limits])
 
+    @override
     def json_schema(self) -> dict[str, Any]:
         number = {"type": "integer", "minimum": self.minimum}
         text = {"type": "string", "pattern": r"^\s*\d+(\.\d+)?\s*([kKMGT]i?)?B\s*$"}
@@ -160,6 +172,7 @@ class Size(ValueType):
 class Budget(ValueType):
     """A tier's capacity: "auto", a size, or a share such as "80%". Reads to `Capacity`."""
 
+    @override
     def read(self, value: Any, loading: Loading) -> Capacity:
         if isinstance(value, Capacity):
             return value
@@ -174,12 +187,15 @@ class Budget(ValueType):
                 return Capacity(percent=percent)
         return Capacity(nbytes=Size().read(value, loading))
 
+    @override
     def write(self, value: Any) -> Any:
         return str(value)
 
+    @override
     def expected(self) -> str:
         return '"auto", a size such as "8GiB" or a share such as "80%"'
 
+    @override
     def json_schema(self) -> dict[str, Any]:
         share = {"type": "string", "pattern": r"^\s*\d+(\.\d+)?\s*%\s*$"}
         return {"anyOf": [{"const": "auto"}, *Size().json_schema()["anyOf"], share]}
@@ -212,6 +228,7 @@ class Integer(ValueType):
     minimum: int = 0
     maximum: int | None = None
 
+    @override
     def read(self, value: Any, loading: Loading) -> int:
         if isinstance(value, float) and value.is_integer():
             value = int(value)  # 1e3 is a float to TOML and YAML.
@@ -221,11 +238,13 @@ class Integer(ValueType):
             raise ValueError("")
         return value
 
+    @override
     def expected(self) -> str:
         if self.minimum == self.maximum:
             return f"the integer {self.minimum}"
         return "an integer" + _range(self.minimum, self.maximum, None)
 
+    @override
     def json_schema(self) -> dict[str, Any]:
         bounds = {"minimum": self.minimum, "maximum": self.maximum}
         return {"type": "integer"} | {k: v for k, v in bounds.items() if v is not None}
@@ -240,6 +259,7 @@ class Number(ValueType):
     above: float | None = None
     below: float | None = None
 
+    @override
     def read(self, value: Any, loading: Loading) -> float:
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise ValueError(_number_detail(value))
@@ -255,10 +275,12 @@ class Number(ValueType):
             raise ValueError("")
         return number
 
+    @override
     def expected(self) -> str:
         below = f" and < {self.below:g}" if self.below is not None else ""
         return "a number" + _range(self.minimum, self.maximum, self.above) + below
 
+    @override
     def json_schema(self) -> dict[str, Any]:
         bounds = {
             "minimum": self.minimum,
@@ -273,6 +295,7 @@ class Number(ValueType):
 class Flag(ValueType):
     """true or false. The words of YAML 1.1 (on, off, yes, no) are read as it means them."""
 
+    @override
     def read(self, value: Any, loading: Loading) -> bool:
         if isinstance(value, bool):
             return value
@@ -280,9 +303,11 @@ class Flag(ValueType):
             return _WORDS_OF_BOOL[value.lower()]
         raise ValueError("")
 
+    @override
     def expected(self) -> str:
         return "true or false"
 
+    @override
     def json_schema(self) -> dict[str, Any]:
         return {"type": "boolean"}
 
@@ -293,6 +318,7 @@ class Choice(ValueType):
     def __init__(self, literal: Any) -> None:
         self.words: tuple[str, ...] = get_args(literal)
 
+    @override
     def read(self, value: Any, loading: Loading) -> str:
         if isinstance(value, bool):
             raise ValueError("quote the word: YAML 1.1 takes on, off, yes and no for booleans")
@@ -303,10 +329,12 @@ class Choice(ValueType):
             raise ValueError(f'did you mean "{near}"?' if near else "")
         return value
 
+    @override
     def expected(self) -> str:
         quoted = [f'"{word}"' for word in self.words]
         return quoted[0] if len(quoted) == 1 else f"{', '.join(quoted[:-1])} or {quoted[-1]}"
 
+    @override
     def json_schema(self) -> dict[str, Any]:
         return {"type": "string", "enum": list(self.words)}
 
@@ -317,6 +345,7 @@ class Text(ValueType):
 
     what: str = "text"
 
+    @override
     def read(self, value: Any, loading: Loading) -> str:
         if isinstance(value, bool):
             raise ValueError("quote the word: YAML 1.1 takes on, off, yes and no for booleans")
@@ -324,9 +353,11 @@ class Text(ValueType):
             raise ValueError("")
         return value
 
+    @override
     def expected(self) -> str:
         return self.what
 
+    @override
     def json_schema(self) -> dict[str, Any]:
         return {"type": "string", "minLength": 1}
 
@@ -335,6 +366,7 @@ class Text(ValueType):
 class FileName(ValueType):
     """The name of a file inside a directory that another key names."""
 
+    @override
     def read(self, value: Any, loading: Loading) -> str:
         if not isinstance(value, str) or not value.strip():
             raise ValueError("")
@@ -343,9 +375,11 @@ class FileName(ValueType):
             raise ValueError("it stays inside that directory")
         return value
 
+    @override
     def expected(self) -> str:
         return "a file name inside the directory"
 
+    @override
     def json_schema(self) -> dict[str, Any]:
         return {"type": "string", "minLength": 1}
 
@@ -360,6 +394,7 @@ class Location(ValueType):
     words: tuple[str, ...] = ()
     what: str = "a path"
 
+    @override
     def read(self, value: Any, loading: Loading) -> Path | str:
         if isinstance(value, str) and value in self.words:
             return value
@@ -379,12 +414,15 @@ class Location(ValueType):
         # ".." is followed as the kernel does, through links; other paths stay as written.
         return Path(os.path.realpath(path)) if ".." in path.parts else path
 
+    @override
     def write(self, value: Any) -> Any:
         return str(value)
 
+    @override
     def expected(self) -> str:
         return " or ".join([*(f'"{word}"' for word in self.words), self.what])
 
+    @override
     def json_schema(self) -> dict[str, Any]:
         return {"type": "string", "minLength": 1}
 
@@ -405,17 +443,21 @@ class AutoOr(ValueType):
 
     kind: ValueType = field(default_factory=Size)
 
+    @override
     def read(self, value: Any, loading: Loading) -> Any:
         if isinstance(value, str) and value.strip().lower() == "auto":
             return "auto"
         return self.kind.read(value, loading)
 
+    @override
     def write(self, value: Any) -> Any:
         return value if value == "auto" else self.kind.write(value)
 
+    @override
     def expected(self) -> str:
         return f'"auto" or {self.kind.expected()}'
 
+    @override
     def json_schema(self) -> dict[str, Any]:
         return {"anyOf": [{"const": "auto"}, self.kind.json_schema()]}
 
@@ -426,17 +468,21 @@ class OrOff(ValueType):
 
     kind: ValueType = field(default_factory=Size)
 
+    @override
     def read(self, value: Any, loading: Loading) -> Any:
         is_zero = isinstance(value, (int, float)) and not isinstance(value, bool) and value == 0
         if is_zero or value is None or (isinstance(value, str) and value.lower() in _OFF):
             return None
         return self.kind.read(value, loading)
 
+    @override
     def write(self, value: Any) -> Any:
         return 0 if value is None else self.kind.write(value)
 
+    @override
     def expected(self) -> str:
         return f"{self.kind.expected()}, or 0 for off"
 
+    @override
     def json_schema(self) -> dict[str, Any]:
         return {"anyOf": [self.kind.json_schema(), {"const": 0}, {"type": "null"}]}

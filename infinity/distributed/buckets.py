@@ -41,6 +41,7 @@ class Contribution:
 
     @property
     def nbytes(self) -> int:
+        """The bytes that are reduced."""
         return self.flat.numel() * self.flat.element_size()
 
 
@@ -57,6 +58,7 @@ class GradientBucket:
 
     @property
     def nbytes(self) -> int:
+        """The bytes of all contributions."""
         return sum(each.nbytes for each in self.contributions)
 
 
@@ -95,9 +97,11 @@ class GradientBuckets:
 
     @property
     def is_on(self) -> bool:
+        """Whether devices exchange gradients at all."""
         return self._collectives.is_on
 
     def add(self, unit: Unit, contribution: Contribution) -> None:
+        """Adds a contribution to the unit's open bucket. Closes a bucket that it does not fit."""
         bucket, stream = self._open.get(unit), self._exchange.current()
         if bucket is not None and not (bucket.stream == stream and _fits(bucket, contribution)):
             self.close(unit)
@@ -138,6 +142,7 @@ class GradientBuckets:
         self._offered.append(bucket)
 
     def close_all(self) -> None:
+        """Closes every open bucket: each one is proposed to the other ranks."""
         for unit in list(self._open):
             self.close(unit)
 

@@ -53,6 +53,7 @@ class Proposal:
 
     @property
     def is_called_off(self) -> bool:
+        """Whether the operation was cancelled: some rank takes the host path."""
         return self.answer is Verb.CANCEL
 
 

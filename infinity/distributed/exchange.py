@@ -186,6 +186,7 @@ class DeviceExchange:
     # -- Gradients ---------------------------------------------------------------------------------
 
     def current(self) -> Stream:
+        """Returns the stream that is current in this thread."""
         return self._device.streams.current()
 
     def ready(self, stream: Stream | None = None) -> list[Event]:

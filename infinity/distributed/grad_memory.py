@@ -35,6 +35,7 @@ class SumsPlan:
 
     @property
     def nbytes(self) -> int:
+        """The bytes that are reserved at offload."""
         return self.shared_nbytes + sum(self.own_nbytes.values())
 
 
@@ -109,6 +110,7 @@ class SumsMemory:
         return block or self._pool.require(nbytes, f"gradients of {unit.name}")
 
     def give_back(self, block: Block) -> None:
+        """Returns a block to the reserve, or to the pool that it came from."""
         match self._lent.pop(block, None):
             case None:
                 self._pool.free(block)

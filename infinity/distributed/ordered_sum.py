@@ -140,6 +140,7 @@ class OrderedReduction(Generic[Content]):
             self._touched.add(tensor)
 
     def generation(self, tensor: int) -> int:
+        """Returns the number of the tensor's present gradient; 0 before the first one."""
         with self._lock:
             entry = self._tensors.get(tensor)
             return 0 if entry is None else entry.generation

@@ -42,6 +42,7 @@ class PartialGradient:
 
     @property
     def nbytes(self) -> int:
+        """The bytes of the part."""
         return self.numel * self.dtype.itemsize
 
     @property

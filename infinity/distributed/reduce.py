@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy
 import torch
+from typing_extensions import override
 
 from infinity.distributed.buckets import Contribution, GradientBuckets
 from infinity.distributed.grad_memory import SumsMemory
@@ -23,6 +24,7 @@ from infinity.observe import Counters
 from infinity.state.partition import Partition, ShardSlice
 from infinity.state.units import TensorSpec, Unit
 from infinity.streaming.gradient_memory import flat_of, in_memory_order
+from infinity.streaming.gradient_sink import GradientSink
 from infinity.streaming.gradients import GradientStore
 from infinity.streaming.passes import Passes
 from infinity.tiers.device import DeviceAdapter
@@ -45,7 +47,7 @@ def from_wire_code(code: int) -> tuple[torch.dtype, int]:
     return _WIRE_DTYPES[index], number
 
 
-class DistributedGradients:
+class DistributedGradients(GradientSink):
     """The gradients of whole units, on their way to the ranks that own a part of them.
 
     In stage 1 they are summed here over the backward passes of a step, as on one rank, and given to
@@ -109,6 +111,7 @@ class DistributedGradients:
 
     # -- In ----------------------------------------------------------------------------------------
 
+    @override
     def add(self, unit: Unit, spec: TensorSpec, gradient: torch.Tensor) -> None:
         if not self._partition.shards_gradients or self._passes.is_layer_major:
             if spec.numel:
@@ -236,9 +239,11 @@ class DistributedGradients:
 
     # -- Memory of sums that are given away --------------------------------------------------------
 
+    @override
     def begin_accumulating(self) -> None:
         self._sums_memory.open()
 
+    @override
     def end_accumulating(self) -> None:
         self._sums_memory.close()
 
@@ -345,12 +350,15 @@ class DistributedGradients:
 
     # -- Looking -----------------------------------------------------------------------------------
 
+    @override
     def stamp(self, spec: TensorSpec) -> tuple[int, int] | None:
         return self.local.stamp(spec)
 
+    @override
     def has(self, spec: TensorSpec) -> bool:
         return spec in self._known or spec in self._given
 
+    @override
     def norm(self, unit: Unit, spec: TensorSpec) -> torch.Tensor:
         """The 2-norm of one gradient over all ranks: fp32 scalar on the host; see `norms.py`."""
         if self._all_norms is None:
@@ -368,12 +376,14 @@ class DistributedGradients:
         content = torch.cat(sums).numpy().tobytes() if sums else b""
         return norms_of(wanted, self._shares, self._transport.all_gather("gradient norms", content))
 
+    @override
     def read(self, unit: Unit, spec: TensorSpec) -> torch.Tensor:
         raise UnsupportedError(
             f"the gradient of {spec.name!r} is divided over {self._partition.count} ranks and is "
             "not read as a whole; optimizer.grad_norm has the norm of all of them"
         )
 
+    @override
     def put(
         self, unit: Unit, spec: TensorSpec, value: torch.Tensor, *, is_other: bool = False
     ) -> None:
@@ -385,6 +395,7 @@ class DistributedGradients:
 
     # -- After a step ------------------------------------------------------------------------------
 
+    @override
     def forget(self, spec: TensorSpec) -> None:
         index = self._index.get(spec)
         if index is None:
@@ -398,6 +409,7 @@ class DistributedGradients:
         if index in self._mine:
             self.owned.forget(self._mine[index][1].part)
 
+    @override
     def zero(self, unit: Unit, spec: TensorSpec) -> None:
         if spec not in self._index:
             return
@@ -410,9 +422,11 @@ class DistributedGradients:
 
     # -- What is done with the sums ----------------------------------------------------------------
 
+    @override
     def sum_on_device(self, units: Iterable[Unit]) -> None:
         self.local.sum_on_device(units)
 
+    @override
     def write_out(self, unit: Unit) -> None:
         if not self._partition.shards_gradients:
             self.local.write_out(unit)
@@ -425,6 +439,7 @@ class DistributedGradients:
             self._give_away(unit)
         self.owned.write_out(self._partition.mine[unit.index].unit)
 
+    @override
     def write_out_all(self) -> None:
         if not self._partition.shards_gradients:
             self.local.write_out_all()
@@ -442,11 +457,13 @@ class DistributedGradients:
         self._sum_up(all_are_there=False)
         self.owned.write_out_all()
 
+    @override
     def reclaim(self) -> bool:
         # Sums that are to be given away wait for all their parts, whatever room there is.
         has_idle_sums = not self._partition.shards_gradients
         return (has_idle_sums and self.local.reclaim()) or self.owned.reclaim()
 
+    @override
     def settle(self) -> None:
         if self._partition.shards_gradients:
             self.local.finish_copies()
@@ -454,6 +471,7 @@ class DistributedGradients:
             self.local.settle()
         self.owned.settle()
 
+    @override
     def apply_scales(self, unit: Unit) -> None:
         self.owned.apply_scales(self._partition.mine[unit.index].unit)
 

@@ -59,6 +59,7 @@ class ShardingPlan:
 
     @property
     def serving_nbytes(self) -> int:
+        """The host bytes that a rank keeps to serve its shards."""
         return serving_nbytes(self.partition)
 
     @property

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from infinity.distributed.reduce import DistributedGradients
 from infinity.distributed.store import DistributedStore
@@ -21,14 +22,14 @@ from infinity.observe import Counters
 from infinity.ops.split_master import join, split
 from infinity.state.partition import Shard, ShardSlice
 from infinity.state.units import StateKind, TensorSpec, Unit
-from infinity.streaming.masters import Masters
+from infinity.streaming.masters import Masters, MasterWeights
 from infinity.streaming.optimizer_step import Updater
 from infinity.streaming.parameters import WeightCache
-from infinity.streaming.step_record import StepRecord, UpdateSettings
+from infinity.streaming.step_record import StepRecord, StepRunner, UpdatedWeights, UpdateSettings
 from infinity.tiers.pool import HostPool
 
 
-class ShardWeights:
+class ShardWeights(UpdatedWeights):
     """Weights of shards, for the updater: the executor's, or a part of what every rank keeps."""
 
     def __init__(self, weight_cache: WeightCache, store: DistributedStore) -> None:
@@ -37,12 +38,14 @@ class ShardWeights:
         self._partition = store.partition
         self._num_wholes = len(store.partition.full_units)
 
+    @override
     def expected(self) -> Iterator[int]:
         return (self._num_wholes + unit for unit in self._weight_cache.expected())
 
     def await_update(self, unit: int, is_awaited: bool) -> None:
         """Nothing is attached inside the step."""
 
+    @override
     def check_out(self, unit: int, *, read: bool) -> torch.Tensor:
         index = unit - self._num_wholes
         if self._partition.shards_parameters:
@@ -53,6 +56,7 @@ class ShardWeights:
         place = self._partition.mine[index].segments[0]
         return weights[place.whole_offset_nbytes : place.whole_offset_nbytes + place.nbytes]
 
+    @override
     def check_in(
         self, unit: int, *, dirty_nbytes: int, write_now: bool = True, is_valid: bool = True
     ) -> None:
@@ -66,7 +70,7 @@ class ShardWeights:
         self._weight_cache.check_in(whole.index, dirty_nbytes=dirty_nbytes)
 
 
-class DistributedUpdater:
+class DistributedUpdater(StepRunner):
     """The optimizer's step over this rank's shards. All ranks enter it and leave it together.
 
     A `StepRunner` that has an `Updater` of the shards, `local`. Every step is over when `apply`
@@ -114,30 +118,38 @@ class DistributedUpdater:
             transport.abort(f"in optimizer.step(): {type(error).__name__}: {error}")
             raise
 
+    @override
     def defer(self, record: StepRecord) -> None:
         self.local.defer(self._mine_of(record))
 
+    @override
     def is_pending(self, unit: int) -> bool:
         return False
 
     def bring_up_to_date(self, unit: int, *, is_needed: bool = False) -> None:
         """No update is pending."""
 
+    @override
     def read_ahead(self) -> None:
         self.local.read_ahead()
 
+    @override
     def settle(self) -> None:
         self.local.settle()
 
+    @override
     def finish_writes(self) -> None:
         self.local.finish_writes()
 
+    @override
     def abandon(self) -> None:
         self.local.abandon()
 
+    @override
     def reclaim_idle(self) -> bool:
         return self.local.reclaim_idle()
 
+    @override
     def reclaim(self) -> bool:
         return self.local.reclaim()
 
@@ -154,7 +166,7 @@ class DistributedUpdater:
         return StepRecord(settings, record.clip_factor)
 
 
-class DistributedMasters:
+class DistributedMasters(MasterWeights):
     """Masters of whole tensors: this rank keeps its part, and reads the others' from them.
 
     `MasterWeights` that have the `Masters` of this rank's shards, `local`.
@@ -165,6 +177,7 @@ class DistributedMasters:
         self._store = store
         self._shares = store.partition.shares()
 
+    @override
     def has(self, unit: Unit, spec: TensorSpec) -> bool:
         return self.local.has(unit, spec)
 
@@ -173,11 +186,13 @@ class DistributedMasters:
         for share in self._shares[spec]:
             yield share, mine if share.rank == mine.rank else None
 
+    @override
     def read(self, unit: Unit, spec: TensorSpec, narrow: torch.Tensor) -> torch.Tensor:
         whole = self._store.gather_state(unit.index, StateKind.MASTER)
         flat = whole[spec.state_offset : spec.state_offset + spec.numel]
         return join(narrow, flat) if unit.has_residual else flat.clone()
 
+    @override
     def write(
         self, unit: Unit, spec: TensorSpec, narrow: torch.Tensor, value: torch.Tensor
     ) -> None:
@@ -189,6 +204,7 @@ class DistributedMasters:
                 wide = value[place].to(torch.float32)
                 narrow[place] = split(wide)[0] if unit.has_residual else wide
 
+    @override
     def follow(
         self, unit: Unit, spec: TensorSpec, narrow: torch.Tensor, before: torch.Tensor | None
     ) -> None:

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from infinity.distributed.partials import Fill, PartialGradient, PartialGradients
 from infinity.distributed.peer import RemoteRequest
@@ -39,15 +40,17 @@ def serving_nbytes(partition: Partition) -> int:
     return (SERVING_NBYTES + TAKING_NBYTES) * partition.count
 
 
-class MultiTransfer:
+class MultiTransfer(Transfer):
     """Whole weights on their way from all ranks. `wait` returns when nobody writes any more."""
 
     def __init__(self, jobs: Sequence[RemoteRequest]) -> None:
         self._jobs = jobs
 
+    @override
     def done(self) -> bool:
         return all(job.done() for job in self._jobs)
 
+    @override
     def wait(self) -> None:
         first: BaseException | None = None
         for job in self._jobs:

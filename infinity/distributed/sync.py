@@ -10,9 +10,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy
+from typing_extensions import override
 
 from infinity.distributed.collectives import Collectives
 from infinity.distributed.partials import Fill
+from infinity.distributed.peer import Service
 from infinity.distributed.reduce import DistributedGradients, from_wire_code
 from infinity.distributed.store import DistributedStore
 from infinity.distributed.unshard import DeviceUnshard
@@ -30,7 +32,7 @@ class CollectiveSection:
     of_all: list[bytes] = field(default_factory=list)
 
 
-class RankSync:
+class RankSync(Service):
     """The ranks that train together, as the engine sees them."""
 
     def __init__(
@@ -71,9 +73,11 @@ class RankSync:
 
     # What others want: see `peer.Service`.
 
+    @override
     def serve(self, unit: int, kind: int, *, to: int) -> tuple[int, Iterable[memoryview]]:
         return self._store.serve(unit, kind, to=to)
 
+    @override
     def deliver(
         self, rank: int, tensor: int, code: int, generation: int, nbytes: int, receive: Fill
     ) -> None:
@@ -81,6 +85,7 @@ class RankSync:
         partial = self._store.receive(dtype, nbytes, receive, giver=rank)
         self._gradients.deliver(rank, tensor, generation, number, partial)
 
+    @override
     def on_message(self, rank: int, content: bytes) -> None:
         assert self._collectives is not None
         self._collectives.on_message(rank, content)
@@ -182,26 +187,41 @@ class OneRank:
     rank = 0
     num_ranks = 1
 
-    def open(self) -> None: ...
-    def begin_step(self) -> None: ...
-    def sync_weights(self) -> None: ...
-    def sync_first_weights(self) -> None: ...
-    def forget_outdated(self) -> None: ...
-    def forget_gathered(self) -> None: ...
+    def open(self) -> None:
+        """Does nothing: there is no other rank."""
+
+    def begin_step(self) -> None:
+        """Does nothing: there is no other rank."""
+
+    def sync_weights(self) -> None:
+        """Does nothing: there is no other rank."""
+
+    def sync_first_weights(self) -> None:
+        """Does nothing: there is no other rank."""
+
+    def forget_outdated(self) -> None:
+        """Does nothing: there is no other rank."""
+
+    def forget_gathered(self) -> None:
+        """Does nothing: there is no other rank."""
 
     def all_gather_numbers(self, what: str, number: float) -> list[float]:
+        """Returns the number of the only rank."""
         return [number]
 
     @contextmanager
     def collective_section(self, what: str) -> Iterator[CollectiveSection]:
+        """A section of one rank: `of_all` is [`mine`]."""
         section = CollectiveSection()
         yield section
         section.of_all = [section.mine]
 
-    def refuse_different(self, what: str, content: bytes, *, remedy: str) -> None: ...
+    def refuse_different(self, what: str, content: bytes, *, remedy: str) -> None:
+        """Does nothing: there is no other rank."""
 
     @contextmanager
     def setting(self, units: Iterable[int]) -> Iterator[None]:
+        """A block around writes to weights, which no other rank has to see."""
         yield
 
 

@@ -81,10 +81,12 @@ class PeerTransport:
 
     @property
     def count(self) -> int:
+        """The number of ranks."""
         return len(self.peers)
 
     @property
     def others(self) -> list[Peer]:
+        """Every rank but this one, in order."""
         return [peer for peer in self.peers if peer.rank != self.rank]
 
     # -- Opening and closing -----------------------------------------------------------------------

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 import torch
+from typing_extensions import override
 
 from infinity.distributed.collectives import Collectives
 from infinity.distributed.coordinator import Key
@@ -18,7 +19,7 @@ from infinity.distributed.store import DistributedStore
 from infinity.observe import Counters
 from infinity.state.store import DeviceLocation, Transfer
 from infinity.state.units import StateKind
-from infinity.streaming.weight_provider import Arrival
+from infinity.streaming.weight_provider import Arrival, WeightProvider
 from infinity.tiers.device import FINISHED, Copy, Region
 
 # Kinds of these offers; see matching.Key.
@@ -41,6 +42,7 @@ class AllGather:
         self._offer = collectives.propose(key, act)
 
     def settle(self, *, is_patient: bool = True) -> bool:
+        """See `Arrival.settle`."""
         return self._collectives.settle(self._offer, is_patient=is_patient)
 
 
@@ -63,20 +65,25 @@ class DeviceUnshard:
 
     @property
     def is_on(self) -> bool:
+        """Whether devices exchange weights at all."""
         return self._collectives.is_on
 
     def covers(self, unit: int) -> bool:
+        """Whether the unit is divided over ranks, so that devices may exchange it."""
         return self._partition.shards_parameters and unit < len(self._partition.full_units)
 
     def shard_of(self, unit: int) -> int:
+        """Returns the index of the unit's shard of this rank."""
         return len(self._partition.full_units) + unit
 
     def take_outdated(self, unit: int) -> bool:
+        """See `WeightProvider.take_outdated`."""
         return self._store.take_rewritten(unit)
 
     def begin(
         self, unit: int, region: Region, mine: torch.Tensor, reading: Transfer | None
     ) -> AllGather:
+        """See `WeightProvider.begin`."""
         stretches = self._stretches(unit)
         self._exchange.take(region)
 
@@ -121,7 +128,7 @@ class DeviceUnshard:
         self._counters.add("ranks_gathered_nbytes", sum(of_others))
 
 
-class UnshardedWeights:
+class UnshardedWeights(WeightProvider):
     """A `WeightProvider` over ranks: a unit's feeder is this rank's shard of it, and the rest comes
     from the devices of the others.
 
@@ -137,21 +144,26 @@ class UnshardedWeights:
         self.is_outdated_by_step = is_outdated_by_step
         self._is_training = False
 
+    @override
     def feeders(self) -> Mapping[int, int]:
         covered = (unit for unit in range(self._num_units) if self._unshard.covers(unit))
         return {self._unshard.shard_of(unit): unit for unit in covered}
 
+    @override
     def note_pass(self, *, is_training: bool) -> None:
         self._is_training = is_training
 
+    @override
     def feeder_of(self, unit: int) -> int | None:
         if not (self._is_training and self._unshard.is_on and self._unshard.covers(unit)):
             return None
         return self._unshard.shard_of(unit)
 
+    @override
     def take_outdated(self, unit: int) -> bool:
         return self._unshard.take_outdated(unit)
 
+    @override
     def begin(
         self, unit: int, region: Region, mine: torch.Tensor, reading: Transfer | None
     ) -> Arrival:
@@ -159,6 +171,7 @@ class UnshardedWeights:
 
     @property
     def is_training(self) -> bool:
+        """Whether a training pass runs."""
         return self._is_training
 
 

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from typing_extensions import override
 
 from infinity.engine.engine import Engine
 from infinity.engine.optimizer_state import OptimizerState
@@ -99,6 +100,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     # -- Groups ----------------------------------------------------------------------------------
 
+    @override
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         params = param_group["params"]
         param_group["params"] = params = (
@@ -188,6 +190,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     @property
     def engine(self) -> Engine:
+        """The engine of the model whose parameters this optimizer updates."""
         assert self._engine is not None, "there is no optimizer without a parameter"
         return self._engine
 
@@ -259,6 +262,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         return [param for param in found if id(param.handle) in self._params]
 
     def step_of(self, param: OffloadedParam) -> int:
+        """Returns the number of updates of a parameter so far."""
         return self._steps.get(id(param.handle), 0)
 
     def state_names_of(self, param: OffloadedParam) -> list[str]:

@@ -73,6 +73,7 @@ class ParameterState:
         return optimizer
 
     def keys(self) -> list[str]:
+        """Returns the names of the state of a parameter, as torch.optim names it."""
         return self._owner().state_names_of(self._params[0])
 
     def __getitem__(self, name: str) -> torch.Tensor:
@@ -86,6 +87,7 @@ class ParameterState:
         return whole.as_subclass(FetchedMoment)
 
     def get(self, name: str, default: Any = None) -> Any:
+        """Reads one tensor of the state from its tier; `default` for an unknown name."""
         return self[name] if name in self.keys() else default
 
     def __contains__(self, name: object) -> bool:
@@ -98,9 +100,11 @@ class ParameterState:
         return len(self.keys())
 
     def items(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields (name, tensor), each read from its tier when it is yielded."""
         return ((name, self[name]) for name in self.keys())
 
     def values(self) -> Iterator[torch.Tensor]:
+        """Yields the tensors, each read from its tier when it is yielded."""
         return (value for _, value in self.items())
 
     def __setitem__(self, name: str, value: Any) -> None:
@@ -132,6 +136,7 @@ class OptimizerState:
         return ParameterState(self._owner(), params)
 
     def get(self, parameter: Any, default: Any = None) -> Any:
+        """Returns the state of a parameter; `default` if this optimizer has none."""
         params = self._owner().params_of(parameter)
         return ParameterState(self._owner(), params) if params else default
 
@@ -145,12 +150,15 @@ class OptimizerState:
         return (each for group in groups for each in group["params"] if each in self)
 
     def keys(self) -> list[Any]:
+        """Returns the parameters that have state."""
         return list(self)
 
     def values(self) -> Iterator[ParameterState]:
+        """Yields the state of each parameter; no tensor is read."""
         return (self[parameter] for parameter in self)
 
     def items(self) -> Iterator[tuple[Any, ParameterState]]:
+        """Yields (parameter, state); no tensor is read."""
         return ((parameter, self[parameter]) for parameter in self)
 
     def __len__(self) -> int:
@@ -166,6 +174,7 @@ class OptimizerState:
         raise UnsupportedError(_READ_ONLY.format("del optimizer.state[p]"))
 
     def clear(self) -> None:
+        """Raises UnsupportedError: the state changes by steps and by loading alone."""
         raise UnsupportedError(_READ_ONLY.format("optimizer.state.clear()"))
 
     def __repr__(self) -> str:

@@ -113,6 +113,7 @@ class ParamGrads:
     # -- Looking ---------------------------------------------------------------------------------
 
     def has(self, param: OffloadedParam) -> bool:
+        """Whether the parameter has a gradient."""
         return self._gradients.has(param.spec)
 
     def read(self, param: OffloadedParam) -> torch.Tensor | None:
@@ -125,6 +126,7 @@ class ParamGrads:
             return self._gradients.read(param.unit, param.spec)
 
     def stamp(self, param: OffloadedParam) -> tuple[int, int] | None:
+        """See `GradientSink.stamp`."""
         return self._gradients.stamp(param.spec)
 
     @contextmanager
@@ -156,6 +158,7 @@ class ParamGrads:
     # -- Changing --------------------------------------------------------------------------------
 
     def forget(self, param: OffloadedParam) -> None:
+        """Drops the gradient."""
         with self._lock:
             self._gradients.forget(param.spec)
 

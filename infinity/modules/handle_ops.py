@@ -20,13 +20,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from typing_extensions import override
 
 from infinity.errors import CapacityError, InfinityError, ParameterNotResident, UnsupportedError
 from infinity.modules.edits import WeightEdits
 from infinity.modules.grads import ParamGrads
 from infinity.modules.handle import Handle, find_handles, replace_handles
+from infinity.modules.handle_tensor import Owner
 from infinity.modules.hooks import BackwardCalls, ModuleCall, nodes_since
-from infinity.modules.mirrors import mirrored
+from infinity.modules.mirrors import Original, mirrored
 from infinity.modules.outputs import detach_from_parameters
 from infinity.modules.param import OffloadedParam, ParamTable
 from infinity.modules.state_values import StateValue
@@ -61,7 +63,7 @@ class _Lent:
         return self.is_target or self.tensor._version != self.version
 
 
-class HandleOps:
+class HandleOps(Owner, Original):
     """The owner of every handle of one engine: see `handle.Owner`."""
 
     def __init__(
@@ -110,11 +112,13 @@ class HandleOps:
         with torch._C.DisableTorchFunctionSubclass():
             handle.requires_grad_(is_trainable)
 
+    @override
     def state_value(self, handle: Handle) -> torch.Tensor:
         return StateValue.make(handle)
 
     # -- Gradients -------------------------------------------------------------------------------
 
+    @override
     def gradient_of(self, handle: Handle) -> torch.Tensor | None:
         param = self._known(handle)
         if not self._grads.has(param):
@@ -130,12 +134,15 @@ class HandleOps:
         self._refuse_closed(handle.name_in_model)
         self._grads.put(self._known(handle), value, is_other=is_other)
 
+    @override
     def forget_gradient(self, handle: Handle) -> None:
         self._grads.forget(self._known(handle))
 
+    @override
     def leaves_of(self, handle: Handle) -> list[torch.Tensor]:
         return [self._known(handle).compute]
 
+    @override
     def take_gradient(self, handle: Handle, gradient: torch.Tensor) -> None:
         self._grads.take(self._known(handle), gradient)
 
@@ -148,6 +155,7 @@ class HandleOps:
         assert param is not None, handle
         return param
 
+    @override
     def module_handle(self, name: str) -> Handle:
         return self._param_table.named(name).handle
 
@@ -289,12 +297,14 @@ class HandleOps:
 
     # -- Mirrors ---------------------------------------------------------------------------------
 
+    @override
     def stamp(self, name: str, *, is_gradient: bool) -> tuple[int, ...] | None:
         param = self._param_table.named(name)
         if is_gradient:
             return self._grads.stamp(param)
         return 0, param.compute._version, param.changes
 
+    @override
     def read_bytes(self, name: str, start: int, into: torch.Tensor, *, is_gradient: bool) -> None:
         param = self._param_table.named(name)
         stop = start + into.numel()
@@ -307,6 +317,7 @@ class HandleOps:
         with self._uses.using([param.unit.index]):
             into.copy_(_bytes_of(param.compute, param)[start:stop])
 
+    @override
     def write_bytes(
         self, name: str, start: int, values: torch.Tensor, *, is_gradient: bool
     ) -> None:

@@ -54,10 +54,12 @@ class Counters:
         self._values: defaultdict[str, float] = defaultdict(float)
 
     def add(self, name: str, value: float) -> None:
+        """Adds to a counter, which begins at 0. Any thread."""
         with self._lock:
             self._values[name] += value
 
     def set(self, name: str, value: float) -> None:
+        """Sets a counter, and records the value in a running trace. Any thread."""
         with self._lock:
             self._values[name] = value
         if self.tracer.is_on:

@@ -78,6 +78,7 @@ class PlannedModel:
 
     @property
     def active_params(self) -> int:
+        """The parameters that one token uses: of routed experts, the chosen ones."""
         return sum(hooked.active_params for hooked in self.hooked_modules)
 
 

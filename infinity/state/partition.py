@@ -103,6 +103,7 @@ class Partition:
 
     @property
     def mine(self) -> tuple[Shard, ...]:
+        """This rank's shard of each unit, in the order of the units."""
         return tuple(of_unit[self.rank] for of_unit in self.shards)
 
     @property
@@ -153,7 +154,7 @@ def partition(units: Sequence[Unit], *, rank: int, count: int, stage: int) -> Pa
 
 # INV-19: the parts of all ranks cover the whole once.
 def cut(total: int, part: int, count: int) -> tuple[int, int]:
-    """[start, stop) of one of `count` nearly equal parts: cut(10, 1, 3) is (3, 6)."""
+    """Returns [start, stop) of one of `count` nearly equal parts: 10, 1, 3 -> (3, 6)."""
     return part * total // count, (part + 1) * total // count
 
 

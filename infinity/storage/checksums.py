@@ -125,12 +125,15 @@ class DigestedWrite:
         self._digesting = digesting
 
     def done(self) -> bool:
+        """See `Ticket.done`; the checksums are known then."""
         return self._digesting.done() and self._inner.done()
 
     def cancel(self) -> bool:
+        """See `Ticket.cancel`."""
         return self._inner.cancel()
 
     def passages(self) -> Sequence[tuple[int, int, int, int]]:
+        """See `Ticket.passages`."""
         return self._inner.passages()
 
     def wait(self, timeout_s: float | None = None) -> None:
@@ -151,12 +154,15 @@ class CheckedRead:
         self._lock = threading.Lock()  # guards the two above
 
     def done(self) -> bool:
+        """See `Ticket.done`; `wait` compares the checksums."""
         return self._inner.done()
 
     def cancel(self) -> bool:
+        """See `Ticket.cancel`."""
         return self._inner.cancel()
 
     def passages(self) -> Sequence[tuple[int, int, int, int]]:
+        """See `Ticket.passages`."""
         return self._inner.passages()
 
     def wait(self, timeout_s: float | None = None) -> None:

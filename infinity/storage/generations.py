@@ -32,6 +32,7 @@ class GenerationRun:
 
     @property
     def end_nbytes(self) -> int:
+        """The offset behind the run."""
         return self.offset_nbytes + self.nbytes
 
 
@@ -49,6 +50,7 @@ class GenerationMap:
         return len(self._starts)
 
     def copy(self) -> GenerationMap:
+        """Returns a map that further changes of this one do not reach."""
         other = GenerationMap()
         other._starts, other._generations = self._starts.copy(), self._generations.copy()
         return other
@@ -63,6 +65,7 @@ class GenerationMap:
                 self._generations.append(known)
 
     def at(self, offset_nbytes: int) -> int:
+        """Returns the generation that holds the byte at the offset."""
         return self._generations[bisect_right(self._starts, offset_nbytes) - 1]
 
     def of(self, offset_nbytes: int, nbytes: int) -> list[GenerationRun]:

@@ -64,6 +64,7 @@ class PageReader:
         self.close()
 
     def close(self) -> None:
+        """Closes all files. Idempotent."""
         for fd in self._fds.values():
             os.close(fd)
         self._fds.clear()

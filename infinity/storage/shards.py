@@ -45,6 +45,7 @@ class ShardRun:
 
     @property
     def end_nbytes(self) -> int:
+        """The offset behind the run."""
         return self.offset_nbytes + self.nbytes
 
 

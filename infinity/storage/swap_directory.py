@@ -211,6 +211,10 @@ class DirectoryLock:
         return holder
 
     def release(self, *, keep: Iterable[str] = ()) -> None:
+        """Ends the lock. Its file stays to name the swap files of `kept` and `keep`, if any exist.
+
+        Idempotent.
+        """
         if self._fd < 0:
             return
         kept = tuple(name for name in (*self.kept, *keep) if self._is_there(name))

@@ -50,6 +50,7 @@ class SwapContents:
         return type(schema) is not int or schema > SCHEMA
 
     def to_dict(self) -> dict[str, Any]:
+        """Returns the contents for JSON; sizes are bytes."""
         return {
             "path": self.path,
             "is_held": self.is_held,

@@ -212,7 +212,7 @@ class Volume:
         return ticket
 
     def sync(self) -> None:
-        """fdatasync of every path, after the writes whose tickets are done."""
+        """Fdatasync of every path, after the writes whose tickets are done."""
         self._check_usable()
         for file in self._files():
             try:

@@ -51,6 +51,7 @@ class PlannedTensor:
 
     @property
     def nbytes(self) -> int:
+        """The bytes of all tensors that it is written as."""
         return sum(info.nbytes for info in self.infos)
 
 
@@ -63,11 +64,13 @@ class DirectoryPlan:
     shards: dict[str, list[tuple[str, PlannedTensor]]] = field(default_factory=dict)
 
     def add(self, name: str, outcome: PlannedTensor) -> None:
+        """Plans a tensor into the file that has the name of its source file."""
         shard = self.source.file_of(name).name
         self.shards.setdefault(shard, []).append((name, outcome))
 
     @property
     def nbytes(self) -> int:
+        """The bytes of all planned tensors, without headers."""
         return sum(outcome.nbytes for rows in self.shards.values() for _, outcome in rows)
 
 

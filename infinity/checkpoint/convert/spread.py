@@ -62,10 +62,12 @@ class ShardMove:
 
     @property
     def is_done(self) -> bool:
+        """Whether the file lies at its place already."""
         return self.source == self.place
 
     @property
     def moved_nbytes(self) -> int:
+        """The bytes to copy: none for a file in place, and for one that is hard-linked."""
         return 0 if self.is_done or self.is_linked else self.nbytes
 
 
@@ -79,9 +81,11 @@ class SpreadPlan:
 
     @property
     def moved_nbytes(self) -> int:
+        """The bytes to copy, of all files."""
         return sum(move.moved_nbytes for move in self.moves)
 
     def to_dict(self) -> dict[str, Any]:
+        """Returns the plan for JSON: totals in bytes, bytes per folder, and every move."""
         folders: dict[str, int] = {}
         for move in self.moves:
             folder = str(move.place.parent)

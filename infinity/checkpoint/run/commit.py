@@ -64,6 +64,7 @@ class KindRange:
 
     @property
     def nbytes(self) -> int:
+        """The bytes of the range."""
         return self.stop_nbytes - self.start_nbytes
 
     def stored(self, runs: Iterable[LinkedRun]) -> LinkedKind:

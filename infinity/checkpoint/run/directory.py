@@ -267,6 +267,7 @@ class SequentialFile:
             self._file = _create(path)
 
     def write(self, view: memoryview) -> None:
+        """Appends all of `view`. Raises StorageError."""
         with reporting("write", self._path):
             while view:
                 view = view[os.write(self._file.fileno(), view[:_TRANSFER_NBYTES]) :]

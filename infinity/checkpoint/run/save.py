@@ -59,8 +59,11 @@ _log = logging.getLogger("infinity")
 class Stateful(Protocol):
     """A learning-rate scheduler, or another object with the same two methods."""
 
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the state, made of what JSON or a tensor can hold."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
+        """Restores the state that `state_dict` returned."""
 
 
 def save(

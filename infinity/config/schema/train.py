@@ -108,6 +108,7 @@ class Output(Section):
 
     @property
     def metrics_path(self) -> Path:
+        """The file of metrics, in `output.directory`."""
         return self.directory / self.metrics
 
 

@@ -30,9 +30,16 @@ from typing import Any
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
+from typing_extensions import override
 
 from infinity.modules.tiling.experts import TiledExperts
-from infinity.modules.tiling.experts_call import ExpertsCall, RunnerOfOne, go_backward, go_forward
+from infinity.modules.tiling.experts_call import (
+    ExpertsCall,
+    Runner,
+    RunnerOfOne,
+    go_backward,
+    go_forward,
+)
 from infinity.modules.uses import UnitUses
 from infinity.streaming.activations import InputStore
 
@@ -55,6 +62,7 @@ class ParkedExperts:
 
     @property
     def module(self) -> tuple[int, ...]:
+        """Identifies the module: fibers that stopped at the same tiles go on together."""
         assert self.call is not None
         return tuple(map(id, self.call.tiles))
 
@@ -72,7 +80,7 @@ class _Here(threading.local):
     position: _Position | None = None
 
 
-class ExpertsSchedule:
+class ExpertsSchedule(Runner):
     """Runs the calls of tiled experts of all micro-batches together. See `Runner`.
 
     `stop` suspends the running micro-batch until `serve` has run its call. `inputs` is this rank's
@@ -114,6 +122,7 @@ class ExpertsSchedule:
 
     # -- Calls, in the thread of a micro-batch -----------------------------------------------------
 
+    @override
     def forward(self, call: ExpertsCall) -> torch.Tensor:
         position = self._here.position
         if position is None or (position.is_repeated and not call.is_graded):
@@ -149,6 +158,7 @@ class ExpertsSchedule:
         if parked is not None and parked.gradients is None:
             parked.edge = get_gradient_edge(out) if out.requires_grad else None
 
+    @override
     def backward(
         self, call: ExpertsCall, gradient: torch.Tensor, needs: Sequence[bool]
     ) -> Sequence[torch.Tensor | None]:
