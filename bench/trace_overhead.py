@@ -45,7 +45,7 @@ def main() -> None:
             pass
 
     def site() -> None:
-        tracer.begin((1,), Track.SITES, "block")
+        tracer.begin((1,), Track.MODULES, "block")
         tracer.end((1,))
 
     def timed() -> None:

@@ -111,10 +111,10 @@ def shares_of(extents: Sequence[Extent], file_paths: Sequence[str]) -> list[Spac
     """The range that `extents` cover in each file, in the order of the files."""
     shares = []
     for index, path in enumerate(file_paths):
-        mine = [extent for extent in extents if extent.path_index == index]
-        if mine:
-            start_nbytes = min(extent.offset_nbytes for extent in mine)
-            shares.append(SpaceShare(path, start_nbytes, sum(extent.nbytes for extent in mine)))
+        own = [extent for extent in extents if extent.path_index == index]
+        if own:
+            start_nbytes = min(extent.offset_nbytes for extent in own)
+            shares.append(SpaceShare(path, start_nbytes, sum(extent.nbytes for extent in own)))
     return shares
 
 

@@ -133,9 +133,9 @@ class ParamGrads:
     def shown(self, params: Iterable[OffloadedParam]) -> Iterator[None]:
         """Shows copies of the gradients on the compute parameters for the time of a `with` block. A
         change of a copy becomes the gradient at the end."""
-        mine = [param for param in params if param.compute.grad is None]
+        own = [param for param in params if param.compute.grad is None]
         try:
-            for param in mine:
+            for param in own:
                 gradient = self.read(param)
                 if gradient is not None:
                     shown = gradient.to(param.compute.device, param.compute.dtype)
@@ -143,7 +143,7 @@ class ParamGrads:
                     self._shown[param] = shown, shown._version
             yield
         finally:
-            for param in mine:
+            for param in own:
                 self._hide(param)
 
     def _hide(self, param: OffloadedParam) -> None:

@@ -181,10 +181,10 @@ class HandleOps(Owner, Original):
         for handle in handles:
             if isinstance(handle.owner, TiledParam) and handle.kept is None:
                 return handle.owner.compute_with(function, args, kwargs, changes=changes)
-        mine = {id(h): h for h in handles if h.owner is self and h.kept is None}
-        params = {key: self._param_behind(handle) for key, handle in mine.items()}
-        changed = [h for h in changes if id(h) in mine and not h.is_gradient]
-        read = [params[key] for key, handle in mine.items() if not handle.is_gradient]
+        own = {id(h): h for h in handles if h.owner is self and h.kept is None}
+        params = {key: self._param_behind(handle) for key, handle in own.items()}
+        changed = [h for h in changes if id(h) in own and not h.is_gradient]
+        read = [params[key] for key, handle in own.items() if not handle.is_gradient]
         units = list(dict.fromkeys(param.unit.index for param in read))
         self._note_fault([param.name for param in read], function)
         first = torch.autograd._get_sequence_nr()
@@ -194,7 +194,7 @@ class HandleOps(Owner, Original):
         with setting, self._uses.using(units):
             if self._initialising is None:
                 self._edits.lend_params(params[id(h)] for h in changed)
-            lent = {key: self._lend(h, params[key], changes) for key, h in mine.items()}
+            lent = {key: self._lend(h, params[key], changes) for key, h in own.items()}
 
             def real(handle: Handle) -> torch.Tensor:
                 if handle.kept is not None:

@@ -106,7 +106,7 @@ class UnitUses:
             raise
         if self._tracer.is_on and units:
             names = [self._units[unit].name for unit in units]
-            self._tracer.begin(tuple(units), Track.SITES, ", ".join(names))
+            self._tracer.begin(tuple(units), Track.MODULES, ", ".join(names))
 
     def leave(self, units: list[int]) -> None:
         """Ends one use of each unit."""

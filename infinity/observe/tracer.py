@@ -32,7 +32,7 @@ class Track(StrEnum):
     PHASES = "phases"  # forward, backward, optimizer
     # the model's own code: at a hooked module, and not in one of the three below
     COMPUTE = "compute"
-    SITES = "sites"  # raw: from a hooked module's units being there to its end
+    MODULES = "modules"  # raw: from a hooked module's units being there to its end
     ENGINE = "engine"  # bringing in, letting go, deciding what to read next
     UPDATES = "updates"
     STALLS = "stalls"
@@ -44,7 +44,7 @@ class Track(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One stretch of time on a track. With `transfer` it may overlap others of its track.
+    """One interval of time on a track. With `transfer` it may overlap others of its track.
 
     A transfer's `start_ns` is when it was asked for; `args["issued_ns"]` when its first block was
     given to the drive.

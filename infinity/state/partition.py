@@ -102,14 +102,14 @@ class Partition:
         return self.stage > 1
 
     @property
-    def mine(self) -> tuple[Shard, ...]:
+    def local(self) -> tuple[Shard, ...]:
         """This rank's shard of each unit, in the order of the units."""
         return tuple(of_unit[self.rank] for of_unit in self.shards)
 
     @property
     def units(self) -> tuple[Unit, ...]:
         """Units that have state on this rank: full units, then this rank's shards."""
-        return (*self.full_units, *(shard.unit for shard in self.mine))
+        return (*self.full_units, *(shard.unit for shard in self.local))
 
     def served(self, shard: Shard) -> Sequence[ShardSegment]:
         """The weights that others get of a shard: where every rank keeps the whole, what a step

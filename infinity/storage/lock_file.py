@@ -141,8 +141,8 @@ def is_same_file(fd: int, path: str) -> bool:
         there = os.lstat(path)
     except FileNotFoundError:
         return False
-    mine = os.fstat(fd)
-    return (mine.st_dev, mine.st_ino) == (there.st_dev, there.st_ino)
+    own = os.fstat(fd)
+    return (own.st_dev, own.st_ino) == (there.st_dev, there.st_ino)
 
 
 def _refused(path: str, code: int, detail: str) -> StorageError:

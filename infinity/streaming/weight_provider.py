@@ -50,9 +50,9 @@ class WeightProvider(Protocol):
         """Whether the feeder was written past the cache since this was asked last."""
 
     def begin(
-        self, unit: int, region: Region, mine: torch.Tensor, reading: Transfer | None
+        self, unit: int, region: Region, local: torch.Tensor, reading: Transfer | None
     ) -> Arrival:
-        """Gives the region its memory, and begins to fill it. `mine`: the feeder's bytes, which
+        """Gives the region its memory, and begins to fill it. `local`: the feeder's bytes, which
         are being read until `reading` is over."""
 
 
@@ -79,6 +79,6 @@ class TierWeights(WeightProvider):
 
     @override
     def begin(
-        self, unit: int, region: Region, mine: torch.Tensor, reading: Transfer | None
+        self, unit: int, region: Region, local: torch.Tensor, reading: Transfer | None
     ) -> Arrival:
         raise AssertionError("no unit has a feeder")

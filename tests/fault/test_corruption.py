@@ -161,7 +161,7 @@ def test_flipped_bits_of_parked_activations_end_in_an_error(tmp_path: Path) -> N
         losses.append(model(batch).square().mean())
         volume.engine.drain()
         for page in range(0, os.path.getsize(path), PAGE_NBYTES):
-            if len(losses) == 2:  # All inputs are parked, and no backward has begun.
+            if len(losses) == 2:  # All inputs are suspended, and no backward has begun.
                 flip(path, page, random.Random(page))
         return losses[-1]
 

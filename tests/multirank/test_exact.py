@@ -98,8 +98,8 @@ def test_ranks_have_the_bits_of_a_sum_in_rank_order(count: int) -> None:
         for rank, (found, wanted) in enumerate(zip(runs, expected(case, count), strict=True)):
             assert_same(found, wanted, f"rank {rank} of {count}, {case}")
             if case.reduce_buffer != "auto":
-                assert found.counters["ranks_inbox_high_water_nbytes"] <= case.reduce_buffer
-                assert found.counters["ranks_inbox_spilled_nbytes"] > case.reduce_buffer
+                assert found.counters["ranks_reduce_buffer_high_water_nbytes"] <= case.reduce_buffer
+                assert found.counters["ranks_reduce_buffer_spilled_nbytes"] > case.reduce_buffer
             assert (found.counters.get("ranks_collectives", 0) > 0) == (case in BETWEEN_DEVICES)
 
 
@@ -182,9 +182,9 @@ def _goes_its_own_way(rank: int, exchange: str) -> tuple[dict[str, torch.Tensor]
             with infinity.gather(model.head, modify=True), torch.no_grad():
                 model.head.weight.mul_(0.5)
     found = read_weights(model)
-    called_off = infinity.engine_of(model).counters.snapshot().get("ranks_called_off", 0)
+    cancelled = infinity.engine_of(model).counters.snapshot().get("ranks_cancelled", 0)
     infinity.engine_of(model).close()
-    return found, called_off
+    return found, cancelled
 
 
 def test_ranks_that_wait_elsewhere_do_not_hang_and_have_the_same_bits() -> None:

@@ -39,7 +39,7 @@ def _die_in(
 ) -> None:
     """Trains until rank VICTIM dies in `phase` of the second step."""
     if silence_s is not None:
-        transport.BEAT_S, transport.SILENCE_S = silence_s / 4, silence_s
+        transport.HEARTBEAT_S, transport.SILENCE_S = silence_s / 4, silence_s
     if signal_number is None:
         transport._CAUSE_S = TIME_LIMIT_S  # Its word is on its way, however late it is read.
     case = Case(3, steps=50, exchange=exchange, simulated=exchange == "collective")

@@ -170,11 +170,11 @@ def test_one_deadline_holds_for_all_that_connect(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("header", "why"),
     [
-        ((MessageType.WORD, 0, 0, 0, 8 << 30), "announced a WORD of 8589934592 bytes"),
-        ((MessageType.NOTE, 0, 0, 0, 1 << 62), "announced a NOTE"),
-        ((MessageType.BYE, 1, 0, 0, 1 << 40), "announced a BYE"),
-        ((MessageType.BYE, 99, 0, 0, 0), "rank 98 failed, and there is none"),
-        ((MessageType.BEAT, 0, 0, 0, 1), "announced a BEAT"),
+        ((MessageType.CONTROL, 0, 0, 0, 8 << 30), "announced a CONTROL of 8589934592 bytes"),
+        ((MessageType.ALL_GATHER, 0, 0, 0, 1 << 62), "announced a ALL_GATHER"),
+        ((MessageType.CLOSE, 1, 0, 0, 1 << 40), "announced a CLOSE"),
+        ((MessageType.CLOSE, 99, 0, 0, 0), "rank 98 failed, and there is none"),
+        ((MessageType.HEARTBEAT, 0, 0, 0, 1), "announced a HEARTBEAT"),
         ((77, 0, 0, 0, 0), "kind 77"),
     ],
 )
@@ -276,7 +276,7 @@ def test_a_rank_that_takes_its_time_is_not_gone(monkeypatch: pytest.MonkeyPatch)
     transport, shelves = make(2), [Shelf(), Shelf()]
     collective_section([lambda i=i: transport[i].open(shelves[i]) for i in range(2)])
     # Not before: who connects has a beat's time to say who it is.
-    monkeypatch.setattr(transport_module, "BEAT_S", 0.2)
+    monkeypatch.setattr(transport_module, "HEARTBEAT_S", 0.2)
     has_room, take = threading.Event(), shelves[1].deliver
 
     def deliver(*message: object) -> None:

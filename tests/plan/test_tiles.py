@@ -95,15 +95,13 @@ def test_the_same_units_as_the_engine_makes() -> None:
     config = SwapConfig.load({})
 
     def units_of(module: nn.Module) -> PlannedModel:
-        anatomy, dtypes = discover_units(module), Dtypes(module, config)
+        layout, dtypes = discover_units(module), Dtypes(module, config)
         units = tuple(
             layout_unit(index, name, [facts_of(each, dtypes) for each in members])
-            for index, (name, members) in enumerate(anatomy.units)
+            for index, (name, members) in enumerate(layout.units)
         )
-        hooked_modules = tuple(
-            ModuleWork(tuple(needed), 10**6) for needed in anatomy.module_units()
-        )
-        held_nbytes = anatomy.held_nbytes([rounded_nbytes(u.weight_nbytes) for u in units])
+        hooked_modules = tuple(ModuleWork(tuple(needed), 10**6) for needed in layout.module_units())
+        held_nbytes = layout.held_nbytes([rounded_nbytes(u.weight_nbytes) for u in units])
         return PlannedModel("", units, hooked_modules, held_nbytes, 0, 64)
 
     whole = units_of(Two())

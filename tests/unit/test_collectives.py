@@ -48,7 +48,7 @@ def test_close_withdraws_proposals_that_no_other_rank_made(
     closing = threading.Thread(target=collectives.close, daemon=True)
     closing.start()
     closing.join(10)
-    assert not closing.is_alive() and propose.is_called_off
+    assert not closing.is_alive() and propose.is_cancelled
 
 
 def test_a_failing_operation_raises_on_the_only_rank(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from torch.autograd.graph import GradientEdge, Node
 from typing_extensions import override
 
 from infinity.errors import UnsupportedError
-from infinity.modules.accumulate.experts import ParkedExperts
+from infinity.modules.accumulate.experts import SuspendedExperts
 from infinity.modules.accumulate.fiber import Modes
 from infinity.modules.accumulate.module_modes import ModuleModes
 from infinity.modules.handle import Handle
@@ -83,7 +83,7 @@ class BlockCall:
     # Indexes of the flattened outputs that need a gradient.
     which: list[int] = field(default_factory=list)
     gradients: list[torch.Tensor | None] = field(default_factory=list)
-    experts: list[ParkedExperts] = field(default_factory=list)
+    experts: list[SuspendedExperts] = field(default_factory=list)
 
     def take(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Adds gradients of the block's inputs."""

@@ -45,7 +45,7 @@ from infinity.streaming.activations import InputStore
 
 
 @dataclass(eq=False, slots=True)
-class ParkedExperts:
+class SuspendedExperts:
     """One call of tiled experts in one micro-batch, from its forward to the block's backward."""
 
     out: torch.Tensor | None  # The output, while the block's forward or backward runs.
@@ -71,7 +71,7 @@ class ParkedExperts:
 class _Position:
     """The block that runs in a thread, and how many of its calls of experts have begun."""
 
-    parked: list[ParkedExperts]
+    suspended: list[SuspendedExperts]
     is_repeated: bool
     count: int = 0
 
@@ -95,7 +95,9 @@ class ExpertsSchedule(Runner):
         self._stop = stop
         self._here = _Here()
         self._alone = RunnerOfOne()  # Outside of blocks.
-        self._parked: dict[ExpertsCall, ParkedExperts] = {}  # While the block's backward runs.
+        self._suspended: dict[
+            ExpertsCall, SuspendedExperts
+        ] = {}  # While the block's backward runs.
 
     @contextmanager
     def installed(self, modules: Sequence[TiledExperts]) -> Iterator[None]:
@@ -109,9 +111,9 @@ class ExpertsSchedule(Runner):
                 module.__dict__.pop("runner", None)
 
     @contextmanager
-    def within(self, parked: list[ParkedExperts], *, is_repeated: bool) -> Iterator[None]:
+    def within(self, suspended: list[SuspendedExperts], *, is_repeated: bool) -> Iterator[None]:
         """Runs a block's forward, with its calls of experts in their order."""
-        outer, self._here.position = self._here.position, _Position(parked, is_repeated)
+        outer, self._here.position = self._here.position, _Position(suspended, is_repeated)
         try:
             with ExitStack() as stack:
                 if not is_repeated:
@@ -132,41 +134,43 @@ class ExpertsSchedule(Runner):
             out = call.arguments.out
             if not call.is_graded:
                 return out
-            position.parked.append(ParkedExperts(out))
+            position.suspended.append(SuspendedExperts(out))
             return out.clone()  # The block may change its own in place.
-        parked = position.parked[position.count]
+        suspended = position.suspended[position.count]
         position.count += 1
         given = call.arguments
         values = (given.hidden, given.indices, given.weights, *given.factors)
-        self._parked[call] = parked
-        if parked.gradients is None:
-            parked.call, parked.values = call, tuple(value.detach() for value in values)
-            parked.needs = [value.requires_grad for value in (values[0], *values[2:])]
-        if parked.out is None:
-            parked.out = self._inputs.restore(parked.saved)
-        return parked.out.clone()
+        self._suspended[call] = suspended
+        if suspended.gradients is None:
+            suspended.call, suspended.values = call, tuple(value.detach() for value in values)
+            suspended.needs = [value.requires_grad for value in (values[0], *values[2:])]
+        if suspended.out is None:
+            suspended.out = self._inputs.restore(suspended.saved)
+        return suspended.out.clone()
 
-    def keep(self, calls: Sequence[ParkedExperts]) -> None:
+    def keep(self, calls: Sequence[SuspendedExperts]) -> None:
         """Saves the outputs of a block whose forward will be repeated."""
-        for parked in calls:
-            assert parked.out is not None
-            parked.saved, parked.out = self._inputs.save(parked.out), None
+        for suspended in calls:
+            assert suspended.out is not None
+            suspended.saved, suspended.out = self._inputs.save(suspended.out), None
 
     def note_output(self, call: ExpertsCall, out: torch.Tensor) -> None:
         """Takes the output when it is a part of the graph."""
-        parked = self._parked.get(call)
-        if parked is not None and parked.gradients is None:
-            parked.edge = get_gradient_edge(out) if out.requires_grad else None
+        suspended = self._suspended.get(call)
+        if suspended is not None and suspended.gradients is None:
+            suspended.edge = get_gradient_edge(out) if out.requires_grad else None
 
     @override
     def backward(
         self, call: ExpertsCall, gradient: torch.Tensor, needs: Sequence[bool]
     ) -> Sequence[torch.Tensor | None]:
-        parked = self._parked.get(call)
-        if parked is None:
+        suspended = self._suspended.get(call)
+        if suspended is None:
             return self._alone.backward(call, gradient, needs)
-        assert parked.gradients is not None, "a backward has come to experts before its probe"
-        return [None if each is None else self._inputs.restore(each) for each in parked.gradients]
+        assert suspended.gradients is not None, "a backward has come to experts before its probe"
+        return [
+            None if each is None else self._inputs.restore(each) for each in suspended.gradients
+        ]
 
     # -- Tiles, in the thread of the schedule ------------------------------------------------------
 
@@ -177,32 +181,32 @@ class ExpertsSchedule(Runner):
 
     def probe(
         self,
-        calls: Sequence[ParkedExperts],
+        calls: Sequence[SuspendedExperts],
         pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
     ) -> None:
         """Takes the gradient of the last output of experts that has none yet. pairs: outputs of the
         repeated block and their gradients."""
-        parked = _last_waiting(calls)
-        edge, parked.edge = parked.edge, None
+        suspended = _last_waiting(calls)
+        edge, suspended.edge = suspended.edge, None
         if edge is not None:
-            (parked.gradient,) = torch.autograd.grad(
+            (suspended.gradient,) = torch.autograd.grad(
                 [out for out, _ in pairs], [edge], [gradient for _, gradient in pairs],
                 retain_graph=True, allow_unused=True,
             )  # fmt: skip
 
-    def forget_graphs(self, calls: Sequence[ParkedExperts]) -> None:
+    def forget_graphs(self, calls: Sequence[SuspendedExperts]) -> None:
         """The graph of the last repeated forward is not needed any more."""
-        for parked in calls:
-            parked.edge = None
+        for suspended in calls:
+            suspended.edge = None
 
-    def forget_outputs(self, calls: Sequence[ParkedExperts]) -> None:
+    def forget_outputs(self, calls: Sequence[SuspendedExperts]) -> None:
         """The forward of this block is not repeated again."""
-        for parked in calls:
-            parked.out = None
+        for suspended in calls:
+            suspended.out = None
 
     def go_backward(
         self,
-        calls: Sequence[list[ParkedExperts]],
+        calls: Sequence[list[SuspendedExperts]],
         probe: Callable[[Sequence[int]], None],
     ) -> None:
         """Computes the gradients of all calls of experts, those of the last module first.
@@ -212,38 +216,38 @@ class ExpertsSchedule(Runner):
         """
         while numbers := [n for n, each in enumerate(calls) if _is_waiting(each)]:
             probe(numbers)
-            by_module: dict[tuple[int, ...], list[ParkedExperts]] = {}
+            by_module: dict[tuple[int, ...], list[SuspendedExperts]] = {}
             for number in numbers:
-                parked = _last_waiting(calls[number])
+                suspended = _last_waiting(calls[number])
                 # The backwards of later probes pass it, and that of the block.
-                parked.num_uses = sum(each.gradients is None for each in calls[number])
-                by_module.setdefault(parked.module, []).append(parked)
+                suspended.num_uses = sum(each.gradients is None for each in calls[number])
+                by_module.setdefault(suspended.module, []).append(suspended)
             for together in by_module.values():
                 self._serve_backward(together)
 
-    def _serve_backward(self, together: list[ParkedExperts]) -> None:
+    def _serve_backward(self, together: list[SuspendedExperts]) -> None:
         running: list[ExpertsCall] = []
         with ExitStack() as stack:
-            for parked in together:
-                call = parked.call
+            for suspended in together:
+                call = suspended.call
                 assert call is not None
-                parked.gradients = [None] * len(parked.needs)
-                if parked.gradient is not None:
-                    stack.enter_context(call.given(*parked.values))
-                    call.begin_backward(parked.gradient, parked.needs)
+                suspended.gradients = [None] * len(suspended.needs)
+                if suspended.gradient is not None:
+                    stack.enter_context(call.given(*suspended.values))
+                    call.begin_backward(suspended.gradient, suspended.needs)
                     running.append(call)
             if running:
                 is_for_leaves = any(call.has_leaves for call in running)
                 go_backward(running, is_for_leaves=is_for_leaves, hold=self._hold)
-            for parked in together:
-                if parked.gradient is not None:
-                    assert parked.call is not None
-                    for _ in range(parked.num_uses):
-                        parked.gradients = [
+            for suspended in together:
+                if suspended.gradient is not None:
+                    assert suspended.call is not None
+                    for _ in range(suspended.num_uses):
+                        suspended.gradients = [
                             None if each is None else self._inputs.save(each)
-                            for each in parked.call.arguments.gradients
+                            for each in suspended.call.arguments.gradients
                         ]
-                parked.gradient, parked.values = None, ()
+                suspended.gradient, suspended.values = None, ()
 
     @contextmanager
     def _hold(self, tile: Any) -> Iterator[None]:
@@ -255,17 +259,17 @@ class ExpertsSchedule(Runner):
 
     def end_block(self) -> None:
         """Forgets the calls of a block whose backward is over."""
-        for parked in self._parked.values():
-            parked.call = parked.out = parked.edge = None
-        self._parked.clear()
+        for suspended in self._suspended.values():
+            suspended.call = suspended.out = suspended.edge = None
+        self._suspended.clear()
 
 
-def _is_waiting(calls: Sequence[ParkedExperts]) -> bool:
-    return any(parked.gradients is None for parked in calls)
+def _is_waiting(calls: Sequence[SuspendedExperts]) -> bool:
+    return any(suspended.gradients is None for suspended in calls)
 
 
-def _last_waiting(calls: Sequence[ParkedExperts]) -> ParkedExperts:
-    return next(parked for parked in reversed(calls) if parked.gradients is None)
+def _last_waiting(calls: Sequence[SuspendedExperts]) -> SuspendedExperts:
+    return next(suspended for suspended in reversed(calls) if suspended.gradients is None)
 
 
 def _refuse(nothing: None) -> torch.Tensor:
