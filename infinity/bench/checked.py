@@ -1,8 +1,8 @@
 """Cost of `[io] verify`: a volume that keeps checksums beside one that does not.
 
-The cost is the share of the bandwidth that is left, and the difference of the CPU seconds per GB.
-A third contender reads every byte once without a check (numpy's maximum), because a check cannot
-cost less than the memory's answer.
+The cost is the lost share of the bandwidth, and the difference of the CPU seconds per GB. A third
+contender reads every byte once without a check (numpy's maximum), because a check cannot cost less
+than reading the memory.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class VolumeTransfer(Contender):
 
 
 def verify(lab: Lab, directory: Path) -> Iterator[Result]:
-    """Reading and writing with and without checksums, on one drive, in turns."""
+    """Reads and writes with and without checksums on one drive, alternately."""
     nbytes = min(lab.effort.nbytes, 4 * lab.effort.sweep_nbytes)
     roots = [directory / f"{DIRECTORY_NAME}-{name}" for name in ("plain", "checked")]
     check_room(roots, [1.0, 1.0], 2 * nbytes)

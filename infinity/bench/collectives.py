@@ -69,7 +69,7 @@ class Collective(Contender):
 
 
 def sweep(effort: Effort, device: torch.device) -> Iterator[Result]:
-    """Every collective and the exchange take turns, per size. The same on every rank."""
+    """Alternates between every collective and the exchange, per size. The same on every rank."""
     for nbytes in _SIZES_NBYTES:
         ranks = RankProcesses(min(nbytes, effort.nbytes), device)
         *subjects, exchange = [Collective(name, ranks) for name in _OPERATIONS]

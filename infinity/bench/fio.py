@@ -152,7 +152,7 @@ class Fio(Contender):
         self._environment = environment(huge_pages=huge_pages)
 
     def run(self) -> Measurement:
-        """Raises UnsupportedError with what fio said when it fails."""
+        """Runs fio. Raises UnsupportedError with fio's message if it fails."""
         done = subprocess.run(
             self.command, capture_output=True, text=True, check=False, env=self._environment
         )

@@ -1,6 +1,6 @@
 """Host memory: copies inside the arena, and the optimizer's pass over its state.
 
-Both count every byte the memory bus carries: what is read and what is written.
+Both count every byte on the memory bus: read bytes and written bytes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from infinity.storage.arena import Arena
 
 _SETTINGS = AdamWSettings(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, step=1)
 _TILE_NBYTES = 64 * PAGE_NBYTES
-# Streams a large power of two apart meet in the same sets of the caches and the same banks of the
+# Streams a large power of two apart use the same sets of the caches and the same banks of the
 # memory: four streams exactly 256 MiB apart were seen to run at a sixth. So the distance is never
 # the half or the quarter of the arena, but this much less.
 _GAP_NBYTES = 2 * MIB
@@ -63,7 +63,9 @@ class StreamingScale(Contender):
 
     @override
     def run(self) -> Measurement:
-        self._values.fill_(1.0)  # What the arena held before may be denormal: slow to multiply.
+        self._values.fill_(
+            1.0
+        )  # Old bytes of the arena may be denormal numbers, which multiply slowly.
         return Measurement(2 * self._values.nbytes, *clock(lambda: self._values.mul_(0.5)))
 
 

@@ -47,18 +47,18 @@ def _sizes(pyplot: Any, rows: Sequence[Row]) -> Any:
         for depth in dict.fromkeys(row.subject for row in own):
             line = [row for row in own if row.subject == depth]
             sizes = [float(row.labels["extent_nbytes"]) for row in line]
-            axis.plot(sizes, [row.gbps.median for row in line], marker="o", ms=4, label=depth)
+            axis.plot(sizes, [row.gb_per_s.median for row in line], marker="o", ms=4, label=depth)
             axis.fill_between(
                 sizes,
-                [row.gbps.low for row in line],
-                [row.gbps.high for row in line],
+                [row.gb_per_s.low for row in line],
+                [row.gb_per_s.high for row in line],
                 alpha=_BAND_ALPHA,
             )
         first = [row for row in own if row.subject == own[0].subject and row.ceilings]
         if first:
             axis.plot(
                 [float(row.labels["extent_nbytes"]) for row in first],
-                [row.ceilings[0].gbps.median for row in first],
+                [row.ceilings[0].gb_per_s.median for row in first],
                 label=f"ceiling, {first[0].ceilings[0].name}",
                 **_CEILING,
             )
@@ -87,11 +87,11 @@ def _stripes(pyplot: Any, rows: Sequence[Row]) -> Any:
         if not line:
             continue
         counts = [int(row.labels["num_paths"]) for row in line]
-        low = [row.gbps.median - row.gbps.low for row in line]
-        high = [row.gbps.high - row.gbps.median for row in line]
+        low = [row.gb_per_s.median - row.gb_per_s.low for row in line]
+        high = [row.gb_per_s.high - row.gb_per_s.median for row in line]
         drawn = axis.errorbar(
             counts,
-            [row.gbps.median for row in line],
+            [row.gb_per_s.median for row in line],
             [low, high],
             marker="o",
             capsize=3,
@@ -99,7 +99,7 @@ def _stripes(pyplot: Any, rows: Sequence[Row]) -> Any:
         )
         color = drawn.lines[0].get_color()
         if all(row.ceilings for row in line):
-            fio = [row.ceilings[0].gbps.median for row in line]
+            fio = [row.ceilings[0].gb_per_s.median for row in line]
             axis.plot(counts, fio, linestyle="--", color=color, label=f"{kind}, ceiling")
     axis.set_xticks(sorted({int(row.labels["num_paths"]) for row in own}))
     axis.set_title("Bandwidth by number of paths")

@@ -121,7 +121,7 @@ class RawRing(Contender):
 
 
 def _open_ring(depth: int) -> Ring:
-    """With the flags that the engine asks for, or without where the kernel refuses them."""
+    """Opens a ring with the flags of the engine, or without them if the kernel refuses them."""
     try:
         return Ring(depth, SetupFlag.SINGLE_ISSUER | SetupFlag.DEFER_TASKRUN)
     except RingError:

@@ -1,7 +1,7 @@
-"""Files to measure on: within a stated size, written once before anything is timed, removed after.
+"""Files to measure on: of bounded size, written once before anything is timed, removed after.
 
 Each path has one swap file with two regions of equal size. The *still* region holds seed 0 and is
-only read; the *busy* region is overwritten by everybody.
+only read; every contender overwrites the *busy* region.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class BenchDirectory:
         self.is_direct = tuple(_takes_direct(path) for path in self.file_paths)
         memory = arena.memory(0, self.nbytes)
         pattern.fill(memory, offset_nbytes=0, seed=STILL_SEED)
-        # Reading what was never written returns zeros without touching the drive, and the first
+        # Reads of unwritten bytes return zeros without touching the drive, and the first
         # write to it is slower: both regions are written before anything is timed.
         for extents in (still, busy):
             volume.write(

@@ -31,7 +31,7 @@ def paired_ratios(subject: Sequence[Measurement], ceiling: Sequence[Measurement]
     """
     return summarize(
         [
-            subject_sample.gbps / ceiling_sample.gbps
+            subject_sample.gb_per_s / ceiling_sample.gb_per_s
             for subject_sample, ceiling_sample in zip(subject, ceiling, strict=True)
         ]
     )

@@ -1,8 +1,10 @@
-"""The storage engine as a contender: extents of one size, all handed over, all waited for.
+"""The storage engine as a contender: extents of one size, all submitted, then all awaited.
 
 Note [What is timed]
-  From the first submit to the last completion. Outside the clock: before a read the memory is
-  poisoned and after it every byte is compared; before a write the memory gets a seed of its own and
+  The time from the first submit to the last completion. Outside the clock: before a read the memory
+      is
+  poisoned, and after it every byte is compared; before a write the memory gets a seed of its own,
+      and
   after it the region is read back and compared. Nothing is synced: with direct I/O the drive
   has the bytes when a write completes, and fio does not sync either.
 """
@@ -57,10 +59,10 @@ class TransferMove:
 
 
 def plan_moves(kind: TransferKind, *, nbytes: int, extent_nbytes: int) -> list[TransferMove]:
-    """The extents of one transfer, in order of offset.
+    """Returns the extents of one transfer, in order of offset.
 
     "mixed" is half reads of the still region's first half and half writes of the busy region's
-    second half, in turns: read, write, read, write. The last extent may be smaller.
+    second half, alternately. The last extent may be smaller.
     """
     if kind != "mixed":
         region: RegionName = "still" if kind == "read" else "busy"
@@ -78,7 +80,7 @@ def plan_moves(kind: TransferKind, *, nbytes: int, extent_nbytes: int) -> list[T
 
 
 class FileSet:
-    """The files of a scratch, opened in one engine; turns moves into segments."""
+    """The scratch files, opened in one engine; converts moves to segments."""
 
     def __init__(self, engine: StorageEngine, scratch: BenchDirectory, arena: Arena) -> None:
         self.engine = engine
@@ -123,7 +125,7 @@ class MovesTransfer(Contender):
         self._files = files
         self._nbytes = sum(move.nbytes for move in moves)
         self._moves = moves
-        # Cut before the clock starts: laying out is the business of whoever owns the extents.
+        # Split before the clock starts: the owner of the extents lays them out.
         self._requests = [(move.operation, files.segments(move)) for move in moves]
         if in_one_request:
             segments = [segment for _, segments in self._requests for segment in segments]
@@ -158,8 +160,8 @@ class EngineTransfer(MovesTransfer):
 class EngineLatency(Contender):
     """Single demand reads, one at a time; with `behind`, while that many write-backs are queued.
 
-    The first says what a request costs, the second what priorities are worth. The writes take turns
-    over the upper half of region and arena, the reads stay in the lower.
+    The first shows the cost of a request, the second the effect of priorities. The writes alternate
+    over the upper half of region and arena, the reads stay in the lower half.
     """
 
     def __init__(
@@ -214,7 +216,7 @@ def prepare(files: FileSet, moves: Sequence[TransferMove], seed: int) -> None:
 def compare(files: FileSet, moves: Sequence[TransferMove], seed: int) -> bool:
     """Returns True if memory and files hold the right bytes after the moves.
 
-    Reads what was written back into poisoned memory.
+    Reads written regions back into poisoned memory.
     """
     spans = _spans(moves)
     written = [span for span in spans if span.operation == "write"]
@@ -234,7 +236,9 @@ def compare(files: FileSet, moves: Sequence[TransferMove], seed: int) -> bool:
 
 
 def _spans(moves: Sequence[TransferMove]) -> list[TransferMove]:
-    """The moves in the order of the region, those made one that go on in it and in memory."""
+    """Yields the moves in the order of the region; moves that are adjacent in it and in memory
+    become one.
+    """
     spans: list[TransferMove] = []
     for move in sorted(moves, key=lambda each: (each.operation, each.offset_nbytes)):
         last = spans[-1] if spans else None

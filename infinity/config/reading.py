@@ -13,7 +13,7 @@ from pathlib import Path
 
 from pydantic_core import InitErrorDetails, PydanticCustomError, ValidationError
 
-# What other tools call the same thing: word -> our words, the first that is allowed is suggested.
+# A word of other tools -> the words here; the first allowed one is suggested.
 _SYNONYMS = {
     "gpu": ("cuda", "device"), "cpu": ("host",), "ram": ("host",), "memory": ("host",),
     "disk": ("nvme",), "ssd": ("nvme",), "none": ("never",), "off": ("never",), "no": ("never",),

@@ -100,7 +100,7 @@ class SwapConfig(Section):
     @classmethod
     def _on_tiers_that_exist(cls, placement: Placement, info: ValidationInfo) -> Placement:
         tiers: Tiers | None = info.data.get("tiers")
-        if tiers is None:  # Its own faults are reported; nothing can be said about placement.
+        if tiers is None:  # Its own faults are reported; placement cannot be checked.
             return placement
         if tiers.nvme:
             derived = {
@@ -152,7 +152,7 @@ class SwapConfig(Section):
 
     @model_validator(mode="after")
     def _chunks_within_host(self) -> SwapConfig:
-        """A default chunk is the engine's to shrink; one that was asked for has to fit."""
+        """Refuses a chosen chunk that does not fit. The engine shrinks a default one."""
         budget, chunk = self.tiers.host.capacity.nbytes, self.schedule.update_chunk
         if budget is None or "update_chunk" not in self.schedule.model_fields_set:
             return self
@@ -186,7 +186,7 @@ class SwapConfig(Section):
         return train
 
     def __init__(self, **sections: Any) -> None:
-        """Reads sections given as tables, like `load` of a dict. Raises ConfigError."""
+        """Reads sections given as tables, as `load` reads a dict. Raises ConfigError."""
         self._read(sections, ConfigSource())
 
     @classmethod
@@ -213,7 +213,7 @@ class SwapConfig(Section):
 
     @classmethod
     def from_table(cls, table: dict[str, Any], source: ConfigSource) -> SwapConfig:
-        """The configuration of a table that `read_file` gave, changed by the caller or not.
+        """Returns the configuration of a table from `read_file`, which the caller may have changed.
 
         Paths and messages are those of `source`. Raises ConfigError as `load` does.
         """
@@ -243,13 +243,17 @@ class SwapConfig(Section):
 
     @property
     def commit_directory(self) -> Path | None:
-        """Where steps are committed, by `checkpoint.durability = "step"`: in the first swap
-        directory. None without one."""
+        """The directory of commits, for `checkpoint.durability = "step"`: in the first swap
+        directory.
+
+        None without a swap directory.
+        """
         return self.tiers.nvme[0].path / COMMITS_NAME if self.tiers.nvme else None
 
     @property
     def copying_directory(self) -> Path | None:
-        """Where a checkpoint is that is being copied to another file system: beside the commits."""
+        """The directory of a checkpoint during its copy to another file system: beside the
+        commits."""
         return self.tiers.nvme[0].path / COPYING_NAME if self.tiers.nvme else None
 
     @property
@@ -272,7 +276,7 @@ class SwapConfig(Section):
             )
 
     def to_dict(self) -> dict[str, Any]:
-        """The whole configuration as a file would hold it; `load` of it gives an equal one."""
+        """Returns the whole configuration as a file holds it; `load` of it gives an equal one."""
         return self.model_dump(mode="json", by_alias=True)
 
     def resolved(self) -> list[Resolved]:

@@ -37,10 +37,10 @@ _OFF = (None, "none", "null", "off")
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """The budget of a tier as it was asked for: bytes, a share of what there is, or "auto".
+    """The budget of a tier as the file requests it: bytes, a percentage of the total, or "auto".
 
-    Exactly one of `nbytes` and `percent` is set, or neither: that is "auto". The share stays a
-    share here, because what there is belongs to the machine that runs, not to the file.
+    At most one of `nbytes` and `percent` is set; neither means "auto". A percentage stays one here,
+    because the total belongs to the machine that runs, not to the file.
     """
 
     nbytes: int | None = None
@@ -48,14 +48,15 @@ class Capacity:
 
     @property
     def is_auto(self) -> bool:
-        """Whether the file asked for "auto"."""
+        """Whether the budget is "auto"."""
         return self.nbytes is None and self.percent is None
 
     def resolve(self, total_nbytes: int, *, auto_percent: float = 100.0) -> int:
-        """Bytes of this budget where `total_nbytes` are there to be had.
+        """Returns the bytes of this budget, for a total of `total_nbytes`.
 
-        "auto" takes `auto_percent` of the total, a share is rounded down to whole bytes, and a
-        size is returned as asked even when it exceeds the total: refusing is the tier's part.
+        "auto" takes `auto_percent` of the total; a percentage is rounded down to whole bytes; a
+            size is returned
+        as it is, even beyond the total: the tier refuses it.
         """
         if self.nbytes is not None:
             return self.nbytes
@@ -134,7 +135,7 @@ class Size(ValueType):
         try:
             nbytes = parse_nbytes(value)
         except (ValueError, OverflowError) as error:
-            # "expected ..., got ..." is said by the caller, only the reason is news.
+            # The caller adds "expected ..., got ..."; only the reason is kept.
             detail = str(error)
             raise ValueError("" if detail.startswith("expected") else detail) from None
         if nbytes < self.minimum:
@@ -203,7 +204,7 @@ class Budget(ValueType):
 
 def _range(minimum: float | None, maximum: float | None, above: float | None) -> str:
     if maximum is not None and maximum >= MAX_NBYTES:
-        maximum = None  # The limit of a machine word is no news.
+        maximum = None  # The limit of a machine word is not worth a mention.
     if minimum is not None and maximum is not None:
         return f" from {minimum} to {maximum}"
     lower = f" >= {minimum}" if minimum is not None else f" > {above}" if above is not None else ""

@@ -61,7 +61,7 @@ class RunChecksum:
 
 @dataclass(frozen=True, slots=True)
 class ShardIdentity:
-    """What tells a file from another one, or from itself after a change.
+    """The facts that distinguish a file from another one, and from itself after a change.
 
     `header_sha256`: the digest of the safetensors header, in hexadecimal.
     """
@@ -90,7 +90,7 @@ def difference(identity: ShardIdentity) -> str | None:
 
 
 def refuse_changed(identity: ShardIdentity) -> None:
-    """Raises CorruptionError for a file that is not what it was when the checkpoint was opened."""
+    """Raises CorruptionError for a file that has changed since the checkpoint was opened."""
     changed = difference(identity)
     if changed is not None:
         raise CorruptionError(
@@ -170,7 +170,7 @@ class ShardFiles:
                     self._checksums[each.path, each.offset_nbytes, each.nbytes] = each.crc32c
 
     def check(self, runs: Sequence[ShardRun], address: int, label: str) -> None:
-        """Compares what was read with the first read of the same run. Raises CorruptionError."""
+        """Compares bytes with the first read of the same run. Raises CorruptionError."""
         if self._checksums is None:
             return
         for run in runs:
@@ -194,7 +194,8 @@ class ShardFiles:
                 )
 
     def explain(self, error: StorageError, label: str) -> StorageError:
-        """Returns a failure of a read with what was read, and with what happened to the file."""
+        """Returns the error of a read with the name of the tensor, and with the change of the
+        file."""
         if isinstance(error, CorruptionError):
             return error
         identity = self.identities.get(error.path)
@@ -218,7 +219,7 @@ class ShardFiles:
 
 
 class _NamedRead:
-    """A ticket whose errors say what was read."""
+    """A ticket whose errors name the bytes of the read."""
 
     def __init__(self, inner: Ticket, files: ShardFiles, label: str) -> None:
         self._inner = inner

@@ -166,8 +166,8 @@ def test_device_copies_and_the_way_from_the_drive(make_lab: Callable[..., Lab]) 
     lab = make_lab()
     there = simulated(lab)
     results = list(device.copies(lab, there))
-    with nvme.open_site(lab, lab.directories) as site:
-        results += device.pipeline(site, there, 4 * MIB)
+    with nvme.open_drives(lab, lab.directories) as drives:
+        results += device.pipeline(drives, there, 4 * MIB)
     assert all_equal(results)
     directions = [result.group.labels["operation"] for result in results]
     assert directions == ["in", "out", "both", "read"]
