@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import contextlib
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,8 +21,10 @@ from infinity.distributed.exchange import Buffers, DeviceExchange
 from infinity.distributed.grad_memory import SumsPlan, plan_sums
 from infinity.distributed.group import RankTopology, connect, path_of_rank
 from infinity.distributed.store import DistributedStore, serving_nbytes
+from infinity.distributed.sync import Ranks
 from infinity.distributed.unshard import DeviceUnshard, UnshardedWeights
 from infinity.errors import ConfigError, StorageError
+from infinity.modules.param import OffloadedParam
 from infinity.observe import Counters
 from infinity.state.budgets import Budgets, compute_budgets
 from infinity.state.partition import Partition, partition
@@ -33,9 +35,6 @@ from infinity.tiers.device import DeviceAdapter
 from infinity.tiers.host import HostBlocks
 from infinity.tiers.ranges import rounded_nbytes
 from infinity.tiers.streams import StreamDevice
-
-if TYPE_CHECKING:
-    from infinity.engine.engine import Engine
 
 # The bytes of each parameter that ranks compare before training begins.
 _COMPARED_NBYTES = 64 << 10
@@ -265,12 +264,12 @@ def _part(capacity: Capacity, count: int) -> Capacity:
     return Capacity(percent=(capacity.percent or 100.0) / count) if count > 1 else capacity
 
 
-def refuse_different_weights(engine: Engine) -> None:
+def refuse_different_weights(ranks: Ranks, params: Iterable[OffloadedParam]) -> None:
     """Raises ConfigError if ranks start from different weights: each keeps a part of its own."""
-    if engine.ranks.partition is None:
+    if ranks.partition is None:
         return
-    sums = [str(engine.ranks.partition.stage)]
-    for param in engine.params:
+    sums = [str(ranks.partition.stage)]
+    for param in params:
         original = param.original
         facts = param.spec.facts
         text = f"{param.name} {facts.shape} {facts.dtype} {facts.is_trainable}"
@@ -279,7 +278,7 @@ def refuse_different_weights(engine: Engine) -> None:
             content = head.contiguous().cpu().view(torch.uint8).numpy().data
             text += f" {zlib.crc32(content)}"
         sums.append(text)
-    engine.ranks.refuse_different(
+    ranks.refuse_different(
         "infinity.offload",
         "\n".join(sums).encode(),
         remedy="Build the same model on every rank (the same seed before it is built, or "

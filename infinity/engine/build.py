@@ -117,7 +117,7 @@ def build(
         raise
     try:
         engine.ranks.open()
-        refuse_different_weights(engine)
+        refuse_different_weights(engine.ranks, engine.params)
         handles = {id(param.original): param.handle for param in engine.params}
         tiling.hand_over(lambda parameter: handles[id(parameter)])
         fill(engine, weights, seed)

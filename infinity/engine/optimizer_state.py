@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -20,7 +20,6 @@ from infinity.state.units import StateKind
 
 if TYPE_CHECKING:
     from infinity.engine.engine import Engine
-    from infinity.engine.optimizer import OffloadedOptimizer
 
 _READ_ONLY = (
     "{} would change a fetched copy of optimizer.state and be lost; clone it to change it. "
@@ -60,14 +59,33 @@ class FetchedMoment(torch.Tensor):
             return tree_map_only(torch.Tensor, guarded, answer)
 
 
+class StateOwner(Protocol):
+    """The optimizer behind `optimizer.state`."""
+
+    param_groups: list[dict[str, Any]]
+
+    @property
+    def engine(self) -> Engine:
+        """The engine of the model."""
+
+    def params_of(self, parameter: Any) -> list[OffloadedParam]:
+        """Returns the offloaded parameters, or tiles, behind a parameter of the program."""
+
+    def step_of(self, param: OffloadedParam) -> int:
+        """Returns the number of updates of a parameter."""
+
+    def state_names_of(self, param: OffloadedParam) -> list[str]:
+        """Returns the names of the state of a parameter, as torch.optim names it."""
+
+
 class ParameterState:
     """The optimizer's state of one parameter: `step`, and the moments under torch's names."""
 
-    def __init__(self, optimizer: OffloadedOptimizer, params: list[OffloadedParam]) -> None:
+    def __init__(self, optimizer: StateOwner, params: list[OffloadedParam]) -> None:
         self._optimizer = weakref.ref(optimizer)
         self._params = params
 
-    def _owner(self) -> OffloadedOptimizer:
+    def _owner(self) -> StateOwner:
         optimizer = self._optimizer()
         assert optimizer is not None, "the optimizer is gone"
         return optimizer
@@ -121,10 +139,10 @@ class OptimizerState:
     """`optimizer.state`: a mapping from every parameter with a step to its state. The type is not a
     dict, so that code that walks through dicts does not fetch the moments of a whole model."""
 
-    def __init__(self, optimizer: OffloadedOptimizer) -> None:
+    def __init__(self, optimizer: StateOwner) -> None:
         self._optimizer = weakref.ref(optimizer)
 
-    def _owner(self) -> OffloadedOptimizer:
+    def _owner(self) -> StateOwner:
         optimizer = self._optimizer()
         assert optimizer is not None, "the optimizer is gone"
         return optimizer

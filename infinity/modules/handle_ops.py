@@ -17,7 +17,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from typing_extensions import override
@@ -38,9 +38,6 @@ from infinity.observe import Counters
 from infinity.state.units import Unit
 from infinity.streaming.passes import Passes
 from infinity.tiers.pool import HostPool
-
-if TYPE_CHECKING:
-    from infinity.engine.engine import Engine
 
 _log = logging.getLogger("infinity")
 
@@ -68,7 +65,7 @@ class HandleOps(Owner, Original):
 
     def __init__(
         self,
-        engine: Engine,
+        engine: object,
         units: Sequence[Unit],
         pool: HostPool,
         passes: Passes,

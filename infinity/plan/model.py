@@ -9,11 +9,12 @@ token.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from infinity.plan.files import read_table
+from infinity.plan.frozen_base import FrozenBase
 from infinity.plan.shapes import (
     ModelShape,
     attention,
@@ -23,9 +24,6 @@ from infinity.plan.shapes import (
     numel_of,
 )
 from infinity.state.units import OF_ADAM, Moments, TensorFacts, Unit, layout_unit
-
-if TYPE_CHECKING:
-    from infinity.plan.frozen import FrozenBase
 
 
 @dataclass(frozen=True, slots=True)

@@ -156,7 +156,7 @@ def slice_extents(
     total_nbytes = sum(extent.nbytes for extent in extents)
     if offset_nbytes < 0 or nbytes < 0 or offset_nbytes + nbytes > total_nbytes:
         raise ValueError(
-            f"range {offset_nbytes}..{offset_nbytes + nbytes} is outside the piece of "
+            f"range {offset_nbytes}..{offset_nbytes + nbytes} is outside the buffer of "
             f"{total_nbytes} bytes"
         )
     found: list[tuple[Extent, int]] = []

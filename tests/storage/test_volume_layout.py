@@ -138,5 +138,5 @@ def test_slices_of_extents_are_what_slices_of_bytes_are(
 
 
 def test_slice_outside_the_piece_is_refused() -> None:
-    with pytest.raises(ValueError, match="outside the piece of 10 bytes"):
+    with pytest.raises(ValueError, match="outside the buffer of 10 bytes"):
         slice_extents([Extent(0, 0, 10)], offset_nbytes=5, nbytes=6)

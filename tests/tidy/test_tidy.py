@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import graphlib
 import re
 import tomllib
 from collections import defaultdict
@@ -77,6 +78,32 @@ def test_a_class_name_means_one_thing() -> None:
                 places[node.name].append(source.name)
     shared = {name: files for name, files in places.items() if len(files) > 1}
     assert not shared, f"give these classes names of their own: {shared}"
+
+
+def imported_modules(source: Source, known: set[str]) -> Iterator[str]:
+    """Modules of the package that importing a module imports first."""
+    for node in source.tree.body:
+        if isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                yield inner if inner in known else node.module
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+
+
+def test_imports_have_no_circle() -> None:
+    """The standard library sorts the modules by their imports, and names a circle if there is one."""
+    named = {
+        "infinity."
+        + source.name.removesuffix(".py").removesuffix("/__init__").replace("/", "."): source
+        for source in sources()
+    }
+    graph = {
+        name: {other for other in imported_modules(source, set(named)) if other in named} - {name}
+        for name, source in named.items()
+    }
+    assert sum(map(len, graph.values())) > 1000
+    graphlib.TopologicalSorter(graph).prepare()
 
 
 # -- Invariants ------------------------------------------------------------------------------------
