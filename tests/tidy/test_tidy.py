@@ -182,6 +182,12 @@ def test_the_tour_names_functions() -> None:
     assert len(TOUR) > 20
 
 
+def test_folders_of_the_tour_exist() -> None:
+    folders = re.findall(r"`([\w/]+/)`", (ROOT / "docs" / "TOUR.md").read_text())
+    assert len(folders) > 5
+    assert [folder for folder in folders if not located(folder).is_dir()] == []
+
+
 @pytest.mark.parametrize(("file", "function"), TOUR)
 def test_every_name_in_the_tour_exists(file: str, function: str) -> None:
     tree = ast.parse(located(file).read_text())
