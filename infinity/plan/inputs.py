@@ -54,7 +54,7 @@ def chunk_traffic(
     Hidden states are in the compute dtype, sums in fp32. They stay on the device if half of the
     memory outside the window holds them; the other half is for the activations of a micro-batch.
     """
-    has_chunks = any(hooked.is_tile for hooked in model.hooked_modules)
+    has_chunks = any(hooked.is_experts for hooked in model.hooked_modules)
     if model.frozen is None or not has_chunks or hardware.shares_host_memory:
         return None
     hidden_nbytes = input_nbytes(config, model, batch)

@@ -178,7 +178,11 @@ def _job(
             block,
             gradient_ratio=hooked.gradient_ratio(batch.sequence_length),
             has_backward=hooked.has_backward,
-            passing_nbytes=chunks.passing_nbytes if chunks and hooked.is_tile else (0, 0),
+            is_experts=hooked.is_experts,
+            decoded_nbytes=0
+            if model.frozen is None
+            else sum(model.frozen.decoded_nbytes(model.units[unit]) for unit in hooked.units),
+            passing_nbytes=chunks.passing_nbytes if chunks and hooked.is_experts else (0, 0),
         )
         for hooked, block in zip(model.hooked_modules, blocks_of(model), strict=True)
     ]
@@ -199,8 +203,8 @@ def _job(
 
 
 def _from_checkpoint(job: StepSpec, budgets: Budgets, saved: tuple[str, int] | None) -> StepSpec:
-    """Returns the job with frozen weights in their checkpoint instead of on NVMe. A chunk of
-    experts serves all micro-batches. Saved inputs on the host leave less to keep weights in."""
+    """Returns the job with frozen weights in their checkpoint instead of on NVMe. Saved
+    inputs on the host leave less to keep weights in."""
     loads = [
         replace(load, weights="checkpoint")
         if load.weights == "nvme" and not load.is_changed
@@ -214,8 +218,7 @@ def _from_checkpoint(job: StepSpec, budgets: Budgets, saved: tuple[str, int] | N
         job,
         units=tuple(loads),
         weights_cache_nbytes=cache_nbytes,
-        tile_micro_batches=job.num_fibers,
-        repeats_in_place=True,
+        keeps_experts=True,
     )
 
 
