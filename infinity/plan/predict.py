@@ -21,6 +21,7 @@ from infinity.plan.inputs import (
     obstacles_of,
     said_of_devices,
     said_of_tiles,
+    said_of_waiting,
     saved_inputs,
 )
 from infinity.plan.model import PlannedModel
@@ -146,6 +147,7 @@ def forecast(
         job=job,
         step=predict(job, rates),
         warnings=(
+            *said_of_waiting(config, chunks),
             *said_of_tiles(whole, model),
             *said_of_devices(machine),
             *obstacles,

@@ -200,7 +200,8 @@ def compute_budgets(
 def _refuse_missing_tier(config: SwapConfig, preferences: Mapping[str, tuple[str, ...]]) -> None:
     if config.tiers.nvme:
         return
-    for kind, order in {**preferences, "activations": config.placement.activations}.items():
+    others = {name: getattr(config.placement, name) for name in ("activations", "experts")}
+    for kind, order in {**preferences, **others}.items():
         if "nvme" in order:
             raise ConfigError(
                 f"placement.{kind} names nvme but there is no [[tiers.nvme]] entry; add "

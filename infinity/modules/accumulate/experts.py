@@ -17,7 +17,10 @@ Note [Memory]
   The first forward of such a block keeps no activations: what autograd saves is dropped, because
   the forward is repeated. Up to `tile_micro_batches` micro-batches keep the graph of the repeated
   forward from the probe to the backward. More micro-batches run that forward once more instead. All
-  micro-batches keep some tensors of the size of the hidden states while their block runs.
+  micro-batches keep some tensors of the size of the hidden states while their block runs. Those
+  that the tiles work on (hidden states and sum; in the backward of micro-batches without a graph
+  also gradients) wait on a tier (`placement.experts`): each is on the device while a tile runs for
+  its micro-batch. The routing stays: it is small, and says which tiles are needed.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -35,6 +39,7 @@ from infinity.modules.tiling.experts import TiledExperts
 from infinity.modules.tiling.experts_call import ExpertsCall, RunnerOfOne, go_backward, go_forward
 from infinity.modules.uses import UnitUses
 from infinity.streaming.activations import InputStore
+from infinity.streaming.waiting import WaitingMemory, place_of
 
 
 @dataclass(eq=False, slots=True)
@@ -49,6 +54,8 @@ class ParkedExperts:
     edge: GradientEdge | None = None
     needs: list[bool] = field(default_factory=list)
     gradient: torch.Tensor | None = None  # Of the output.
+    can_wait: bool = False  # See `_Position.can_wait`.
+    is_away: bool = False  # Since its probe: the values per token and the gradient.
     num_uses: int = 1  # How often `gradients` are read.
     # Of hidden states, routing weights and factors: what `InputStore.save` has returned.
     gradients: list[Any] | None = None
@@ -59,13 +66,31 @@ class ParkedExperts:
         return tuple(map(id, self.call.tiles))
 
 
+@dataclass(frozen=True, slots=True)
+class ExpertStores:
+    """Where tensors of experts are: outputs and gradients between the forward and the backward of a
+    block, and what waits while a tile runs for another micro-batch. Of this rank: ranks that
+    compute a layer together have other outputs and gradients of experts."""
+
+    results: InputStore
+    waiting: WaitingMemory
+
+
 @dataclass(eq=False, slots=True)
 class _Position:
     """The block that runs in a thread, and how many of its calls of experts have begun."""
 
     parked: list[ParkedExperts]
+    inputs: Sequence[Any]  # Of the block.
     is_repeated: bool
     count: int = 0
+
+    def can_wait(self, call: ExpertsCall) -> bool:
+        """Whether the call's hidden states have memory of their own. Other micro-batches may use
+        that of the block's inputs."""
+        place = place_of(call.arguments.hidden)
+        tensors = (each for each in self.inputs if isinstance(each, torch.Tensor))
+        return all(place_of(each) != place for each in tensors)
 
 
 class _Here(threading.local):
@@ -75,19 +100,20 @@ class _Here(threading.local):
 class ExpertsSchedule:
     """Runs the calls of tiled experts of all micro-batches together. See `Runner`.
 
-    `stop` suspends the running micro-batch until `serve` has run its call. `inputs` is this rank's
-    own: ranks that compute a layer together have other outputs and gradients of experts.
+    `stop` suspends the running micro-batch until `serve` has run its call.
     """
 
     def __init__(
-        self, uses: UnitUses, inputs: InputStore, stop: Callable[[ExpertsCall], None]
+        self, uses: UnitUses, stores: ExpertStores, stop: Callable[[ExpertsCall], None]
     ) -> None:
         self._uses = uses
-        self._inputs = inputs
+        self._inputs = stores.results
+        self._waiting = stores.waiting
         self._stop = stop
         self._here = _Here()
         self._alone = RunnerOfOne()  # Outside of blocks.
         self._parked: dict[ExpertsCall, ParkedExperts] = {}  # While the block's backward runs.
+        self._away: set[ExpertsCall] = set()  # What they have per token waits on a tier.
 
     @contextmanager
     def installed(self, modules: Sequence[TiledExperts]) -> Iterator[None]:
@@ -99,11 +125,16 @@ class ExpertsSchedule:
         finally:
             for module in modules:
                 module.__dict__.pop("runner", None)
+            self._away.clear()
+            self._waiting.clear()
 
     @contextmanager
-    def within(self, parked: list[ParkedExperts], *, is_repeated: bool) -> Iterator[None]:
-        """Runs a block's forward, with its calls of experts in their order."""
-        outer, self._here.position = self._here.position, _Position(parked, is_repeated)
+    def within(
+        self, parked: list[ParkedExperts], inputs: Sequence[Any], *, is_repeated: bool = False
+    ) -> Iterator[None]:
+        """Runs a block's forward on `inputs`, with its calls of experts in their order."""
+        outer = self._here.position
+        self._here.position = _Position(parked, inputs, is_repeated)
         try:
             with ExitStack() as stack:
                 if not is_repeated:
@@ -119,8 +150,8 @@ class ExpertsSchedule:
         if position is None or (position.is_repeated and not call.is_graded):
             return self._alone.forward(call)
         if not position.is_repeated:
-            self._stop(call)
-            out = call.arguments.out
+            self._wait_for_tiles(call, position)
+            out = call.arguments.sum()
             if not call.is_graded:
                 return out
             position.parked.append(ParkedExperts(out))
@@ -133,9 +164,39 @@ class ExpertsSchedule:
         if parked.gradients is None:
             parked.call, parked.values = call, tuple(value.detach() for value in values)
             parked.needs = [value.requires_grad for value in (values[0], *values[2:])]
+            parked.can_wait = position.can_wait(call)
         if parked.out is None:
             parked.out = self._inputs.restore(parked.saved)
         return parked.out.clone()
+
+    def _wait_for_tiles(self, call: ExpertsCall, position: _Position) -> None:
+        """Stops until the call is served. What it has per token waits on a tier."""
+        if position.can_wait(call):
+            self._put_away(call)
+        self._stop(call)
+        self._bring_back(call)
+
+    def _put_away(self, call: ExpertsCall) -> None:
+        self._away.add(call)
+        for tensor in call.arguments.per_token():
+            self._waiting.put_away(tensor)
+
+    def _bring_back(self, call: ExpertsCall) -> None:
+        for tensor in call.arguments.per_token():
+            self._waiting.bring_back(tensor)
+        self._away.discard(call)
+
+    def _present(self, calls: Sequence[ExpertsCall]) -> Iterator[ExpertsCall]:
+        """Yields calls one after the other. Those that wait on a tier are there for that time."""
+        for call, following in zip_longest(calls, calls[1:]):
+            is_waiting = call in self._away
+            self._bring_back(call)
+            if following in self._away:
+                for tensor in following.arguments.per_token():
+                    self._waiting.fetch(tensor)
+            yield call
+            if is_waiting:
+                self._put_away(call)
 
     def keep(self, calls: Sequence[ParkedExperts]) -> None:
         """Saves the outputs of a block whose forward will be repeated."""
@@ -163,7 +224,7 @@ class ExpertsSchedule:
     def serve(self, calls: Sequence[ExpertsCall]) -> None:
         """Runs calls of the same module whose micro-batches are stopped."""
         if calls:
-            go_forward(calls)
+            go_forward(calls, self._present)
 
     def probe(
         self,
@@ -181,9 +242,15 @@ class ExpertsSchedule:
             )  # fmt: skip
 
     def forget_graphs(self, calls: Sequence[ParkedExperts]) -> None:
-        """The graph of the last repeated forward is not needed any more."""
+        """The graph of the last repeated forward is not needed any more. What the call of experts
+        that comes next has per token waits on a tier."""
         for parked in calls:
             parked.edge = None
+        parked = _last_waiting(calls)
+        if parked.can_wait and parked.gradient is not None:
+            parked.is_away = True
+            for tensor in (parked.values[0], parked.gradient):
+                self._waiting.put_away(tensor)
 
     def forget_outputs(self, calls: Sequence[ParkedExperts]) -> None:
         """The forward of this block is not repeated again."""
@@ -222,18 +289,23 @@ class ExpertsSchedule:
                     stack.enter_context(call.given(*parked.values))
                     call.begin_backward(parked.gradient, parked.needs)
                     running.append(call)
+                    if parked.is_away:
+                        self._away.add(call)
             if running:
                 is_for_leaves = any(call.has_leaves for call in running)
-                go_backward(running, is_for_leaves=is_for_leaves, hold=self._hold)
+                go_backward(
+                    running, is_for_leaves=is_for_leaves, hold=self._hold, present=self._present
+                )
             for parked in together:
                 if parked.gradient is not None:
                     assert parked.call is not None
+                    self._bring_back(parked.call)
                     for _ in range(parked.num_uses):
                         parked.gradients = [
                             None if each is None else self._inputs.save(each)
-                            for each in parked.call.arguments.gradients
+                            for each in parked.call.arguments.gradients()
                         ]
-                parked.gradient, parked.values = None, ()
+                parked.gradient, parked.values, parked.is_away = None, (), False
 
     @contextmanager
     def _hold(self, tile: Any) -> Iterator[None]:
