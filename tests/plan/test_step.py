@@ -144,6 +144,32 @@ def test_the_order_of_micro_batches_that_go_block_by_block() -> None:
     assert sum(m.forwards for m in found if m.is_backward) == pytest.approx(3 * len(uses))
 
 
+@pytest.mark.parametrize(
+    ("keeps_experts", "expected"),
+    [
+        # One tile of a linear layer, then two tiles of experts.
+        (True, "1 2* 3* 4* 1< 4*< 3*< 2* 2*< 1< 2* 2*<"),
+        (False, "1 2* 3* 4* 1< 3* 4* 4*< 3*< 2* 2*< 1< 2* 2*<"),
+    ],
+)
+def test_the_order_of_tiles_of_experts_which_serve_all_micro_batches(
+    keeps_experts: bool, expected: str
+) -> None:
+    uses = [Use((unit,), 1.0, block=0, is_experts=unit > 2) for unit in range(1, 5)]
+    found = moves(
+        uses, num_fibers=3, tile_micro_batches=2, backward_ratio=3.0, keeps_experts=keeps_experts
+    )
+    said = [
+        str(uses[move.use].units[0]) + "*" * bool(move.held) + "<" * move.has_gradients
+        for move in found
+    ]
+    assert " ".join(said) == expected
+    assert sum(m.forwards for m in found if not m.is_backward) == pytest.approx(4)
+    # Without kept outputs the forward of experts is repeated twice.
+    expected_flops = 12 if keeps_experts else 14
+    assert sum(m.forwards for m in found if m.is_backward) == pytest.approx(expected_flops)
+
+
 def test_a_tied_unit_has_one_gradient_and_one_update() -> None:
     tied = job(2, uses=(Use((0,), 1e9), Use((1,), 1e9), Use((0,), 1e9)))
     moved = predict(replace(tied, weights_cache_nbytes=10 * GB), RATES).moved_nbytes
