@@ -42,6 +42,7 @@ class StoredPart:
 
     @property
     def nbytes(self) -> int:
+        """The bytes of the tensor, without padding."""
         return math.prod(self.shape) * ITEM_NBYTES[self.dtype]
 
 
@@ -61,7 +62,8 @@ class Encoding:
 class Codec(Protocol):
     """Decodes and encodes the weights of one format. Frozen and hashable; holds no tensor."""
 
-    def __hash__(self) -> int: ...
+    def __hash__(self) -> int:  # Each codec is a frozen dataclass, which has its own.
+        return object.__hash__(self)
 
     @property
     def format(self) -> str:

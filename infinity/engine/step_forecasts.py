@@ -22,6 +22,8 @@ class StepForecasts:
             self._params[param.unit.index].append(param)
 
     def __call__(self, unit: Unit) -> StepRecord | None:
+        """Returns the record of the unit's parameters that have a gradient; None without one, or
+        if a parameter has no optimizer."""
         settings: dict[TensorSpec, Settings] = {}
         for param in self._params[unit.index]:
             if not self._gradients.has(param.spec):

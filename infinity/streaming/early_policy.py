@@ -54,6 +54,7 @@ class EarlyPolicy:
 
     @property
     def is_on(self) -> bool:
+        """Whether this step is expected to be like the last."""
         return bool(self._order) and self._num_quiet_steps >= self._num_wanted_steps
 
     def plan(self) -> list[int]:

@@ -391,6 +391,7 @@ class GradientStore:
     # -- Looking -----------------------------------------------------------------------------------
 
     def has(self, spec: TensorSpec) -> bool:
+        """Whether the tensor has a gradient."""
         return self._tensors[spec].is_present
 
     def is_complete(self, unit: Unit) -> bool:

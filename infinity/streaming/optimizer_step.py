@@ -21,6 +21,8 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 
+from typing_extensions import override
+
 from infinity.errors import InfinityError
 from infinity.observe import Counters
 from infinity.state.store import LocalStore, StateStore
@@ -32,15 +34,15 @@ from infinity.streaming.staging_ring import StagingRing
 from infinity.streaming.step_record import (
     StepForecast,
     StepRecord,
+    StepRunner,
     UpdatedWeights,
     UpdateSettings,
-    no_forecast,
 )
 from infinity.streaming.unit_update import ChunkUpdates, UnitUpdate, updates_of
 from infinity.tiers.pool import HostPool
 
 
-class Updater:
+class Updater(StepRunner):
     """Applies step records to units. Called under the engine's lock."""
 
     def __init__(
@@ -80,6 +82,7 @@ class Updater:
 
     # -- Pending updates -------------------------------------------------------------------------
 
+    @override
     def defer(self, record: StepRecord) -> None:
         """Makes every unit with a parameter in the record pending, but for those that were updated
         in the backward; nothing is moved yet."""
@@ -110,6 +113,7 @@ class Updater:
                 self._make_pending(update)
         return {update.unit.index for update in kept}
 
+    @override
     def apply(self, record: StepRecord) -> None:
         """Updates every unit in the record now. After a failure either nothing was changed and
         nothing is pending, or the parameters are torn."""
@@ -130,9 +134,12 @@ class Updater:
         self._pending.clear()
         self._ring.drop_reads()
 
+    @override
     def is_pending(self, unit: int) -> bool:
+        """Whether the unit waits for its update."""
         return unit in self._pending
 
+    @override
     def bring_up_to_date(self, unit: int, *, is_needed: bool = False) -> None:
         """Applies the unit's pending update, if it has one. Nobody may hold the unit. An early
         update, which no step has decided, is taken back.
@@ -149,12 +156,14 @@ class Updater:
         self._refuse_torn()
         self._apply(update, is_needed)
 
+    @override
     def apply_pending(self, but: frozenset[int] | set[int] = frozenset()) -> None:
         """Applies everything pending, but for some units."""
         for unit in self._in_order():
             if unit not in but:
                 self.bring_up_to_date(unit)
 
+    @override
     def settle(self) -> None:
         """Applies everything pending and waits until every moment and master is where it rests.
         Nothing is updated or read early any more before the next step."""
@@ -164,10 +173,12 @@ class Updater:
         self._ring.drop_reads()
         self.finish_writes()
 
+    @override
     def finish_writes(self) -> None:
         """Waits until what was updated so far is where it rests."""
         self._ring.finish_writes()
 
+    @override
     def abandon(self) -> None:
         """Forgets what is pending and waits for what is in flight; the engine is closing."""
         self._withdraw()
@@ -226,26 +237,24 @@ class Updater:
 
     # -- In the backward ---------------------------------------------------------------------------
 
-    @property
-    def forecast(self) -> StepForecast:
-        """Tells which step is expected of a unit. Set by the engine."""
-        return no_forecast if self._early is None else self._early.forecast
-
-    @forecast.setter
-    def forecast(self, forecast: StepForecast) -> None:
+    @override
+    def set_forecast(self, forecast: StepForecast) -> None:
         if self._early is not None:
             self._early.forecast = forecast
 
+    @override
     def note_gradient(self, unit: int) -> None:
         """A gradient of a parameter of the unit has been added to its sum."""
         if self._early is not None:
             self._early.note_gradient(unit)
 
+    @override
     def note_left(self, unit: int) -> None:
         """A backward has left the unit; its gradients are complete, if no other backward comes."""
         if self._early is not None:
             self._early.note_left(unit)
 
+    @override
     def advance(self) -> None:
         """Updates what can be updated early, and reads chunks that will be needed next into the
         staging slots that are free. Never waits."""
@@ -256,6 +265,7 @@ class Updater:
         if self._early is not None:
             self._early.advance()
 
+    @override
     def withdraw(self, unit: int) -> None:
         """Somebody else is about to change the unit's state: an early update of it is taken back,
         and what was read ahead of it is dropped. Waits for writes of updated state."""
@@ -266,10 +276,12 @@ class Updater:
 
     # -- Memory ------------------------------------------------------------------------------------
 
+    @override
     def reclaim_idle(self) -> bool:
         """Gives the ring's block back when nothing is pending. False if there is none to give."""
         return not self._pending and self.reclaim()
 
+    @override
     def reclaim(self) -> bool:
         """Gives memory back unless an update is running: the ring's block, with what was read
         ahead, or weights of an early update that is under way."""

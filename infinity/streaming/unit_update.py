@@ -28,6 +28,7 @@ class UnitUpdate:
 
     @property
     def is_done(self) -> bool:
+        """Whether every chunk is updated."""
         return self.num_done == len(self.chunks)
 
     @property

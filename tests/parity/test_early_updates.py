@@ -323,7 +323,7 @@ def test_smallest_share_and_largest_share_have_the_same_bits(swap_directory: Pat
     def at(share: float) -> list[torch.Tensor]:
         model = infinity.offload(make(), config_of(swap_directory))
         optimizer = infinity.AdamW(model, lr=1e-2)
-        policy = infinity.engine_of(model).updater._early.policy  # noqa: SLF001
+        policy = infinity.engine_of(model).updater._early.policy
         run = Run(model, optimizer, is_plain=False)
         losses = []
         for number in range(5):
