@@ -6,7 +6,9 @@ The model is small, its state rests on NVMe, and a look at `early_updates_kept` 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,8 @@ import torch
 from torch import nn
 
 import infinity
+from infinity.errors import StorageError
+from infinity.streaming.early_updates import EarlyUpdates
 
 WIDTH, VOCABULARY, BLOCKS = 64, 50, 6
 
@@ -106,11 +110,39 @@ def config_of(directory: Path, **changes: Any) -> dict[str, Any]:
     config: dict[str, Any] = {
         "tiers": {"host": {"capacity": "16MiB"}, "nvme": [{"path": str(directory)}]},
         "placement": placement | {"gradients": changes.pop("gradients", "host")},
-        "schedule": {"updates": "both_passes"},
+        "schedule": {"updates": "both_passes", "update_chunk": "64KiB"},
     }
     for section, keys in changes.items():
         config[section] = config.get(section, {}) | keys
     return config
+
+
+@contextmanager
+def idle_drives() -> Iterator[None]:
+    """Every transfer is over when an early update looks at it. Early updates never wait, so on a
+    busy machine none may come about."""
+    real = EarlyUpdates.advance
+
+    def advance(early: EarlyUpdates) -> None:
+        for _ in range(12):
+            ring = early._ring
+            slots = [*ring._slots, *(each.slot for each in ring._started.values() if each.slot)]
+            waited = [transfer for slot in slots for transfer in slot.transfers]
+            waited += [each.writing for each in early._weight_cache.weights if each.writing]
+            for transfer in waited:
+                with contextlib.suppress(StorageError):
+                    transfer.wait()
+            real(early)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(EarlyUpdates, "advance", advance)
+        yield
+
+
+@pytest.fixture(autouse=True)
+def drives() -> Iterator[None]:
+    with idle_drives():
+        yield
 
 
 Body = Callable[[Run], list[torch.Tensor]]

@@ -1,0 +1,173 @@
+"""Updates in the backward while drives fail and processes die: nothing is lost, nothing is wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import infinity
+from infinity.errors import InfinityError, StorageError
+from tests.parity.test_early_updates import (
+    Run,
+    config_of,
+    drives,  # noqa: F401  (a fixture of every test)
+    loss_of,
+    make,
+    plain_run,
+    steps,
+)
+from tests.support.forked import run_script
+
+from .harness import EIO, ENOSPC, assert_nothing_leaked, settle, trapped
+
+EXPECTED_STEPS = 7
+BEFORE = 4  # Steps after which early updates are the rule.
+
+
+def reference() -> list[torch.Tensor]:
+    return plain_run(lambda run: steps(run, EXPECTED_STEPS))[EXPECTED_STEPS:]
+
+
+def ladder() -> list[int]:
+    return [*range(1, 8), *range(8, 120, 9)]
+
+
+def run_of(model: nn.Module) -> Run:
+    return Run(model, infinity.AdamW(model, lr=1e-2), is_plain=False)
+
+
+def go_on(run: Run) -> bool:
+    """The steps that are left; the first one again if a read failed in it. Returns whether none
+    did."""
+    is_whole, first = True, BEFORE
+    while first < EXPECTED_STEPS:
+        try:
+            steps(run, 1, start=first)
+        except StorageError as error:
+            assert error.errno == EIO
+            is_whole = False
+            run.optimizer.zero_grad()
+        first = run.optimizer.step_of(next(iter(run.optimizer._params.values())))
+    return is_whole
+
+
+def test_each_read_that_fails_around_early_updates_is_told_or_made_again(
+    swap_directory: Path,
+) -> None:
+    expected, failures, swallowed = reference(), 0, 0
+    for rung in ladder():
+        model = make()
+        with trapped(model, config_of(swap_directory)) as (engine, trap):
+            run = run_of(model)
+            steps(run, BEFORE)
+            engine.flush()
+            trap.set("read", rung, EIO)
+            try:
+                is_told = not go_on(run)
+                actual = run.values()
+            except InfinityError as torn:  # Between two chunks, after the step had decided.
+                assert "halfway" in str(torn) and torn.__cause__ is not None
+                failures += 1
+                continue
+            if trap.error is None:
+                break
+            failures += 1
+            swallowed += not is_told
+            assert_nothing_leaked(engine)
+            for plain, ours in zip(expected, actual.values(), strict=True):
+                assert torch.equal(plain, ours)
+    assert failures > 6 and swallowed, "reads of early updates failed, too"
+
+
+@pytest.mark.parametrize("code", [EIO, ENOSPC])
+def test_no_write_that_fails_around_early_updates_is_forgotten(
+    swap_directory: Path, code: int
+) -> None:
+    failures = 0
+    for rung in ladder():
+        model = make()
+        with trapped(model, config_of(swap_directory)) as (engine, trap):
+            run = run_of(model)
+            steps(run, BEFORE)
+            engine.flush()
+            trap.set("write", rung, code)
+            with pytest.raises(InfinityError) as caught:
+                steps(run, 1, start=BEFORE)
+                engine.flush()
+                steps(run, 1, start=BEFORE + 1)
+                engine.flush()
+                assert trap.error is None, "a failed write was forgotten"
+                raise StorageError(0, operation="none", path="", offset_nbytes=0, nbytes=0)
+            if trap.error is None:
+                break
+            failures += 1
+            cause = caught.value if isinstance(caught.value, StorageError) else None
+            cause = cause or caught.value.__cause__
+            assert isinstance(cause, StorageError) and cause.errno == code
+            del caught
+            settle(engine)
+    assert failures > 10
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+import infinity
+from infinity.streaming import unit_update
+from tests.parity.test_early_updates import Run, config_of, idle_drives, make, steps
+
+directory, die_at, num_steps = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+section = {"directory": str(directory / "c"), "durability": "step", "keep": 1}
+config = config_of(directory / "swap", checkpoint=section)
+model = infinity.offload(make(), config)
+run = Run(model, infinity.AdamW(model, lr=1e-2), is_plain=False)
+first = 0
+newest = sorted((directory / "swap" / "commits").glob("step-*")) if die_at == 0 else []
+if newest:
+    first = infinity.checkpoint.load(newest[-1], model, run.optimizer).step
+real, updated = unit_update.ChunkUpdates.try_next, 0
+
+def mortal(self, update, sums):
+    global updated
+    is_updated = real(self, update, sums)
+    updated += is_updated
+    if die_at and updated == die_at:
+        print("early", updated, flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+    return is_updated
+
+unit_update.ChunkUpdates.try_next = mortal
+idle = idle_drives()
+idle.__enter__()
+for step in range(first, num_steps):
+    steps(run, 1, start=step)
+    infinity.checkpoint.commit(model, run.optimizer, step=step + 1)
+print("first", first)
+for name, value in run.values().items():
+    print(name, value.double().sum().item().hex(), value.double().square().sum().item().hex())
+"""
+
+
+@pytest.mark.parametrize("die_at", [1, 7, 12])
+def test_a_run_that_is_killed_in_an_early_update_goes_on_from_the_last_commit(
+    tmp_path: Path, die_at: int
+) -> None:
+    killed = run_script(KILLED, tmp_path, die_at, EXPECTED_STEPS)
+    assert killed.returncode < 0 and killed.stdout == f"early {die_at}\n", killed.stderr
+    resumed = run_script(KILLED, tmp_path, 0, EXPECTED_STEPS)
+    assert resumed.returncode == 0, resumed.stderr
+    first, *lines = resumed.stdout.splitlines()
+    assert int(first.split()[1]) >= 1, "it went on from a commit"
+    model = make()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    for step in range(EXPECTED_STEPS):
+        loss_of(model, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert lines == [
+        f"{name} {value.double().sum().item().hex()} {value.double().square().sum().item().hex()}"
+        for name, value in model.state_dict().items()
+    ]
