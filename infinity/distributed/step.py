@@ -26,7 +26,6 @@ from infinity.streaming.masters import Masters, MasterWeights
 from infinity.streaming.optimizer_step import Updater
 from infinity.streaming.parameters import WeightCache
 from infinity.streaming.step_record import (
-    StepForecast,
     StepRecord,
     StepRunner,
     UpdatedWeights,
@@ -137,16 +136,16 @@ class DistributedUpdater(StepRunner):
         """Does nothing: no update is pending."""
 
     @override
-    def set_forecast(self, forecast: StepForecast) -> None:
+    def note_gradient(self, unit: int) -> None:
         """Does nothing: no unit is updated before the step."""
 
     @override
-    def note_gradient(self, unit: int) -> None:
-        """Does nothing."""
+    def note_left(self, unit: int) -> bool:
+        return False
 
     @override
-    def note_left(self, unit: int) -> None:
-        """Does nothing."""
+    def begin_early(self, unit: int, record: StepRecord) -> None:
+        raise AssertionError("no unit is updated before the step")
 
     @override
     def advance(self) -> None:

@@ -135,6 +135,7 @@ class Engine:
             self._tracer, self._param_table, self._changes, self._lock,
         )  # fmt: skip
         self._uses.watched_units = units_written_by_data(self.hooked_modules)
+        self._uses.forecast = StepForecasts(self.params, self.gradients)
         self._backwards = BackwardCalls(self._uses)
         self._grads = ParamGrads(
             self.gradients, self.updater, self.weight_cache, self._tracer, self._param_table,
@@ -165,7 +166,6 @@ class Engine:
         for param in self.params:
             param.handle.owner = self.handle_ops
             registry.mark(param, self)
-        self.updater.set_forecast(StepForecasts(self.params, self.gradients))
 
     # -- Attaching to the model ------------------------------------------------------------------
 

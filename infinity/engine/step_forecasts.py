@@ -13,7 +13,7 @@ from infinity.streaming.step_record import StepRecord
 
 
 class StepForecasts:
-    """A `StepForecast`: the settings of the next step, if it comes now and clips nothing."""
+    """Tells the settings of the next step of a unit, if it comes now and clips nothing."""
 
     def __init__(self, params: Sequence[OffloadedParam], gradients: GradientSink) -> None:
         self._gradients = gradients

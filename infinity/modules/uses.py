@@ -26,10 +26,14 @@ from infinity.storage.protocol import Priority
 from infinity.streaming.gradient_sink import GradientSink
 from infinity.streaming.parameters import WeightCache
 from infinity.streaming.passes import OUTSIDE_BACKWARD, Passes, current_backward
-from infinity.streaming.step_record import StepRunner
+from infinity.streaming.step_record import StepRecord, StepRunner
 
 
 def _ignore(hooked: HookedModule) -> None:
+    return None
+
+
+def _unknown(_: Unit) -> StepRecord | None:
     return None
 
 
@@ -66,6 +70,8 @@ class UnitUses:
         self._process = OwnProcess()
         self._left: set[int] = set()  # By the backward that is running.
         self.is_closed = False
+        # Tells the step that is expected of a unit. Of the engine, which knows the optimizer.
+        self.forecast: Callable[[Unit], StepRecord | None] = _unknown
         self.watched_units: frozenset[int] = frozenset()  # Modules may write them through `.data`.
         self.on_tile: Turns | None = None  # Of `accumulate`, while it runs.
         self.is_parameter_memory = param_table.is_parameter_memory
@@ -208,7 +214,10 @@ class UnitUses:
     def _write_out(self, unit: int) -> None:
         """The gradients of a unit are complete, as far as this backward goes."""
         self._gradients.write_out(self._units[unit])
-        self._updater.note_left(unit)
+        if self._updater.note_left(unit):
+            record = self.forecast(self._units[unit])
+            if record is not None:
+                self._updater.begin_early(unit, record)
 
     def backward_started(self) -> None:
         """A backward has reached the first hooked module."""

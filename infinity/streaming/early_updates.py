@@ -36,7 +36,7 @@ from infinity.streaming.early_policy import EarlyPolicy
 from infinity.streaming.gradients import GradientStore
 from infinity.streaming.parameters import WeightCache
 from infinity.streaming.staging_ring import StagingRing
-from infinity.streaming.step_record import StepForecast, StepRecord, no_forecast
+from infinity.streaming.step_record import StepRecord
 from infinity.streaming.unit_update import ChunkUpdates, UnitUpdate, chunks_of, updates_of
 
 _WAITS = ("read_wait_s", "write_wait_s")
@@ -82,7 +82,6 @@ class EarlyUpdates:
         self._chunks = chunks
         self._counters = counters
         self._chunk_nbytes = chunk_nbytes
-        self.forecast: StepForecast = no_forecast  # Of the engine, once there is an optimizer.
         self.policy = EarlyPolicy(
             {unit.index: _state_nbytes(unit) for unit in store.units if self._can_go_back(unit)}
         )
@@ -128,15 +127,17 @@ class EarlyUpdates:
     def _plan(self, unit: Unit) -> _Early:
         return _Early(unit, chunks_of(unit, tuple(unit.trainable()), self._chunk_nbytes))
 
-    def note_left(self, unit: int) -> None:
-        """A backward has left the unit, and its gradients are on their way to where they rest."""
+    def note_left(self, unit: int) -> bool:
+        """A backward has left the unit, and its gradients are on their way to where they rest.
+        Returns whether `begin` is to follow."""
         is_complete = self.policy.note_left(unit)
         early = self._planned.get(unit)
-        if not is_complete or early is None or early.update is not None:
-            return
-        record = self.forecast(early.unit)
-        if record is not None:
-            early.update = updates_of(early.unit, record, self._chunk_nbytes)
+        return is_complete and early is not None and early.update is None
+
+    def begin(self, unit: int, record: StepRecord) -> None:
+        """The gradients of a planned unit are complete, and this step is expected of it."""
+        early = self._planned[unit]
+        early.update = updates_of(early.unit, record, self._chunk_nbytes)
         if early.update is None:
             return
         early.stamps = {spec: self._gradients.stamp(spec) for spec in early.unit.trainable()}

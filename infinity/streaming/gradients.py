@@ -1,12 +1,10 @@
 """Gradients out of autograd and onto their tier, summed in fp32 over the backward passes of a step.
 
 A gradient leaves PyTorch in the hook that fires when it is complete for this backward. The first of
-a step is copied to its place, later ones are added in the order they come, exactly as autograd adds
-to `.grad`. A parameter that got no gradient stays absent: `.grad` is None, and no update touches
-it.
-
-Where gradients rest on NVMe a unit's are summed in a host block that is written out when the unit's
-backward is over, and read back only if another backward adds to it.
+a step is copied to its place, later ones are added in the order they come, as autograd adds to
+`.grad`. A parameter without a gradient stays absent: `.grad` is None, and no update touches it.
+A unit's gradients that rest on NVMe are summed in a host block, which is written out when the
+unit's backward is over, and read back only if another backward adds to it.
 
 Note [Out of the device]
   A gradient leaves a device with memory of its own in its own dtype, into the tail of its place on
@@ -395,19 +393,15 @@ class GradientStore:
         return self._tensors[spec].is_present
 
     def is_complete(self, unit: Unit) -> bool:
-        """Whether every gradient that was added to the unit is in its sum on this host, or on
-        NVMe."""
-        if isinstance(self._store.location(unit, StateKind.GRADIENTS), DeviceLocation):
-            return False
-        return (
-            not self._sums[unit.index].device_sums
-            and all(leaving.unit is not unit for leaving in self._leaving)
-            and all(self._tensors[spec].scale is None for spec in unit.trainable())
-        )
+        """Whether every gradient that was added is in its sum on this host, or on NVMe."""
+        location = self._store.location(unit, StateKind.GRADIENTS)
+        is_out = not isinstance(location, DeviceLocation) and not self._sums[unit.index].device_sums
+        is_there = is_out and all(leaving.unit is not unit for leaving in self._leaving)
+        return is_there and all(self._tensors[spec].scale is None for spec in unit.trainable())
 
     def sums_in_memory(self, unit: Unit) -> torch.Tensor | None:
-        """The block of complete gradients that rest on NVMe: fp32 (state_numel,), valid until
-        anything else is asked of this store. None where they rest elsewhere or have left memory."""
+        """The host block of gradients that rest on NVMe: fp32 (state_numel,), valid until anything
+        else is asked of this store. None without such a block."""
         return self._sums[unit.index].array
 
     def norm(self, unit: Unit, spec: TensorSpec) -> torch.Tensor:

@@ -32,7 +32,6 @@ from infinity.streaming.gradients import GradientStore
 from infinity.streaming.parameters import WeightCache
 from infinity.streaming.staging_ring import StagingRing
 from infinity.streaming.step_record import (
-    StepForecast,
     StepRecord,
     StepRunner,
     UpdatedWeights,
@@ -238,21 +237,19 @@ class Updater(StepRunner):
     # -- In the backward ---------------------------------------------------------------------------
 
     @override
-    def set_forecast(self, forecast: StepForecast) -> None:
-        if self._early is not None:
-            self._early.forecast = forecast
-
-    @override
     def note_gradient(self, unit: int) -> None:
         """A gradient of a parameter of the unit has been added to its sum."""
         if self._early is not None:
             self._early.note_gradient(unit)
 
     @override
-    def note_left(self, unit: int) -> None:
-        """A backward has left the unit; its gradients are complete, if no other backward comes."""
-        if self._early is not None:
-            self._early.note_left(unit)
+    def note_left(self, unit: int) -> bool:
+        return self._early is not None and self._early.note_left(unit)
+
+    @override
+    def begin_early(self, unit: int, record: StepRecord) -> None:
+        assert self._early is not None, "`note_left` has asked for it"
+        self._early.begin(unit, record)
 
     @override
     def advance(self) -> None:

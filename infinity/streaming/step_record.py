@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from infinity.ops.optimizers import Settings
-from infinity.state.units import TensorSpec, Unit
+from infinity.state.units import TensorSpec
 from infinity.tiers.device import DeviceAdapter
 
 
@@ -19,15 +19,6 @@ class StepRecord:
 
     settings: Mapping[TensorSpec, Settings]  # Only parameters that have a gradient.
     clip_factor: torch.Tensor | None  # fp32 scalar that gradients are multiplied by.
-
-
-# The step that is expected of a unit's parameters as they are; None where none can be told.
-StepForecast = Callable[[Unit], StepRecord | None]
-
-
-def no_forecast(_: Unit) -> StepRecord | None:
-    """A forecast where there is no optimizer yet."""
-    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,15 +87,15 @@ class StepRunner(Protocol):
         is_needed: the weights are used at once, and written after that use
         """
 
-    def set_forecast(self, forecast: StepForecast) -> None:
-        """Sets what tells the step that is expected of a unit."""
-
     def note_gradient(self, unit: int) -> None:
         """Tells that a gradient of a parameter of the unit has been added to its sum."""
 
-    def note_left(self, unit: int) -> None:
+    def note_left(self, unit: int) -> bool:
         """Tells that a backward has left the unit. Its gradients are complete if no other backward
-        comes."""
+        comes. Returns whether `begin_early` is to follow, with the step that is expected."""
+
+    def begin_early(self, unit: int, record: StepRecord) -> None:
+        """Makes `advance` update the unit before the step has decided, by the expected record."""
 
     def advance(self) -> None:
         """Updates what can be updated before the step has decided, and starts reads of the chunks

@@ -39,6 +39,13 @@ def run_of(model: nn.Module) -> Run:
     return Run(model, infinity.AdamW(model, lr=1e-2), is_plain=False)
 
 
+def values_of(run: Run) -> dict[str, torch.Tensor]:
+    try:
+        return run.values()
+    except StorageError:  # One read fails; a look at the values may have asked for it.
+        return run.values()
+
+
 def go_on(run: Run) -> bool:
     """The steps that are left; the first one again if a read failed in it. Returns whether none
     did."""
@@ -67,7 +74,7 @@ def test_each_read_that_fails_around_early_updates_is_told_or_made_again(
             trap.set("read", rung, EIO)
             try:
                 is_told = not go_on(run)
-                actual = run.values()
+                actual = values_of(run)
             except InfinityError as torn:  # Between two chunks, after the step had decided.
                 assert "halfway" in str(torn) and torn.__cause__ is not None
                 failures += 1
