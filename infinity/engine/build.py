@@ -64,6 +64,7 @@ from infinity.streaming.optimizer_step import Updater
 from infinity.streaming.parameters import WeightCache
 from infinity.streaming.passes import Passes
 from infinity.streaming.step_record import StepRunner, UpdateSettings
+from infinity.streaming.waiting import WaitingMemory
 from infinity.streaming.weight_provider import TierWeights, WeightProvider
 from infinity.tiers.device import DeviceAdapter
 from infinity.tiers.pool import HostPool
@@ -165,6 +166,7 @@ def _engine(
         updater=parts.step.updater,
         masters=parts.step.masters,
         activations=parts.activations,
+        waiting=parts.waiting,
         passes=parts.passes,
         counters=parts.counters,
         ranks=parts.step.ranks,
@@ -193,6 +195,7 @@ class _Assembly:
     weight_cache: WeightCache
     step: _StepParts
     activations: ActivationStore
+    waiting: WaitingMemory
     passes: Passes
     counters: Counters
     update_device: UpdateDevice
@@ -257,14 +260,15 @@ def _assemble(
         on_device=device if update_device.is_on_device else None,
     )
     step = _step_parts(config, budgets, tiers, local, sharded, pool, weight_cache, updates, passes)
-    activations = ActivationStore(
-        config.placement.activations, pool=pool, device=device, volume=tiers.volume,
-        counters=counters,
-    )  # fmt: skip
-    _add_reclaimers(config, pool, weight_cache, step, activations)
-    return _Assembly(
-        store, pool, device, weight_cache, step, activations, passes, counters, update_device
+    activations, waiting = (
+        ActivationStore(order, pool=pool, device=device, volume=tiers.volume, counters=counters)
+        for order in (config.placement.activations, config.placement.experts)
     )
+    _add_reclaimers(config, pool, weight_cache, step, (activations, waiting))
+    return _Assembly(
+        store, pool, device, weight_cache, step, activations, WaitingMemory(waiting), passes,
+        counters, update_device,
+    )  # fmt: skip
 
 
 def _share(
@@ -318,7 +322,7 @@ def _add_reclaimers(
     pool: HostPool,
     weight_cache: WeightCache,
     step: _StepParts,
-    activations: ActivationStore,
+    stores: Sequence[ActivationStore],
 ) -> None:
     """Tells the pool which parts give up blocks, in the order in which it asks them."""
     updater, gradients = step.updater, step.gradients
@@ -328,7 +332,7 @@ def _add_reclaimers(
     # optimizer's ring. Deferred updates need the ring in every forward. To allocate it again would
     # cost more weights than it holds, because they are not adjacent.
     pool.add_reclaimer(lambda _: gradients.reclaim())
-    pool.add_reclaimer(lambda _: activations.reclaim())
+    pool.add_reclaimer(lambda _: any(each.reclaim() for each in stores))
     pool.add_reclaimer(weight_cache.reclaim)
     pool.add_reclaimer(lambda _: updater.reclaim())
 

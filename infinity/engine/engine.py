@@ -63,6 +63,7 @@ from infinity.streaming.masters import MasterWeights
 from infinity.streaming.parameters import WeightCache
 from infinity.streaming.passes import Passes
 from infinity.streaming.step_record import StepRecord, StepRunner
+from infinity.streaming.waiting import WaitingMemory
 from infinity.tiers.device import DeviceAdapter
 from infinity.tiers.pool import HostPool
 
@@ -97,6 +98,7 @@ class Engine:
     updater: StepRunner
     masters: MasterWeights
     activations: ActivationStore
+    waiting: WaitingMemory
     passes: Passes
     counters: Counters
     ranks: Ranks
@@ -148,7 +150,8 @@ class Engine:
         self._model_passes = ModelPasses(
             self.model, list(zip(self.hooked_modules, self._module_hooks, strict=True)),
             self.params, self.passes, self._uses, self._backwards, self._grads, self.gradients,
-            self.weight_cache, self.activations, self._lock, device=self.device.torch_device,
+            self.weight_cache, self.activations, self.waiting, self._lock,
+            device=self.device.torch_device,
             tile_micro_batches=self.config.schedule.tile_micro_batches,
         )  # fmt: skip
         self._access = ParamAccess(

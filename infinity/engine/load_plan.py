@@ -15,7 +15,7 @@ from torch import nn
 from infinity.engine.adapters import copied_parameters, derived_parameters
 from infinity.modules.tiling.tiled_param import TiledParam
 from infinity.sizes import format_nbytes
-from infinity.state.stored import StoredTensor, stored_rows
+from infinity.state.stored import StoredTensor, stored_tiles
 from infinity.storage.shards import ShardIdentity
 
 _log = logging.getLogger("infinity")
@@ -86,10 +86,7 @@ class StoredParams:
             stored = found.pop(id(tiled.tensor), None)
             if stored is None:
                 continue
-            rows = list(zip(tiled.starts, tiled.starts[1:], strict=False))
-            parts = [stored_rows(stored, start, stop) for start, stop in rows]
-            if all(part is not None for part in parts):
-                for tile, part in zip(tiled.tiles, parts, strict=True):
-                    assert part is not None
-                    found[id(tile)] = part
+            parts = stored_tiles(stored, tiled.starts)
+            if parts is not None:
+                found.update(zip(map(id, tiled.tiles), parts, strict=True))
         return found

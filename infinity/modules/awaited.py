@@ -110,6 +110,14 @@ def is_to_come(parameter: torch.Tensor) -> bool:
     return parameter.is_meta
 
 
+def without_class(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns an Awaited as the tensor on meta that it is; any other tensor as it is."""
+    if not isinstance(tensor, Awaited):
+        return tensor
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.as_subclass(torch.Tensor)
+
+
 def _shapes_only(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     first = args[0] if args else next(iter(kwargs.values()))
     if func in _DECOMPOSITIONS or kwargs.get("out") is not None:

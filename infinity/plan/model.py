@@ -30,7 +30,7 @@ from infinity.state.units import OF_ADAM, Moments, TensorFacts, Unit, layout_uni
 class ModuleWork:
     """One forward of a hooked module: its units, the weights that multiply a token, and the width
     of attention scores and mixing (0 without attention, as outside blocks). `is_tile`: a tile of
-    the block before it, used while that block is in use.
+    the block before it, used while that block is in use; `is_experts`: one of experts.
 
     `expert_params` of the active parameters are those of routed experts, if that is known.
     `trained_params`: of an adapter over frozen weights, per token and beside the active parameters;
@@ -41,6 +41,7 @@ class ModuleWork:
     active_params: int
     attention_width: int = 0
     is_tile: bool = False
+    is_experts: bool = False
     expert_params: int = 0
     trained_params: int | None = None
     has_backward: bool = True

@@ -81,6 +81,7 @@ def make_job(
         reads_ahead=budgets.window_nbytes > 0,
         is_deferred=is_deferred,
         saved_on=saved_on,
+        keeps_experts=config.schedule.micro_batch is not None,
     )
 
 

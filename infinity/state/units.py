@@ -167,6 +167,8 @@ class Unit:
         if kind is StateKind.PARAMETERS:
             return self.weight_nbytes if self.stored is None else self.stored.nbytes
         numel = self.state_numel if numel is None else numel
+        if not numel:
+            return 0  # Of a frozen unit, as most of a large model are.
         if self.is_8bit(kind):
             return moments_8bit.kind_nbytes(numel)
         dtype = self.dtype(kind)

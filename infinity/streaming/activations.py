@@ -104,6 +104,12 @@ class ActivationStore:
         self._leaving: deque[tuple[Copy, Block]] = deque()  # Being copied to the device.
         self._departing: deque[Copy] = deque()  # Off the device, the last few.
 
+    @property
+    def keeps_all(self) -> bool:
+        """Whether every tensor stays on the device."""
+        first = self._tiers[0]
+        return first == "device" or (first == "host" and self._device.shares_host_memory)
+
     # -- In ----------------------------------------------------------------------------------------
 
     def save(self, tensor: torch.Tensor) -> SavedInput:

@@ -115,7 +115,7 @@ def test_fio_gets_huge_pages_where_the_arena_does(make_lab: Callable[..., Lab]) 
 
 
 @needs_fio
-def test_fio_that_fails_says_why() -> None:
+def test_fio_that_fails_is_an_error_with_its_output() -> None:
     broken = fio.Fio([SpaceShare("/proc/nothing/here", 0, MIB)], "read", SETTINGS)
     with pytest.raises(UnsupportedError, match="--no-fio"):
         broken.run()

@@ -41,7 +41,7 @@ def lora(seed: int = 0) -> Any:
 
 
 def swap(directory: Path, host: str = "12MiB", **schedule: Any) -> dict[str, Any]:
-    """All state on the drive, however much room the host has."""
+    """All state on the drive, however much host memory there is."""
     nvme = [{"path": str(directory / "swap"), "capacity": "64MiB"}]
     return {
         "placement": {kind: ["nvme"] for kind in KINDS},

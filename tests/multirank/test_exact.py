@@ -1,7 +1,7 @@
 """Training over ranks gives the bits of plain PyTorch: stages, placements, ways through the model.
 
 The reference adds up, in one process and in the order that is promised, what each rank would have
-given. `DistributedDataParallel` and `fully_shard` are held against it separately.
+sent. `DistributedDataParallel` and `fully_shard` are compared with it separately.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def _depends_on_count(case: Case) -> bool:
 def test_ranks_have_the_bits_of_a_sum_in_rank_order(count: int) -> None:
     """Three ranks, an odd number, run every case. Two and four ranks run each stage and each placement
     once, and the other cases without drives, which take most of the time; four ranks leave out
-    optimizers, which see one shard and no rank, and the division of budgets."""
+    optimizers, which see one shard and no rank, and the budgets of a node's ranks."""
     cases = {
         2: [GRID[0], GRID[4], GRID[8], *(case for case in OTHERS if not case.placement)],
         3: [*GRID, *OTHERS, *BETWEEN_DEVICES],
@@ -104,8 +104,8 @@ def test_ranks_have_the_bits_of_a_sum_in_rank_order(count: int) -> None:
 
 
 def test_ranks_that_see_one_batch_have_the_bits_of_one_rank() -> None:
-    """Halving and adding twice is exact. What shards are cut through: blocks of moments that share
-    a scale, and tiles."""
+    """Halving and adding twice is exact. The shards split blocks of moments with one scale, and
+    tiles."""
     cases = [
         Case(1, moments="8bit", compute="bfloat16", is_shared=True),
         Case(3, NVME, moments="8bit", compute="bfloat16", is_shared=True),

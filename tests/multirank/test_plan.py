@@ -127,8 +127,8 @@ RUNS = [
 
 
 def test_bytes_are_those_of_ranks() -> None:
-    """Got, given, and over the links of each rank. What is read of a drive depends on what is kept,
-    as with one rank; here there is room."""
+    """Received, sent, and over the links of each rank. What is read of a drive depends on what is
+    kept, as with one rank; here there is space."""
     counted = run_ranks(COUNT, _count, RUNS)
     for index, run in enumerate(RUNS):
         for rank in range(COUNT):

@@ -262,7 +262,7 @@ def test_a_module_has_the_names_that_it_exports() -> None:
     assert checked > 10
 
 
-def test_every_name_of_the_package_has_a_home() -> None:
+def test_every_name_of_the_package_is_bound_in_its_module() -> None:
     lazy = set(infinity.__all__) - {"checkpoint"}  # A package, imported as it is.
     assert infinity._MODULES.keys() == lazy
     for name, home in infinity._MODULES.items():

@@ -55,7 +55,7 @@ def test_a_stall_is_never_hidden(spans):
     assert moments(shown) == moments(stalls)
 
 
-def test_the_site_entered_last_is_the_one_that_computes():
+def test_the_hooked_module_entered_last_is_the_one_that_computes():
     """In a backward a block may be entered before the last node of the one behind it has run."""
     spans = [
         Span(Track.MODULES, "block 2", 0, 60),

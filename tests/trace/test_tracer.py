@@ -10,7 +10,7 @@ from infinity.observe import Counters, Track
 
 
 class Transfer:
-    """A transfer that is over when a test says so."""
+    """A transfer that ends on a test's command."""
 
     def __init__(self, *passages: tuple[int, int, int, int]) -> None:
         self.over = passages

@@ -14,7 +14,7 @@ from infinity.observe import Counters
 
 
 class Silent:
-    """Links to ranks that say nothing, and to which nothing can be told."""
+    """A transport to ranks that send nothing, and that receive nothing."""
 
     rank = 0
     is_broken = False

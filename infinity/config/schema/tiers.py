@@ -171,6 +171,12 @@ class Placement(Section):
         "Without a GPU, host and device are the same memory, and these inputs are outside the "
         "host budget.",
     )
+    experts: TierList = Field(
+        ("device",),
+        description="Hidden states and sums of micro-batches that wait while a tile of experts "
+        "runs for another one (`schedule.tile`). Every tile takes them to the device and back, so "
+        "a tier other than the device is for batches that it cannot hold.",
+    )
 
     @property
     def reads_in_place(self) -> bool:

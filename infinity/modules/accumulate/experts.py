@@ -17,7 +17,10 @@ Note [Memory]
   The first forward of such a block keeps no activations: what autograd saves is dropped, because
   the forward is repeated. Up to `tile_micro_batches` micro-batches keep the graph of the repeated
   forward from the probe to the backward. More micro-batches run that forward once more instead. All
-  micro-batches keep some tensors of the size of the hidden states while their block runs.
+  micro-batches keep some tensors of the size of the hidden states while their block runs. Those
+  that the tiles work on (hidden states and sum; in the backward of micro-batches without a graph
+  also gradients) wait on a tier (`placement.experts`): each is on the device while a tile runs for
+  its micro-batch. The routing stays: it is small, and says which tiles are needed.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -42,6 +46,7 @@ from infinity.modules.tiling.experts_call import (
 )
 from infinity.modules.uses import UnitUses
 from infinity.streaming.activations import InputStore
+from infinity.streaming.waiting import WaitingMemory, place_of
 
 
 @dataclass(eq=False, slots=True)
@@ -56,15 +61,27 @@ class SuspendedExperts:
     edge: GradientEdge | None = None
     needs: list[bool] = field(default_factory=list)
     gradient: torch.Tensor | None = None  # Of the output.
+    can_wait: bool = False  # See `_Position.can_wait`.
+    is_away: bool = False  # Since its probe: the values per token and the gradient.
     num_uses: int = 1  # How often `gradients` are read.
     # Of hidden states, routing weights and factors: what `InputStore.save` has returned.
     gradients: list[Any] | None = None
 
     @property
     def module(self) -> tuple[int, ...]:
-        """Identifies the module: fibers that stopped at the same tiles go on together."""
+        """What tells calls of one module from those of another: the ids of its tiles."""
         assert self.call is not None
         return tuple(map(id, self.call.tiles))
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertStores:
+    """Where tensors of experts are: outputs and gradients between the forward and the backward of a
+    block, and what waits while a tile runs for another micro-batch. Of this rank: ranks that
+    compute a layer together have other outputs and gradients of experts."""
+
+    results: InputStore
+    waiting: WaitingMemory
 
 
 @dataclass(eq=False, slots=True)
@@ -72,8 +89,16 @@ class _Position:
     """The block that runs in a thread, and how many of its calls of experts have begun."""
 
     suspended: list[SuspendedExperts]
+    inputs: Sequence[Any]  # Of the block.
     is_repeated: bool
     count: int = 0
+
+    def can_wait(self, call: ExpertsCall) -> bool:
+        """Whether the call's hidden states have memory of their own. Other micro-batches may use
+        that of the block's inputs."""
+        place = place_of(call.arguments.hidden)
+        tensors = (each for each in self.inputs if isinstance(each, torch.Tensor))
+        return all(place_of(each) != place for each in tensors)
 
 
 class _Here(threading.local):
@@ -83,21 +108,22 @@ class _Here(threading.local):
 class ExpertsSchedule(Runner):
     """Runs the calls of tiled experts of all micro-batches together. See `Runner`.
 
-    `stop` suspends the running micro-batch until `serve` has run its call. `inputs` is this rank's
-    own: ranks that compute a layer together have other outputs and gradients of experts.
+    `stop` suspends the running micro-batch until `serve` has run its call.
     """
 
     def __init__(
-        self, uses: UnitUses, inputs: InputStore, stop: Callable[[ExpertsCall], None]
+        self, uses: UnitUses, stores: ExpertStores, stop: Callable[[ExpertsCall], None]
     ) -> None:
         self._uses = uses
-        self._inputs = inputs
+        self._inputs = stores.results
+        self._waiting = stores.waiting
         self._stop = stop
         self._here = _Here()
         self._alone = RunnerOfOne()  # Outside of blocks.
         self._suspended: dict[
             ExpertsCall, SuspendedExperts
         ] = {}  # While the block's backward runs.
+        self._away: set[ExpertsCall] = set()  # What they have per token waits on a tier.
 
     @contextmanager
     def installed(self, modules: Sequence[TiledExperts]) -> Iterator[None]:
@@ -109,11 +135,16 @@ class ExpertsSchedule(Runner):
         finally:
             for module in modules:
                 module.__dict__.pop("runner", None)
+            self._away.clear()
+            self._waiting.clear()
 
     @contextmanager
-    def within(self, suspended: list[SuspendedExperts], *, is_repeated: bool) -> Iterator[None]:
-        """Runs a block's forward, with its calls of experts in their order."""
-        outer, self._here.position = self._here.position, _Position(suspended, is_repeated)
+    def within(
+        self, suspended: list[SuspendedExperts], inputs: Sequence[Any], *, is_repeated: bool = False
+    ) -> Iterator[None]:
+        """Runs a block's forward on `inputs`, with its calls of experts in their order."""
+        outer = self._here.position
+        self._here.position = _Position(suspended, inputs, is_repeated)
         try:
             with ExitStack() as stack:
                 if not is_repeated:
@@ -130,8 +161,8 @@ class ExpertsSchedule(Runner):
         if position is None or (position.is_repeated and not call.is_graded):
             return self._alone.forward(call)
         if not position.is_repeated:
-            self._stop(call)
-            out = call.arguments.out
+            self._wait_for_tiles(call, position)
+            out = call.arguments.sum()
             if not call.is_graded:
                 return out
             position.suspended.append(SuspendedExperts(out))
@@ -144,9 +175,39 @@ class ExpertsSchedule(Runner):
         if suspended.gradients is None:
             suspended.call, suspended.values = call, tuple(value.detach() for value in values)
             suspended.needs = [value.requires_grad for value in (values[0], *values[2:])]
+            suspended.can_wait = position.can_wait(call)
         if suspended.out is None:
             suspended.out = self._inputs.restore(suspended.saved)
         return suspended.out.clone()
+
+    def _wait_for_tiles(self, call: ExpertsCall, position: _Position) -> None:
+        """Stops until the call is served. What it has per token waits on a tier."""
+        if position.can_wait(call):
+            self._put_away(call)
+        self._stop(call)
+        self._bring_back(call)
+
+    def _put_away(self, call: ExpertsCall) -> None:
+        self._away.add(call)
+        for tensor in call.arguments.per_token():
+            self._waiting.put_away(tensor)
+
+    def _bring_back(self, call: ExpertsCall) -> None:
+        for tensor in call.arguments.per_token():
+            self._waiting.bring_back(tensor)
+        self._away.discard(call)
+
+    def _present(self, calls: Sequence[ExpertsCall]) -> Iterator[ExpertsCall]:
+        """Yields calls one after the other. Those that wait on a tier are there for that time."""
+        for call, following in zip_longest(calls, calls[1:]):
+            is_waiting = call in self._away
+            self._bring_back(call)
+            if following in self._away:
+                for tensor in following.arguments.per_token():
+                    self._waiting.fetch(tensor)
+            yield call
+            if is_waiting:
+                self._put_away(call)
 
     def keep(self, calls: Sequence[SuspendedExperts]) -> None:
         """Saves the outputs of a block whose forward will be repeated."""
@@ -154,6 +215,7 @@ class ExpertsSchedule(Runner):
             assert suspended.out is not None
             suspended.saved, suspended.out = self._inputs.save(suspended.out), None
 
+    @override
     def note_output(self, call: ExpertsCall, out: torch.Tensor) -> None:
         """Takes the output when it is a part of the graph."""
         suspended = self._suspended.get(call)
@@ -177,7 +239,7 @@ class ExpertsSchedule(Runner):
     def serve(self, calls: Sequence[ExpertsCall]) -> None:
         """Runs calls of the same module whose micro-batches are stopped."""
         if calls:
-            go_forward(calls)
+            go_forward(calls, self._present)
 
     def probe(
         self,
@@ -195,9 +257,15 @@ class ExpertsSchedule(Runner):
             )  # fmt: skip
 
     def forget_graphs(self, calls: Sequence[SuspendedExperts]) -> None:
-        """The graph of the last repeated forward is not needed any more."""
+        """The graph of the last repeated forward is not needed any more. What the call of experts
+        that comes next has per token waits on a tier."""
         for suspended in calls:
             suspended.edge = None
+        suspended = _last_waiting(calls)
+        if suspended.can_wait and suspended.gradient is not None:
+            suspended.is_away = True
+            for tensor in (suspended.values[0], suspended.gradient):
+                self._waiting.put_away(tensor)
 
     def forget_outputs(self, calls: Sequence[SuspendedExperts]) -> None:
         """The forward of this block is not repeated again."""
@@ -236,18 +304,23 @@ class ExpertsSchedule(Runner):
                     stack.enter_context(call.given(*suspended.values))
                     call.begin_backward(suspended.gradient, suspended.needs)
                     running.append(call)
+                    if suspended.is_away:
+                        self._away.add(call)
             if running:
                 is_for_leaves = any(call.has_leaves for call in running)
-                go_backward(running, is_for_leaves=is_for_leaves, hold=self._hold)
+                go_backward(
+                    running, is_for_leaves=is_for_leaves, hold=self._hold, present=self._present
+                )
             for suspended in together:
                 if suspended.gradient is not None:
                     assert suspended.call is not None
+                    self._bring_back(suspended.call)
                     for _ in range(suspended.num_uses):
                         suspended.gradients = [
                             None if each is None else self._inputs.save(each)
-                            for each in suspended.call.arguments.gradients
+                            for each in suspended.call.arguments.gradients()
                         ]
-                suspended.gradient, suspended.values = None, ()
+                suspended.gradient, suspended.values, suspended.is_away = None, (), False
 
     @contextmanager
     def _hold(self, tile: Any) -> Iterator[None]:
