@@ -86,8 +86,10 @@ class UnitUses:
             self.on_tile(units, is_over)
 
     def enter(self, units: list[int], *, is_of_pass: bool = True) -> None:
-        """Makes units usable. All or none: a failure lets go of those already held. `is_of_pass`:
-        a hooked module is come to, so that others will be; else nothing is fetched ahead."""
+        """Begins a use of each unit, or of none: a failure ends the uses that have begun.
+
+        `is_of_pass`: a hooked module begins its pass; without it nothing is fetched ahead.
+        """
         self._process.refuse_others()
         done: list[int] = []
         priority = Priority.FORWARD if current_backward() == OUTSIDE_BACKWARD else Priority.BACKWARD

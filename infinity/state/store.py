@@ -84,13 +84,13 @@ def show(
     counters: Counters,
     files: Volume | ShardFiles,
     ticket: Ticket,
-    lane: Track,
+    track: Track,
     what: str,
     asked_ns: int,
 ) -> None:
     """Lets a trace know of a transfer of the files, if there is one."""
     if counters.tracer.is_on:
-        counters.tracer.watch(ticket, lambda file: f"{lane} {files.path_of(file)}", what, asked_ns)
+        counters.tracer.watch(ticket, lambda file: f"{track} {files.path_of(file)}", what, asked_ns)
 
 
 class StateStore(Protocol):

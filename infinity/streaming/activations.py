@@ -79,7 +79,7 @@ class InputStore(Protocol):
 
 
 class ActivationStore:
-    """Parks tensors and gives them back."""
+    """Saves tensors and restores them."""
 
     def __init__(
         self,
@@ -214,7 +214,7 @@ class ActivationStore:
         if not copy.done():
             with self._counters.timed("copy_wait_s", "activations return", (copy,)):
                 copy.wait()
-        copy.wait()  # Over; lets go of what the copy keeps.
+        copy.wait()  # Over; drops the memory that the copy keeps.
         self._pool.free(block)
 
     def _end_move(self, saved: SavedInput) -> None:

@@ -1,4 +1,4 @@
-"""Weights between their tier and the device: fetched before use, kept, let go, changed.
+"""Weights between their tier and the device: fetched before use, kept, evicted, changed.
 
 `WeightCache` decides which unit moves, and when. It writes the holds and check-outs of a unit.
 `WeightMoves` makes the moves and is the only writer of residency; `weight_state.py` has the states.
@@ -42,7 +42,7 @@ from infinity.tiers.pool import HostPool
 
 
 class WeightCache:
-    """Fetches weights before use, keeps what is used soonest, lets go of the rest."""
+    """Fetches weights before use, keeps those that are used soonest, evicts the others."""
 
     def __init__(
         self,
@@ -387,7 +387,7 @@ class WeightCache:
             self._moves.finish_write(weights)
 
     def close(self) -> None:
-        """Waits for everything in flight and lets go of all regions. Errors of reads are
+        """Waits for everything in flight and drops all regions. Errors of reads are
         dropped."""
         for weights in self.weights:
             with contextlib.suppress(Exception):

@@ -215,7 +215,7 @@ class WeightMoves:
             what = f"parameters of {weights.unit.name} are being copied to the device"
             with self._counters.timed("copy_wait_s", what, (weights.copying,)):
                 weights.copying.wait()
-        weights.copying.wait()  # Over; lets go of what the copy keeps.
+        weights.copying.wait()  # Over; drops the memory that the copy keeps.
         weights.copying = FINISHED
 
     def start_arrival(self, weights: Weights, feeder: Weights) -> None:
@@ -252,7 +252,7 @@ class WeightMoves:
                 self.detach(weights)
 
     def settle(self, weights: Weights) -> None:
-        """Nothing is under way into the device region: what has not begun to come is called off."""
+        """Ends transfers into the device region: those that have not begun are cancelled."""
         if weights.state is WeightState.ARRIVING:
             self.finish_arrival(weights, is_patient=False)
 
@@ -283,7 +283,7 @@ class WeightMoves:
         weights.writing = None
 
     def close(self, weights: Weights) -> None:
-        """Waits for what is in flight and lets go of the region. Errors of transfers are
+        """Waits for transfers in flight and drops the region. Errors of transfers are
         dropped."""
         for transfer in (weights.reading, weights.writing, weights.copying):
             if transfer is not None:

@@ -42,12 +42,14 @@ class WeightRoom:
         self._device_window_nbytes = device_window_nbytes
 
     def make_device_room(self, order: AccessOrder, unit: Unit, *, is_ahead: bool = False) -> bool:
-        """Detaches what is used last until the unit fits the device window; ahead of its use, only
-        what is used later than it. Returns whether it fits."""
+        """Detaches the units whose next use is furthest away until the unit fits the device window.
+
+        Ahead of its use, only units that are used later are detached. Returns whether it fits.
+        """
         window_nbytes = self._device_window_nbytes
         nearer_than = unit.index if is_ahead else None
         if is_ahead and window_nbytes is not None:
-            # All or nothing: what goes for a unit that does not fit has to come back for naught.
+            # All or nothing: units detached for one that does not fit would be fetched again.
             least_distance = order.distance(unit.index)
             there = self._idle_on_device(WeightState.ATTACHED)
             later = sum(self._moves.nbytes[i] for i in there if order.distance(i) > least_distance)
@@ -161,7 +163,8 @@ class WeightRoom:
                 yield weights.unit.index
 
     def _feeding(self) -> Iterable[int]:
-        """Feeders whose host block could be freed if what they fill were called off."""
+        """Feeders whose host block could be freed if the all-gather that they feed were
+        cancelled."""
         for weights in self._moves.there():
             is_feeding = weights.fills is not None and weights.block is not None
             if is_feeding and not weights.rests_on_host:

@@ -6,7 +6,7 @@ A unit's weights are, at any moment, in one of these states:
   ABSENT     none                  empty           READING
   READING    being filled          empty           READY (read done), ABSENT (failed)
   READY      valid                 empty           ATTACHED, ABSENT (evicted)
-  ARRIVING   none                  being filled    ATTACHED, ABSENT (called off)
+  ARRIVING   none                  being filled    ATTACHED, ABSENT (cancelled)
   ATTACHED   valid, or freed once  valid           READY (detached), ABSENT (detached, evicted)
              copied to a device
              with own memory
