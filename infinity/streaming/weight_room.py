@@ -20,10 +20,10 @@ from infinity.tiers.pool import HostPool
 
 
 class WeightRoom:
-    """Makes room by moves of idle units. Writes no field of `Weights` itself.
+    """Makes space by moves of idle units. Writes no field of `Weights` itself.
 
-    `weights`: all units, by index. Each call takes the recorded `order` of the pass. Under the
-    engine's lock.
+    `weights`: all units, by index. Each call takes the recorded `order` of the pass. Called under
+    the engine's lock.
     """
 
     def __init__(
@@ -149,14 +149,15 @@ class WeightRoom:
                 yield weights.unit.index
 
     def _evictable(self) -> Iterable[int]:
-        """Units whose host block may be freed: not resting here, not in use by the device."""
+        """Returns units whose host block may be freed: not at rest there, not used by the
+        device."""
         for weights in self._moves.there():
             if weights.block is None or weights.rests_on_host or weights.is_checked_out:
                 continue
             if weights.fills is not None:
                 continue
             if weights.unit.stored is not None:
-                # What is attached is the decoded block: the stored bytes are not in use.
+                # The decoded block is attached: the stored bytes are not in use.
                 if not weights.is_decoding:
                     yield weights.unit.index
             elif weights.use_count == 0 or not self._device.shares_host_memory:

@@ -52,7 +52,7 @@ class Weights:
     state: WeightState = WeightState.ABSENT
     block: Block | None = None
     decoded: Block | None = None  # While ATTACHED or checked out, if made from stored bytes here.
-    is_decoding: bool = False  # Its blocks are in use while room is made for another.
+    is_decoding: bool = False  # Its blocks stay while space is made for another unit.
     reading: Transfer | None = None
     writing: Transfer | None = None
     arrival: Arrival | None = None  # While ARRIVING.
@@ -60,7 +60,7 @@ class Weights:
     fills: Weights | None = None  # Of a feeder: the unit that arrives.
     copying: Copy = FINISHED
     dirty_nbytes: int = 0  # The head of the block that is newer than where it rests.
-    # What callers do.
+    # Uses and check-outs of callers.
     use_count: int = 0  # Uses in progress: a held unit is ATTACHED and never evicted.
     is_checked_out: bool = False
     awaits_update: bool = False  # These bytes are a step behind: the device must not see them.
