@@ -2,8 +2,7 @@
 
 Raw facts are recorded as they happen: a use of a hooked module, a stall, a transfer. The reader
 (`infinity.observe.timeline`) derives the rest (the compute track, shares, the bound). A tracer that
-    is
-off costs one look at `is_on` per event.
+is off costs one look at `is_on` per event.
 
 All times are nanoseconds of CLOCK_MONOTONIC, the clock of the storage engine's own stamps.
 

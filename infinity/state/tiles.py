@@ -78,10 +78,9 @@ def fit(
     """Returns the result of `attempt(limit_nbytes)` for the limit that `[schedule] tile` requests.
 
     `attempt` raises CapacityError if the model does not fit; None requests no tiles. "auto" takes
-        tiles only
-    if the model does not fit without: the largest ones that leave space to fetch the next while one
-        computes,
-    or else the largest that fit. Raises the CapacityError of the model without tiles if none fit.
+    tiles only if the model does not fit without: the largest ones that leave space to fetch the
+    next while one computes, or else the largest that fit. Raises the CapacityError of the model
+    without tiles if none fit.
     """
     if tile != "auto":
         return attempt(tile)

@@ -1,10 +1,8 @@
 """The update of a chunk by the device: a slice of its state is copied there, updated, and returned.
 
 For machines whose processor is slower than the link. It runs the readable reference of every rule
-    in
-torch operations, which has the bits of the native kernel: each operation is rounded as IEEE 754
-    says, on
-the host and on the device, and none is contracted with another.
+in torch operations, which has the bits of the native kernel: each operation is rounded as IEEE 754
+says, on the host and on the device, and none is contracted with another.
 
 While one slice is updated, the next one is copied in and the last one out.
 """

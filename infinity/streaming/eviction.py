@@ -1,13 +1,10 @@
 """Decisions about residency: pure functions of the access order and of the resident units.
 
 Source: Belady, "A study of replacement algorithms for a virtual-storage computer", 1966: evicting
-    the
-page whose next use is furthest away moves the fewest bytes, and the order of training is known.
-    That is
-proven for units of one size. For several sizes the best choice is a hard problem (Chrobak et al.,
-"Caching is hard, even in the fault model", 2012), and evicting an embedding for a block mostly
-    wastes
-space: it is evicted only if no unit nearer to the needed size is.
+the page whose next use is furthest away moves the fewest bytes, and the order of training is known.
+That is proven for units of one size. For several sizes the best choice is a hard problem (Chrobak
+et al., "Caching is hard, even in the fault model", 2012), and evicting an embedding for a block
+mostly wastes space: it is evicted only if no unit nearer to the needed size is.
 """
 
 from __future__ import annotations
