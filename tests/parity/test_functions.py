@@ -196,6 +196,33 @@ def test_a_fused_loss_trains_the_head(is_tied: bool, to_none: bool, swap_directo
     compare(scenario, build(is_tied, bias=not is_tied), swap_directory)
 
 
+CONVERSIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "to": lambda w: w.to(torch.float64),
+    "like": lambda w: w.to(torch.ones(1, dtype=torch.float64)),
+    "double": lambda w: w.double(),
+    "narrow": lambda w: w.bfloat16().double(),
+    "half": lambda w: w.half().double(),
+    "host": lambda w: w.to("cpu", torch.float64),
+}
+
+
+@pytest.mark.parametrize("how", CONVERSIONS)
+def test_a_loss_in_another_dtype_trains_the_head(how: str, swap_directory: Path) -> None:
+    """Its own copy of the weight; the model itself keeps its dtype."""
+
+    def loss_of(model: Any, seed: int) -> Tensor:
+        ids, target = batch(seed)
+        rows = model.hidden(ids).flatten(0, 1).double()
+        weight = CONVERSIONS[how](model.head.weight)
+        loss: Tensor = FusedCrossEntropy.apply(rows, weight, None, target.flatten())
+        return loss
+
+    def scenario(side: Side) -> Named:
+        return train(side, loss_of)
+
+    compare(scenario, build(False), swap_directory)
+
+
 def test_gradients_of_several_uses_meet_in_the_order_of_plain_autograd(
     swap_directory: Path,
 ) -> None:
