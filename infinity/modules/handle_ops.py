@@ -178,6 +178,7 @@ class HandleOps:
         changed = [h for h in changes if id(h) in mine and not h.is_gradient]
         read = [params[key] for key, handle in mine.items() if not handle.is_gradient]
         units = list(dict.fromkeys(param.unit.index for param in read))
+        self._uses.refuse_transforms(units)
         self._note_fault([param.name for param in read], function)
         first = torch.autograd._get_sequence_nr()
         if self._initialising is not None:

@@ -12,9 +12,10 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
+import torch
 from torch.autograd.graph import Node
 
-from infinity.errors import InfinityError
+from infinity.errors import InfinityError, UnsupportedError
 from infinity.modules.edits import WeightEdits
 from infinity.modules.hooks import HookedModule
 from infinity.modules.interrupts import uninterrupted
@@ -164,6 +165,19 @@ class UnitUses:
             raise InfinityError(
                 f"{what} while {', '.join(in_use[:4])} is in use; "
                 "leave infinity.gather() and finish the backward first"
+            )
+
+    def refuse_transforms(self, units: list[int]) -> None:
+        """Raises UnsupportedError inside a transform of torch.func, unless the units are in use:
+        the graphs of a transform have nodes that no hook reaches."""
+        if torch._C._functorch.peek_interpreter_stack() is None:
+            return
+        if not all(map(self._weight_cache.is_in_use, units)):
+            names = ", ".join(self._units[unit].name for unit in units[:4])
+            raise UnsupportedError(
+                f"{names} would be used inside a transform of torch.func (vmap, grad, jvp), whose "
+                "backward the engine does not see. Run the transform, and the backward of its "
+                "result, inside `with infinity.gather(model):`"
             )
 
     def close(self) -> None:
