@@ -66,7 +66,7 @@ def _set_values(handle: Handle, value: torch.Tensor) -> None:
     handle.lose_aliases(is_gradient=False)
     handle.make_data().copy_(value)
     # A graph that saved the old value, which is overwritten, must find out.
-    torch.autograd.graph.increment_version(handle.owner.leaves_of(handle))
+    handle.owner.increment_version(handle)
 
 
 def _set_requires_grad(handle: Handle, value: bool) -> None:

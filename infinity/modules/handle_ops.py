@@ -136,6 +136,9 @@ class HandleOps:
     def leaves_of(self, handle: Handle) -> list[torch.Tensor]:
         return [self._known(handle).compute]
 
+    def increment_version(self, handle: Handle) -> None:
+        self._known(handle).increment_version()
+
     def take_gradient(self, handle: Handle, gradient: torch.Tensor) -> None:
         self._grads.take(self._known(handle), gradient)
 
@@ -223,7 +226,7 @@ class HandleOps:
         if handle.is_gradient:
             tensor = self._read_gradient(handle)
         else:
-            tensor = param.compute.data if handle.is_data else param.compute
+            tensor = param.place.detach() if handle.is_data else param.compute
         is_target = any(handle is each for each in changes)
         return _Lent(handle, param, tensor, tensor._version, is_target)
 
@@ -324,7 +327,7 @@ class HandleOps:
         with self._setting([unit]), self._uses.using([unit]), torch.no_grad():
             self._edits.lend_params([param])
             _bytes_of(param.compute, param)[place] = values
-            torch.autograd.graph.increment_version([param.compute])
+            param.increment_version()
 
     # -- Initialisation --------------------------------------------------------------------------
 

@@ -67,7 +67,6 @@ class UnitUses:
         self._process = OwnProcess()
         self._left: set[int] = set()  # By the backward that is running.
         self.is_closed = False
-        self.watched_units: frozenset[int] = frozenset()  # Modules may write them through `.data`.
         self.on_tile: Turns | None = None  # Of `accumulate`, while it runs.
         self.is_parameter_memory = param_table.is_parameter_memory
         self.begin_use: Callable[[HookedModule], None] = (
@@ -120,8 +119,7 @@ class UnitUses:
             for unit in units:
                 if self._weight_cache.is_last_hold(unit):
                     refusal = self._changes.put_back(unit) or refusal
-                    if unit in self.watched_units:
-                        self._changes.note_data_writes(unit)
+                    self._changes.note_raw_writes(unit)
                 if self._weight_cache.release(unit):
                     self._release_unit(unit)
                     self._weight_cache.write_behind(unit)
@@ -144,17 +142,18 @@ class UnitUses:
         if self.is_closed:
             raise InfinityError("the engine of this model is closed; its parameters are gone")
         if not self._weight_cache.is_in_use(unit):
+            self._changes.refuse_changed_away(unit)
             self._updater.bring_up_to_date(unit, is_needed=True)
 
     def _acquire(self, unit: int, priority: Priority, is_of_pass: bool) -> None:
         if self._weight_cache.acquire(unit, priority, is_of_pass=is_of_pass):
             self._param_table.show_parameters(unit)
-            if unit in self.watched_units:
-                self._changes.watch_data(unit)
+            self._changes.begin_use(unit)
 
     def _release_unit(self, unit: int) -> None:
         self._param_table.show_handles(unit)
         self._changes.take_over(unit)
+        self._changes.end_use(unit)
         if current_backward() != OUTSIDE_BACKWARD:
             self._left.add(unit)
 

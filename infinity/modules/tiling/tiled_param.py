@@ -123,6 +123,10 @@ class TiledParam:
     def leaves_of(self, handle: Handle) -> list[torch.Tensor]:
         return [leaf for tile in self.handles for leaf in tile.owner.leaves_of(tile)]
 
+    def increment_version(self, handle: Handle) -> None:
+        for tile in self.handles:
+            tile.owner.increment_version(tile)
+
     def take_gradient(self, handle: Handle, gradient: torch.Tensor) -> None:
         for tile, start, stop in zip(self.handles, self.starts, self.starts[1:], strict=False):
             tile.owner.take_gradient(tile, gradient[start:stop])
