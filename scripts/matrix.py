@@ -24,8 +24,8 @@ ROOT = Path(__file__).resolve().parents[1]
 # A bound that is raised here is raised in pyproject.toml too. trl is no dependency: its trainers
 # are tested where it is installed.
 COLUMNS = {
-    "lowest": ["torch==2.13.*", "transformers==5.23.*", "peft==0.21.*", "trl==1.16.*"],
-    "newest": ["torch", "transformers<6", "peft", "trl"],
+    "lowest": ["torch==2.13.0", "transformers==5.23.0", "peft==0.21.0", "trl==1.16.0"],
+    "newest": ["torch<2.14", "transformers<6", "peft", "trl"],
 }
 SELECTION = [
     "tests/parity/test_adapters_on_meta.py",

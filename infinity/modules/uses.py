@@ -12,9 +12,10 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
+import torch
 from torch.autograd.graph import Node
 
-from infinity.errors import InfinityError
+from infinity.errors import InfinityError, UnsupportedError
 from infinity.modules.edits import WeightEdits
 from infinity.modules.hooks import HookedModule
 from infinity.modules.interrupts import uninterrupted
@@ -66,7 +67,6 @@ class UnitUses:
         self._process = OwnProcess()
         self._left: set[int] = set()  # By the backward that is running.
         self.is_closed = False
-        self.watched_units: frozenset[int] = frozenset()  # Modules may write them through `.data`.
         self.on_tile: Turns | None = None  # Of `accumulate`, while it runs.
         self.is_parameter_memory = param_table.is_parameter_memory
         self.begin_use: Callable[[HookedModule], None] = (
@@ -123,8 +123,7 @@ class UnitUses:
             for unit in units:
                 if self._weight_cache.is_last_hold(unit):
                     refusal = self._changes.put_back(unit) or refusal
-                    if unit in self.watched_units:
-                        self._changes.note_data_writes(unit)
+                    self._changes.note_raw_writes(unit)
                 if self._weight_cache.release(unit):
                     self._release_unit(unit)
                     self._weight_cache.write_behind(unit)
@@ -147,17 +146,18 @@ class UnitUses:
         if self.is_closed:
             raise InfinityError("the engine of this model is closed; its parameters are gone")
         if not self._weight_cache.is_in_use(unit):
+            self._changes.refuse_changed_away(unit)
             self._updater.bring_up_to_date(unit, is_needed=True)
 
     def _acquire(self, unit: int, priority: Priority, is_of_pass: bool) -> None:
         if self._weight_cache.acquire(unit, priority, is_of_pass=is_of_pass):
             self._param_table.show_parameters(unit)
-            if unit in self.watched_units:
-                self._changes.watch_data(unit)
+            self._changes.begin_use(unit)
 
     def _release_unit(self, unit: int) -> None:
         self._param_table.show_handles(unit)
         self._changes.take_over(unit)
+        self._changes.end_use(unit)
         if current_backward() != OUTSIDE_BACKWARD:
             self._left.add(unit)
 
@@ -168,6 +168,19 @@ class UnitUses:
             raise InfinityError(
                 f"{what} while {', '.join(in_use[:4])} is in use; "
                 "leave infinity.gather() and finish the backward first"
+            )
+
+    def refuse_transforms(self, units: list[int]) -> None:
+        """Raises UnsupportedError inside a transform of torch.func, unless the units are in use:
+        the graphs of a transform have nodes that no hook reaches."""
+        if torch._C._functorch.peek_interpreter_stack() is None:
+            return
+        if not all(map(self._weight_cache.is_in_use, units)):
+            names = ", ".join(self._units[unit].name for unit in units[:4])
+            raise UnsupportedError(
+                f"{names} would be used inside a transform of torch.func (vmap, grad, jvp), whose "
+                "backward the engine does not see. Run the transform, and the backward of its "
+                "result, inside `with infinity.gather(model):`"
             )
 
     def close(self) -> None:

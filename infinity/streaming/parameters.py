@@ -22,7 +22,7 @@ orders them.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -36,7 +36,7 @@ from infinity.streaming.weight_decoding import refuse_change
 from infinity.streaming.weight_moves import WeightMoves
 from infinity.streaming.weight_provider import TierWeights, WeightProvider
 from infinity.streaming.weight_room import WeightRoom
-from infinity.streaming.weight_state import Weights, WeightState
+from infinity.streaming.weight_state import Weights, WeightState, check_kept
 from infinity.tiers.device import DeviceAdapter
 from infinity.tiers.pool import HostPool
 
@@ -247,6 +247,19 @@ class WeightCache:
     def await_update(self, unit: int, is_awaited: bool) -> None:
         """Between a step's decision and the update of the unit, its weights are out of date."""
         self.weights[unit].awaits_update = is_awaited
+
+    def is_evictable(self, unit: int) -> bool:
+        """Whether the unit is on the device and rests elsewhere."""
+        weights = self.weights[unit]
+        return weights.state is WeightState.ATTACHED and not weights.rests_on_device
+
+    def keep_check(self, unit: int, check: Callable[[], None]) -> None:
+        """Has `check` called once, before the unit's memory is used again or leaves the device."""
+        self.weights[unit].kept_check = check
+
+    def check_kept(self, unit: int) -> None:
+        """Calls what `keep_check` was given, if it has not been called."""
+        check_kept(self.weights[unit])
 
     def refuse_change(self, unit: int) -> None:
         """Raises UnsupportedError for weights that rest in files which are not written."""

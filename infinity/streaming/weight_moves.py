@@ -20,7 +20,7 @@ from infinity.state.units import StateKind, Unit
 from infinity.storage.protocol import Priority
 from infinity.streaming.weight_decoding import WeightDecoding
 from infinity.streaming.weight_provider import WeightProvider
-from infinity.streaming.weight_state import Weights, WeightState
+from infinity.streaming.weight_state import Weights, WeightState, check_kept
 from infinity.tiers.device import FINISHED, DeviceAdapter
 from infinity.tiers.host import Block
 from infinity.tiers.pool import HostPool
@@ -204,6 +204,7 @@ class WeightMoves:
             and not weights.use_count
             and not weights.rests_on_device
         )
+        check_kept(weights)
         self._device.detach(weights.region)  # A copy that is still under way reads the block.
         self.decoding.drop(weights)
         self.attached_nbytes -= weights.unit.weight_nbytes

@@ -16,6 +16,7 @@ A unit that rests on the host always has its block; one that rests on the device
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -64,3 +65,11 @@ class Weights:
     use_count: int = 0  # Uses in progress: a held unit is ATTACHED and never evicted.
     is_checked_out: bool = False
     awaits_update: bool = False  # These bytes are a step behind: the device must not see them.
+    kept_check: Callable[[], None] | None = None  # Raises if they were written since their use.
+
+
+def check_kept(weights: Weights) -> None:
+    """Calls the unit's check, once."""
+    check, weights.kept_check = weights.kept_check, None
+    if check is not None:
+        check()
