@@ -118,7 +118,7 @@ def build(
         raise
     try:
         engine.ranks.open()
-        refuse_different_weights(engine)
+        refuse_different_weights(engine.ranks, engine.params)
         handles = {id(param.original): param.handle for param in engine.params}
         tiling.hand_over(lambda parameter: handles[id(parameter)])
         fill(engine, weights, seed)
@@ -155,8 +155,8 @@ def _engine(
     return Engine(
         model,
         config,
-        _params(parts.weight_cache, laid_out.anatomy, laid_out.units),
-        _hooked_modules(laid_out.anatomy),
+        _params(parts.weight_cache, laid_out.layout, laid_out.units),
+        _hooked_modules(laid_out.layout),
         tiled_params,
         store=parts.store,
         pool=parts.pool,
@@ -339,11 +339,11 @@ def _add_reclaimers(
 
 
 def _params(
-    weight_cache: WeightCache, anatomy: ModelLayout, units: Sequence[Unit]
+    weight_cache: WeightCache, layout: ModelLayout, units: Sequence[Unit]
 ) -> list[OffloadedParam]:
     """Returns the parameters in the order of `model.named_parameters()`."""
     by_parameter: dict[int, OffloadedParam] = {}
-    for unit, (_, members) in zip(units, anatomy.units, strict=True):
+    for unit, (_, members) in zip(units, layout.units, strict=True):
         region = weight_cache.weights[unit.index].region
         by_name = {spec.name: spec for spec in unit.tensors}
         for found in members:
@@ -363,12 +363,12 @@ def _params(
             by_parameter[id(found.parameter)] = OffloadedParam(
                 found.name, unit, spec, handle, compute, found.registrations, found.parameter
             )
-    return [by_parameter[id(parameter)] for parameter in anatomy.root.parameters()]
+    return [by_parameter[id(parameter)] for parameter in layout.root.parameters()]
 
 
-def _hooked_modules(anatomy: ModelLayout) -> list[HookedModule]:
-    needed = anatomy.module_units()
+def _hooked_modules(layout: ModelLayout) -> list[HookedModule]:
+    needed = layout.module_units()
     return [
         HookedModule(found.name, found.module, units, found.is_block)
-        for found, units in zip(anatomy.hooked_modules, needed, strict=True)
+        for found, units in zip(layout.hooked_modules, needed, strict=True)
     ]

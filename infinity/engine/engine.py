@@ -347,6 +347,7 @@ class Engine:
 
     @property
     def num_ranks(self) -> int:
+        """The number of ranks that share the model; 1 without torch.distributed."""
         return self.ranks.num_ranks
 
     def collective_section(self, what: str) -> AbstractContextManager[CollectiveSection]:
@@ -423,9 +424,11 @@ class Engine:
             }
 
     def has_gradient(self, param: OffloadedParam) -> bool:
+        """Whether the parameter has a gradient, of any rank."""
         return self.gradients.has(param.spec)
 
     def zero_gradients(self, params: Iterable[OffloadedParam], *, set_to_none: bool) -> None:
+        """Drops the gradients of `params`, or fills them with zeros if not `set_to_none`."""
         with uninterrupted(), self._lock:
             for param in params:
                 if set_to_none:
@@ -437,6 +440,7 @@ class Engine:
 
     @property
     def is_closed(self) -> bool:
+        """Whether `close` was called. A closed engine refuses every further use."""
         return self._uses.is_closed
 
     def close(self) -> None:

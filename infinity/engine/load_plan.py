@@ -24,24 +24,26 @@ TileRows = Callable[[str], list[tuple[str, int, int]]]
 
 
 class LoadPlan(Protocol):
-    """Checked weights that can be streamed: `load(write)` calls write(name, tensor).
-
-    `tile_rows(name)` gives row ranges; a plan that can writes a tensor in these ranges. Parameters
-    `in_place` are not read. `stored()` returns the parameters that can be read in place, and
-    `identities` the files that they are in.
-    """
+    """Checked weights that can be streamed."""
 
     @property
-    def identities(self) -> Sequence[ShardIdentity]: ...
+    def identities(self) -> Sequence[ShardIdentity]:
+        """The files in which the tensors of `stored` are."""
 
-    def stored(self) -> Mapping[str, StoredTensor]: ...
+    def stored(self) -> Mapping[str, StoredTensor]:
+        """Returns the tensors that can be read in place, by the name of their parameter."""
 
     def load(
         self,
         write: Callable[[str, Any], None],
         tile_rows: TileRows | None = None,
         in_place: Set[str] = frozenset(),
-    ) -> Any: ...
+    ) -> Any:
+        """Reads the tensors and calls write(name, tensor) for each.
+
+        tile_rows: row ranges by name; a plan that can writes a tensor in these ranges
+        in_place: names of parameters that are not read
+        """
 
 
 class StoredParams:

@@ -20,6 +20,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map
+from typing_extensions import override
 
 from infinity.errors import ConfigError
 from infinity.modules.torch_names import TENSOR
@@ -94,6 +95,7 @@ class Provisional(nn.Parameter):
     # Its version when its model was built. A later version means that a value was assigned.
     built_version: int = 0
 
+    @override
     def copy_(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         copied = super().copy_(*args, **kwargs)
         if not _building:

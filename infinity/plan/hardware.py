@@ -84,6 +84,7 @@ class Hardware(Table):
 
     @property
     def shares_host_memory(self) -> bool:
+        """Whether the device computes in host memory, as a CPU does."""
         return self.device.memory is None
 
     def of_rank(self, count: int) -> Hardware:

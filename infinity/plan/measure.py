@@ -66,7 +66,9 @@ def measure(config: SwapConfig, model: PlannedModel, batch: Batch) -> Hardware:
                     model, batch, getattr(torch, config.precision.compute_dtype)
                 ),
                 update=1e9
-                * statistics.median(OptimizerPass(arena).run().gbps for _ in range(_NUM_ROUNDS)),
+                * statistics.median(
+                    OptimizerPass(arena).run().gb_per_s for _ in range(_NUM_ROUNDS)
+                ),
                 hold=None,
             )
     return Hardware(
@@ -124,7 +126,7 @@ def _measured(config: SwapConfig, arena: Arena) -> tuple[float, float, float]:
             statistics.median(
                 EngineTransfer(
                     kind, files, kind, nbytes=_ARENA_NBYTES, extent_nbytes=_EXTENT_NBYTES
-                ).run().gbps
+                ).run().gb_per_s
                 for _ in range(_NUM_ROUNDS)
             )
             for kind in get_args(TransferKind)

@@ -74,10 +74,12 @@ class Forecast:
 
     @property
     def num_ranks(self) -> int:
+        """The number of ranks of the forecast."""
         return 1 if self.ranks is None else self.ranks.count
 
     @property
     def tokens_per_s(self) -> float:
+        """Tokens of all ranks per second of a step."""
         return self.num_ranks * self.batch.tokens_per_step / self.step.step_s
 
     @property

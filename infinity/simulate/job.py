@@ -27,6 +27,7 @@ class Batch:
 
     @property
     def tokens_per_step(self) -> int:
+        """Tokens of all micro-batches, of one rank."""
         return self.num_tokens * self.num_micro_batches
 
 

@@ -38,6 +38,7 @@ class Divided:
 
     @property
     def comes_to_host(self) -> bool:
+        """Whether a unit's weights come together in host memory."""
         return self.is_put_together and not self.are_weights_between_devices
 
 
@@ -134,4 +135,5 @@ class StepSpec:
 
     @property
     def shares_host_memory(self) -> bool:
+        """Whether the device computes in host memory, as a CPU does."""
         return self.device_cache_nbytes is None

@@ -50,6 +50,7 @@ class StatePlacement:
     placed_nbytes: Mapping[str, int]
 
     def tier(self, unit: Unit, state_kind: StateKind) -> str:
+        """Returns the name of the tier on which the state kind of the unit rests."""
         return self.tiers[unit.index, state_kind]
 
     def travelling(self) -> tuple[StateKind, ...]:

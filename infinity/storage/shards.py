@@ -45,6 +45,7 @@ class ShardRun:
 
     @property
     def end_nbytes(self) -> int:
+        """The offset behind the run."""
         return self.offset_nbytes + self.nbytes
 
 
@@ -60,7 +61,7 @@ class RunChecksum:
 
 @dataclass(frozen=True, slots=True)
 class ShardIdentity:
-    """What tells a file from another one, or from itself after a change.
+    """The facts that distinguish a file from another one, and from itself after a change.
 
     `header_sha256`: the digest of the safetensors header, in hexadecimal.
     """
@@ -89,7 +90,7 @@ def difference(identity: ShardIdentity) -> str | None:
 
 
 def refuse_changed(identity: ShardIdentity) -> None:
-    """Raises CorruptionError for a file that is not what it was when the checkpoint was opened."""
+    """Raises CorruptionError for a file that has changed since the checkpoint was opened."""
     changed = difference(identity)
     if changed is not None:
         raise CorruptionError(
@@ -212,7 +213,8 @@ class ShardFiles:
             self._checks.expect(checksums)
 
     def explain(self, error: StorageError, label: str) -> StorageError:
-        """Returns a failure of a read with what was read, and with what happened to the file."""
+        """Returns the error of a read with the name of the tensor, and with the change of the
+        file."""
         if isinstance(error, CorruptionError):
             return error
         identity = self.identities.get(error.path)
@@ -236,7 +238,7 @@ class ShardFiles:
 
 
 class _NamedRead:
-    """A ticket whose errors say what was read."""
+    """A ticket whose errors name the bytes of the read."""
 
     def __init__(self, inner: Ticket, files: ShardFiles, label: str) -> None:
         self._inner = inner

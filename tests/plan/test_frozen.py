@@ -261,7 +261,7 @@ def test_a_desktop_streams_experts_in_chunks() -> None:
     assert found.job.keeps_experts and found.step.step_s < 200
 
 
-def test_decoded_weights_need_room_on_the_device() -> None:
+def test_decoded_weights_need_space_on_the_device() -> None:
     model = planned("kimi-k2-int4", targets=("o_proj",))
     with pytest.raises(CapacityError, match="as they are stored and .* decoded") as refused:
         step_of(model, config("60GB", device="40GB", tile=0), "1xh200-4nvme", 8192)
@@ -308,7 +308,7 @@ def test_inputs_that_do_not_fit_are_named_in_the_answer() -> None:
     assert answer(step_of(model, settings, "1xh200-4nvme", 16384)).fits
 
 
-def test_an_adapter_is_divided_over_ranks() -> None:
+def test_an_adapter_is_sharded_over_ranks() -> None:
     model = planned("gpt-oss-120b", targets=("o_proj",))
     settings = config("60GB", placement={"parameters": ["host", "nvme"]})
     found = step_of(model, settings, "8xh200-4nvme", 16384, num_ranks=8)

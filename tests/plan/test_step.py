@@ -58,7 +58,7 @@ jobs = st.builds(
 )
 
 
-def test_bytes_of_a_step_with_room_for_nothing() -> None:
+def test_bytes_of_a_step_with_space_for_nothing() -> None:
     moved = predict(job(weights_cache_nbytes=0, device_cache_nbytes=0), RATES).moved_nbytes
     params = 8 * GB // 10
     # Weights twice, gradient, moments and residual once; all but the first written once. The last
@@ -80,7 +80,7 @@ def test_state_that_rests_on_the_host_moves_nothing() -> None:
     assert not predict(job(units=units, device_cache_nbytes=None), RATES).moved_nbytes
 
 
-def test_updates_on_the_device_send_everything_there_and_bring_back_what_changed() -> None:
+def test_updates_on_the_device_copy_all_state_in_and_what_changed_out() -> None:
     params = 8 * GB // 10
     units = tuple(unit(index, tier="host") for index in range(8))
     here = job(units=units, device_cache_nbytes=0)

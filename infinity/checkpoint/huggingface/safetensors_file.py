@@ -75,6 +75,7 @@ class TensorInfo:
 
     @property
     def nbytes(self) -> int:
+        """The bytes that the tensor takes in the file."""
         if self.unreadable is not None:
             return self.unreadable[1]
         return math.prod(self.shape) * self.dtype.itemsize

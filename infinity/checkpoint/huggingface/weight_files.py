@@ -10,8 +10,7 @@ import errno
 from pathlib import Path
 
 from infinity.bounded import MalformedError, field, plain_name, read_json, table_of
-from infinity.checkpoint.huggingface.import_checks import listed
-from infinity.errors import ConfigError, CorruptionError, StorageError, corrupt
+from infinity.errors import ConfigError, CorruptionError, StorageError, corrupt, listed
 
 _SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"

@@ -8,20 +8,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, field_validator
 
+from infinity.config.reading import fault, refuse, refuse_all
 from infinity.config.schema.section import Section, defaults, null_as_empty, one_as_list
-from infinity.config.values import (
-    AutoOr,
-    Budget,
-    Capacity,
-    Choice,
-    Flag,
-    Location,
-    Number,
-    OrOff,
-    fault,
-    refuse,
-    refuse_all,
-)
+from infinity.config.values import AutoOr, Budget, Capacity, Choice, Flag, Location, Number, OrOff
 
 # The part of the free memory that "auto" takes, on the host and on a device. The rest is for what
 # the engine does not allocate: activations, gradients of autograd, the program's own tensors.

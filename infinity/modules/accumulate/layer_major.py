@@ -452,8 +452,8 @@ class LayerMajorSchedule:
 
         is_kept = len(calls) <= self._tile_micro_batches
         probe = partial(self._repeat.probe, calls, is_kept)
-        parked = [call.experts for _, call in calls]
-        self._experts.go_backward(parked, lambda indexes: run(indexes, probe))
+        suspended = [call.experts for _, call in calls]
+        self._experts.go_backward(suspended, lambda indexes: run(indexes, probe))
         run(range(len(calls)), partial(self._repeat.finish, calls))
         self._experts.end_block()
         return left

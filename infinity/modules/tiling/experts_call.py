@@ -36,6 +36,7 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import Node
+from typing_extensions import override
 
 from infinity.modules.accumulate.fiber import Modes
 from infinity.modules.expert_adapters.peft import Adaptation
@@ -59,6 +60,7 @@ class Pairs:
         self._ends: list[int] = torch.searchsorted(self._experts, bounds).tolist()
 
     def experts_of(self, tile: int) -> slice:
+        """Returns the experts of a tile."""
         return slice(self._starts[tile], self._starts[tile + 1])
 
     def range_of(self, tile: int) -> tuple[int, int]:
@@ -107,6 +109,7 @@ class ExpertsCall:
 
     @property
     def arguments(self) -> _Arguments:
+        """The arguments of the running call."""
         assert self._arguments is not None
         return self._arguments
 
@@ -117,6 +120,7 @@ class ExpertsCall:
 
     @property
     def has_leaves(self) -> bool:
+        """Whether a leaf of a tile may need a gradient of this call."""
         return self._anchor is not None
 
     # -- Forward -----------------------------------------------------------------------------------
@@ -282,16 +286,19 @@ class Runner(Protocol):
         """Returns the gradients of hidden states, routing weights and factors."""
 
 
-class RunnerOfOne:
+class RunnerOfOne(Runner):
     """Takes one call through the tiles."""
 
+    @override
     def forward(self, call: ExpertsCall) -> torch.Tensor:
         go_forward([call])
         return call.arguments.sum()
 
+    @override
     def note_output(self, call: ExpertsCall, out: torch.Tensor) -> None:
         return None
 
+    @override
     def backward(
         self, call: ExpertsCall, gradient: torch.Tensor, needs: Sequence[bool]
     ) -> Sequence[torch.Tensor | None]:
@@ -340,6 +347,7 @@ class ExpertsNode(torch.autograd.Function):
     """The only node of a call."""
 
     @staticmethod
+    @override
     def forward(
         ctx: Any,
         call: ExpertsCall,
@@ -354,6 +362,7 @@ class ExpertsNode(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @override
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         needs = list(ctx.needs_input_grad[3:])
         del needs[1]  # Of the indices.
