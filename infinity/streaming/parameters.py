@@ -53,6 +53,7 @@ class WeightCache:
         counters: Counters,
         window_nbytes: int,
         device_window_nbytes: int | None,
+        decoded_nbytes: int = 0,
         source: WeightProvider | None = None,
     ) -> None:
         self._source = source or TierWeights()
@@ -66,10 +67,10 @@ class WeightCache:
         self._order = self.orders["train"]
         self._moves = WeightMoves(store, pool, device, counters, self._source)
         self.weights = [self._moves.weights_of(unit) for unit in store.units]
-        self._moves.decoding.prepare()
         self._room = WeightRoom(
             self.weights, self._moves, pool, device, device_window_nbytes=device_window_nbytes
         )
+        self._moves.decoding.prepare(decoded_nbytes, lambda: self._room.reclaim_zone(self._order))
 
     # -- Uses ------------------------------------------------------------------------------------
 
@@ -409,3 +410,4 @@ class WeightCache:
                 weights.use_count = 0
                 self._device.end_use(weights.region)
             self._moves.close(weights)
+        self._moves.decoding.close()

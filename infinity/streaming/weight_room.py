@@ -86,34 +86,55 @@ class WeightRoom:
         unit, nbytes = weights.unit, self._moves.nbytes[weights.unit.index]
         label = f"parameters of {unit.name}"
         while (block := self._pool.try_allocate(nbytes, label)) is None:
-            if self._reclaim_decoded(order, nbytes, nearer_than=unit.index):
-                continue
-            victim = self._choose(order, self._evictable(), nbytes, nearer_than=unit.index)
-            if victim is None:
+            if not self._free_one(order, nbytes, nearer_than=unit.index):
                 return None
-            self._moves.evict(self._weights[victim])
         return block
 
     def reclaim(self, order: AccessOrder, wanted_nbytes: int) -> bool:
         """Frees a block that is needed late. Returns whether there was one."""
-        if self._reclaim_decoded(order, wanted_nbytes):
+        if self._free_one(order, wanted_nbytes):
             return True
-        victim = self._choose(order, self._evictable(), wanted_nbytes)
+        victim = self._choose(order, self._feeding(), wanted_nbytes)
         if victim is None:
-            victim = self._choose(order, self._feeding(), wanted_nbytes)
-            if victim is None:
-                return False
-            arriving = self._weights[victim].fills
-            assert arriving is not None
-            self._moves.settle(arriving)
+            return False
+        arriving = self._weights[victim].fills
+        assert arriving is not None
+        self._moves.settle(arriving)
         self._moves.evict(self._weights[victim])
         return True
 
-    def _reclaim_decoded(
+    def reclaim_zone(self, order: AccessOrder) -> bool:
+        """Drops a decoded block that is not in use. Returns whether there was one."""
+        victim = self._choose(order, self._idle_decoded(), 0)
+        if victim is not None:
+            self._moves.detach(self._weights[victim])
+        return victim is not None
+
+    def _free_one(
         self, order: AccessOrder, wanted_nbytes: int, *, nearer_than: int | None = None
     ) -> bool:
-        """Frees a decoded block that is not in use. Returns whether there was one."""
+        """Frees a block, of a unit that is used later than `nearer_than`. Returns whether there was
+        one. A decoded block whose stored bytes are in memory, too, goes first: it costs no read."""
         idle = [
+            index
+            for index in self._idle_decoded()
+            if not self._moves.decoding.is_in_zone(self._weights[index])
+        ]
+        doubled = [index for index in idle if self._weights[index].block is not None]
+        victim = self._choose(order, doubled, wanted_nbytes)
+        if victim is None:
+            candidates = [*idle, *self._evictable()]
+            victim = self._choose(order, candidates, wanted_nbytes, nearer_than=nearer_than)
+        if victim is None:
+            return False
+        if victim in idle:
+            self._moves.detach(self._weights[victim])
+        else:
+            self._moves.evict(self._weights[victim])
+        return True
+
+    def _idle_decoded(self) -> list[int]:
+        return [
             weights.unit.index
             for weights in self._moves.there()
             if weights.decoded is not None
@@ -121,11 +142,6 @@ class WeightRoom:
             and not weights.is_decoding
             and weights.state is WeightState.ATTACHED
         ]
-        victim = self._choose(order, idle, wanted_nbytes, nearer_than=nearer_than)
-        if victim is None:
-            return False
-        self._moves.detach(self._weights[victim])
-        return True
 
     def _choose(
         self,
