@@ -13,9 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from infinity.bench.lab import QUICK
 from infinity.cli.bench import open_lab, parse_size, stopping_at_sigterm
-from infinity.config import SwapConfig
 from infinity.sizes import MIB
 
 
@@ -51,6 +49,8 @@ def tune(
     from rich.console import Console
 
     from infinity.bench import tune as tuning
+    from infinity.bench.lab import QUICK
+    from infinity.config import SwapConfig
 
     effort = replace(QUICK, nbytes=128 * MIB if size is None else parse_size(size))
     with stopping_at_sigterm(), open_lab(config, paths, effort, with_fio=False) as (lab, say):
