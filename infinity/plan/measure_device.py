@@ -51,7 +51,7 @@ def measure_device(
     """Returns the device with `flops` per second and `memory_nbytes` free. A device that does not
     give the host's bits gets no rate of updates."""
     into, out = (
-        ArenaToDevice(device, host.arena, direction, _COPY_NBYTES).run().gbps
+        ArenaToDevice(device, host.arena, direction, _COPY_NBYTES).run().gb_per_s
         for direction in ("in", "out")
     )
     trained = [unit for unit in model.units if unit.has_state]
