@@ -57,10 +57,9 @@ def tune(
         choice = tuning.search(replace(lab, on_step=say), limit_s=limit_s)
         directories = lab.directories
     names = [str(tier.path) for tier in SwapConfig.load(config).tiers.nvme]
-    today = datetime.datetime.now(datetime.UTC).date().isoformat()
     remark = (
-        f"infinity tune, {today}, kernel {platform.release()}: {choice.rounds} rounds, extents of "
-        "16 MiB; GB/s are decimal"
+        f"infinity tune, {datetime.datetime.now(datetime.UTC).date()}, kernel "
+        f"{platform.release()}: {choice.rounds} rounds, extents of 16 MiB; GB/s are decimal"
     )
     fragment = tuning.to_toml(choice, names or [str(each) for each in directories], remark)
     if write is not None:
