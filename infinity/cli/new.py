@@ -133,16 +133,14 @@ def write_new(asked: Asked, *, as_json: bool, is_quiet: bool) -> None:
 
     _refuse(asked)
     directory = read_directory(asked.directory)
-    if asked.full and directory.is_quantised:
-        raise ConfigError(
-            f"--full: {asked.directory} is quantised ({directory.stored.formats}), and codes "
-            "cannot be trained; leave --full out for an adapter, or use the one in bfloat16"
-        )
-    if asked.experts and directory.shape.moe is None:
-        raise ConfigError(f"--experts: {asked.directory} has no routed experts; leave it out")
-    _refuse_unknown(asked.directory)
+    _refuse_model(asked, directory)
     wish = _wish(asked, directory)
     machine, found, forecast = _decide(asked, wish, directory, is_quiet=is_quiet or as_json)
+    if forecast.obstacles:
+        raise ConfigError(
+            f"no file was written, because nothing fits {machine.name}: "
+            + "; ".join(forecast.obstacles)
+        )
     text = _text(asked, wish, found, forecast)
     if asked.file is not None:
         _write_new(asked.file, text)
@@ -167,6 +165,24 @@ def _refuse(asked: Asked) -> None:
         raise ConfigError(f"{file} is there already; give another name with -o, or remove it")
     if not file.resolve().parent.is_dir():
         raise ConfigError(f"--write {file}: {file.parent} is no directory; make it first")
+
+
+def _refuse_model(asked: Asked, directory: ModelDirectory) -> None:
+    """Raises ConfigError for what this model cannot do."""
+    if asked.full and directory.is_quantised:
+        raise ConfigError(
+            f"--full: {asked.directory} is quantised ({directory.stored.formats}), and codes "
+            "cannot be trained; leave --full out for an adapter, or use the one in bfloat16"
+        )
+    if asked.experts and directory.shape.moe is None:
+        raise ConfigError(f"--experts: {asked.directory} has no routed experts; leave it out")
+    limit = directory.max_positions
+    if asked.sequence is not None and limit is not None and asked.sequence > limit:
+        raise ConfigError(
+            f"--sequence {asked.sequence}: {asked.directory} has {limit} positions, give "
+            "fewer tokens"
+        )
+    _refuse_unknown(asked.directory)
 
 
 def _refuse_unknown(directory: Path) -> None:

@@ -240,7 +240,7 @@ def _batch(wish: Wish) -> tuple[_Batch, dict[str, str]]:
         _SEQUENCES_A_STEP,
         max(1, (num_sequences or _SEQUENCES_A_STEP * _LEAST_STEPS_A_PASS) // _LEAST_STEPS_A_PASS),
     )
-    most = max(1, min(wanted, _BATCH_TOKENS // length))
+    most = max(1, min(wanted, _BATCH_TOKENS // length, num_sequences or wanted))
     size = next(number for number in range(most, 0, -1) if wanted % number == 0)
     steps, why_steps = _STEPS_WITHOUT_DATA, "no data was given to count (infinity new --data)"
     if num_sequences is not None:
