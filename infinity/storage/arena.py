@@ -10,12 +10,12 @@ Those bytes are one file in memory for all windows, an eighth of the largest: 8 
 from __future__ import annotations
 
 import functools
-import os
 import re
 from errno import ENOMEM
 from pathlib import Path
 
 from infinity import _core
+from infinity.config.cores import usable_cores
 from infinity.config.machine import host_memory
 from infinity.errors import CapacityError, ConfigError
 from infinity.sizes import HUGE_PAGE_NBYTES, PAGE_NBYTES, align_up
@@ -38,7 +38,7 @@ class Arena:
         _check_available(capacity_nbytes)
         try:
             self._core: _core.Arena | None = _core.Arena(
-                capacity_nbytes, huge_pages=huge_pages, num_threads=os.cpu_count() or 1
+                capacity_nbytes, huge_pages=huge_pages, num_threads=usable_cores()
             )
         except OSError as error:
             if error.errno != ENOMEM:

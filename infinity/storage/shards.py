@@ -18,6 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
+from infinity.config.cores import usable_cores
 from infinity.errors import CorruptionError, StorageError
 from infinity.storage.checksums import digest
 from infinity.storage.protocol import Priority, Segment, StorageEngine, Ticket
@@ -116,7 +117,7 @@ class ShardFiles:
         self._files: dict[str, int] = {}
         self._checksums: dict[tuple[str, int, int], int] | None = {} if verify else None
         self._lock = threading.Lock()  # Guards the table of checksums.
-        num_threads = max(1, min(_MOST_CHECKERS, (os.cpu_count() or 1) // 2))
+        num_threads = max(1, min(_MOST_CHECKERS, usable_cores() // 2))
         self._checkers = ThreadPoolExecutor(num_threads, "infinity-shards") if verify else None
         try:
             for each in identities:
