@@ -38,6 +38,7 @@ class AdamW(OffloadedOptimizer):
     name: ClassVar[str] = "adamw"
     moments: ClassVar[frozenset[str]] = frozenset({"exp_avg", "exp_avg_sq"})
     _rule: ClassVar[type[AdamWSettings | AdamSettings]] = AdamWSettings
+    _last: tuple[tuple[float, ...], Settings] | None = None
 
     def __init__(
         self,
@@ -74,14 +75,12 @@ class AdamW(OffloadedOptimizer):
 
     def settings_of(self, group: dict[str, Any], param: OffloadedParam, step: int) -> Settings:
         beta1, beta2 = group["betas"]
-        return self._rule(
-            lr=float(group["lr"]),
-            beta1=float(beta1),
-            beta2=float(beta2),
-            eps=float(group["eps"]),
-            weight_decay=float(group["weight_decay"]),
-            step=step,
-        )
+        options = (group["lr"], beta1, beta2, group["eps"], group["weight_decay"])
+        numbers = *map(float, options), step
+        if self._last is None or self._last[0] != numbers:
+            # Almost always the settings of the next parameter, too.
+            self._last = numbers, self._rule(*numbers)
+        return self._last[1]
 
 
 class Adam(AdamW):

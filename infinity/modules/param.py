@@ -49,11 +49,6 @@ class OffloadedParam:
         # Without the compute parameter: printing it would read released memory.
         return f"OffloadedParam({self.name!r})"
 
-    def shown(self) -> None:
-        """Records that the module shows the compute parameter from now on."""
-        self.version = self.compute._version
-        self.was_replaced = False
-
     @property
     def was_changed(self) -> bool:
         """Whether it was changed, in place or by `.data =`, since the module began to show it."""
@@ -98,6 +93,11 @@ class ParamTable:
         self._by_unit: dict[int, list[OffloadedParam]] = {}
         for param in self._params:
             self._by_unit.setdefault(param.unit.index, []).append(param)
+        # What every use of a unit walks through, twice.
+        self._places = {
+            unit: [(param, at.module, at.attribute) for each in params for at in each.registrations]
+            for unit, params in self._by_unit.items()
+        }
         self._rnns = {unit: _rnns_of(params) for unit, params in self._by_unit.items()}
         self._storages = {param.compute.untyped_storage()._cdata for param in self._params}
 
@@ -119,16 +119,36 @@ class ParamTable:
 
     def show_parameters(self, unit: int) -> None:
         """Replaces the handles of a unit with its compute parameters."""
+        for param, module, attribute in self._places[unit]:
+            if module._parameters.get(attribute) is param.handle:
+                module._parameters[attribute] = param.compute
+            else:
+                param.show(param.compute, param.handle)
         for param in self._by_unit[unit]:
-            param.show(param.compute, param.handle)
-            param.shown()
-        _refresh(self._rnns[unit])
+            param.version, param.was_replaced = param.compute._version, False
+        if self._rnns[unit]:
+            _refresh(self._rnns[unit])
 
     def show_handles(self, unit: int) -> None:
         """Replaces the compute parameters of a unit with its handles."""
-        for param in self._by_unit[unit]:
-            param.show(param.handle, param.compute)
-        _refresh(self._rnns[unit])
+        for param, module, attribute in self._places[unit]:
+            if module._parameters.get(attribute) is param.compute:
+                module._parameters[attribute] = param.handle  # type: ignore[assignment]
+            else:
+                param.show(param.handle, param.compute)
+        if self._rnns[unit]:
+            _refresh(self._rnns[unit])
+
+    def moved_away(self, unit: int) -> list[OffloadedParam]:
+        """Returns the parameters of a unit that `.data =` has moved out of the unit's region."""
+        return [p for p in self.of_unit(unit) if not p.compute.is_set_to(p.place)]
+
+    def was_changed(self, unit: int) -> bool:
+        """Whether a parameter of the unit was changed since its module began to show it."""
+        for param in self.of_unit(unit):
+            if param.was_replaced or param.compute._version != param.version:
+                return True
+        return False
 
     # -- Looking up ------------------------------------------------------------------------------
 

@@ -67,6 +67,10 @@ class WeightCache:
         self._moves = WeightMoves(store, pool, device, counters, self._source)
         self.weights = [self._moves.weights_of(unit) for unit in store.units]
         self._moves.decoding.prepare()
+        # Units that rest where the device computes are there already: none is fetched ahead.
+        self._is_all_there = device.shares_host_memory and all(
+            weights.rests_on_host or weights.rests_on_device for weights in self.weights
+        )
         self._room = WeightRoom(
             self.weights, self._moves, pool, device, device_window_nbytes=device_window_nbytes
         )
@@ -178,7 +182,7 @@ class WeightCache:
 
     def _prefetch(self, priority: Priority) -> None:
         """Starts reads for the next units of the prediction, up to the window."""
-        if not self._window_nbytes:
+        if not self._window_nbytes or self._is_all_there:
             return
         ahead_nbytes = 0
         has_device_room = not self._device.shares_host_memory
