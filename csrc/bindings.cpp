@@ -401,13 +401,13 @@ void check_capacity(std::size_t capacity_nbytes) {
 }
 
 std::unique_ptr<Arena> open_arena(std::size_t capacity_nbytes, bool huge_pages,
-                                  unsigned num_threads) {
+                                  unsigned num_threads, int numa_node) {
   check_capacity(capacity_nbytes);
   auto arena = std::make_unique<Arena>();
   int code = 0;
   {
     const py::gil_scoped_release released;
-    code = arena->open(capacity_nbytes, huge_pages, num_threads);
+    code = arena->open(capacity_nbytes, huge_pages, num_threads, numa_node);
   }
   if (code != 0) {
     raise_os_error(code, "cannot map and populate " + std::to_string(capacity_nbytes) + " bytes");
@@ -536,7 +536,8 @@ PYBIND11_MODULE(_core, module) {
 
   py::class_<Arena>(module, "Arena", py::buffer_protocol())
       .def(py::init(&open_arena), py::arg("capacity_nbytes"), py::arg("huge_pages"),
-           py::arg("num_threads"))
+           py::arg("num_threads"), py::arg("numa_node") = -1)
+      .def_property_readonly("prefers_node", &Arena::prefers_node)
       .def_property_readonly("address", &Arena::address)
       .def_property_readonly("capacity_nbytes", &Arena::capacity_nbytes)
       .def_buffer(

@@ -1,4 +1,4 @@
-"""The processor cores that this process may use, and the threads that its own work gets.
+"""The processor cores that this process may use, the threads that its own work gets, NUMA nodes.
 
 Sources: sched_getaffinity(2); the kernel's cgroup-v2 and cgroup-v1 CPU controller documents;
 torch/distributed/run.py, which sets OMP_NUM_THREADS=1 for several processes on a node.
@@ -58,10 +58,8 @@ def own_threads(
     return max(1, cores // sharing)
 
 
-@functools.cache
 def _cores() -> tuple[int, int]:
-    """The cores of this process, and of the one that started it. Asked for once: an update asks
-    for its threads again and again."""
+    """The cores of this process, and of the one that started it."""
     own = usable_cores()
     try:
         parent = len(os.sched_getaffinity(os.getppid()))
@@ -70,10 +68,21 @@ def _cores() -> tuple[int, int]:
     return own, max(own, parent)
 
 
+@functools.cache
 def threads_here(torch_threads: int) -> int:
-    """`own_threads` of this process."""
+    """`own_threads` of this process, as it was when the number was asked for first."""
     cores, node_cores = _cores()
     return own_threads(torch_threads, cores=cores, node_cores=node_cores, environment=os.environ)
+
+
+def node_of_device(pci_address: str, root: Path = Path("/")) -> int | None:
+    """Returns the NUMA node of a device by its address as in /sys/bus/pci/devices; None where the
+    machine has one node, or sysfs does not say."""
+    nodes = root / "sys/devices/system/node"
+    if len(list(nodes.glob("node[0-9]*"))) < 2 or not pci_address:
+        return None
+    found = _words(root / "sys/bus/pci/devices" / pci_address / "numa_node")
+    return int(found[0]) if found and found[0].isdigit() else None  # -1: not known.
 
 
 def _words(path: Path) -> list[str]:
