@@ -38,7 +38,7 @@ class AdamW(OffloadedOptimizer):
     name: ClassVar[str] = "adamw"
     moments: ClassVar[frozenset[str]] = frozenset({"exp_avg", "exp_avg_sq"})
     _rule: ClassVar[type[AdamWSettings | AdamSettings]] = AdamWSettings
-    _last: tuple[tuple[float, ...], Settings] | None = None
+    _last: tuple[tuple[float, ...], int, Settings] | None = None
 
     def __init__(
         self,
@@ -76,11 +76,11 @@ class AdamW(OffloadedOptimizer):
     def settings_of(self, group: dict[str, Any], param: OffloadedParam, step: int) -> Settings:
         beta1, beta2 = group["betas"]
         options = (group["lr"], beta1, beta2, group["eps"], group["weight_decay"])
-        numbers = *map(float, options), step
-        if self._last is None or self._last[0] != numbers:
+        numbers = tuple(map(float, options))
+        if self._last is None or self._last[:2] != (numbers, step):
             # Almost always the settings of the next parameter, too.
-            self._last = numbers, self._rule(*numbers)
-        return self._last[1]
+            self._last = numbers, step, self._rule(*numbers, step=step)
+        return self._last[2]
 
 
 class Adam(AdamW):

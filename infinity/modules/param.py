@@ -95,7 +95,7 @@ class ParamTable:
             self._by_unit.setdefault(param.unit.index, []).append(param)
         # What every use of a unit walks through, twice.
         self._places = {
-            unit: [(param, at.module, at.attribute) for each in params for at in each.registrations]
+            unit: [(each, at.module, at.attribute) for each in params for at in each.registrations]
             for unit, params in self._by_unit.items()
         }
         self._rnns = {unit: _rnns_of(params) for unit, params in self._by_unit.items()}

@@ -128,6 +128,7 @@ class Unit:
     kinds: frozenset[StateKind] | None = None  # Those that rest on this rank; None: all of them.
     stored: StoredWeights | None = None  # Frozen weights that rest in the checkpoint's own files.
     _trainable: tuple[TensorSpec, ...] = field(init=False, repr=False)  # Asked for every gradient.
+    _dtypes: dict[StateKind, torch.dtype | None] = field(init=False, repr=False)
     known_chunks: dict[int, tuple[Chunk, ...]] = field(
         init=False, repr=False, default_factory=dict
     )  # By `chunk_nbytes`; of `chunk_unit`.
@@ -135,6 +136,8 @@ class Unit:
     def __post_init__(self) -> None:
         trainable = tuple(tensor for tensor in self.tensors if tensor.state_offset >= 0)
         object.__setattr__(self, "_trainable", trainable)
+        dtypes = {kind: self._dtype(kind) for kind in StateKind}
+        object.__setattr__(self, "_dtypes", dtypes)
 
     @property
     def has_residual(self) -> bool:
@@ -142,6 +145,9 @@ class Unit:
 
     def dtype(self, kind: StateKind) -> torch.dtype | None:
         """The dtype of the elements of a state kind; None when the unit has none of it."""
+        return self._dtypes[kind]
+
+    def _dtype(self, kind: StateKind) -> torch.dtype | None:
         if kind.kind == "moments" and kind not in self.moments.kinds:
             return None
         if self.is_8bit(kind):

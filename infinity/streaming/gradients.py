@@ -473,12 +473,8 @@ class GradientStore:
 
     def apply_scales(self, unit: Unit) -> None:
         """What was noted is done, before somebody reads the unit's gradients where they rest."""
-        if self._scaled and any(self._tensors[spec].scale is not None for spec in unit.trainable()):
-            location = self._store.location(unit, StateKind.GRADIENTS)
-            if isinstance(location, DeviceLocation):
-                self._rescale_resting(unit, location.memory)
-            else:
-                self._array(unit)
+        if not self._scaled.isdisjoint(unit.trainable()) and self.resting_on_device(unit) is None:
+            self._array(unit)
 
     def forget(self, spec: TensorSpec) -> None:
         """The parameter has no gradient any more."""
