@@ -36,7 +36,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NoReturn, Protocol
 
@@ -69,6 +69,7 @@ class ModuleCall:
     units: list[int]
     backward_id: int = OUTSIDE_BACKWARD
     exits_left: int = 0
+    streams: set[Hashable] = dataclasses.field(default_factory=set)  # Of its backward so far.
 
 
 class Uses(Protocol):
@@ -85,7 +86,14 @@ class Uses(Protocol):
     def begin_use(self, hooked: HookedModule) -> None:
         """Announces a forward of the hooked module, before its units are acquired."""
 
+    @property
+    def current_stream(self) -> Callable[[], Hashable] | None:
+        """Asks for the stream that is current in this thread. None: the device has no streams."""
+
     def enter(self, units: list[int]) -> None: ...
+    def join(self, units: list[int]) -> None:
+        """Makes units that are in use usable for the stream that is current, too."""
+
     def leave(self, units: list[int]) -> None: ...
     def is_parameter_memory(self, tensor: torch.Tensor) -> bool: ...
     def check_saved(self, units: list[int], nodes: ForwardNodes) -> None:
@@ -127,13 +135,22 @@ class BackwardCalls:
     def _before(self, call: ModuleCall, exits: Iterable[Node]) -> Callable[[Any], None]:
         """Returns the hook before a node of the forward. `exits` is empty if the node is an exit
         itself. Most nodes find the units in use, so that case makes no further call."""
+        current_stream = self._uses.current_stream
 
         def reached(gradients: Any) -> None:
             running = _current_backward()
             if call.backward_id != running or _is_grad_enabled():
                 self._reached(call, exits, running)
+            elif current_stream is not None and current_stream() not in call.streams:
+                self._join(call)
 
         return reached
+
+    def _join(self, call: ModuleCall) -> None:
+        """A node of the call is on a stream that the first one was not on."""
+        assert self._uses.current_stream is not None
+        self._uses.join(call.units)
+        call.streams.add(self._uses.current_stream())
 
     def _reached(self, call: ModuleCall, exits: Iterable[Node], running: int) -> None:
         if torch.is_grad_enabled():
@@ -145,6 +162,8 @@ class BackwardCalls:
         with UNINTERRUPTED:
             self._arm(running)
             self._uses.enter(call.units)
+            if self._uses.current_stream is not None:
+                call.streams = {self._uses.current_stream()}
             call.backward_id = running
             self._calls[call] = None
             call.exits_left = sum(map(torch._C._will_engine_execute_node, exits)) or 1

@@ -59,6 +59,7 @@ class UnitUses:
         self._passes = passes
         self._tracer = tracer
         self._param_table = param_table
+        self.current_stream = weight_cache.current_stream
         self._changes = changes
         self._lock = lock
         self._process = OwnProcess()
@@ -109,6 +110,12 @@ class UnitUses:
         if self._tracer.is_on and units:
             names = [self._units[unit].name for unit in units]
             self._tracer.begin(tuple(units), Track.SITES, ", ".join(names))
+
+    def join(self, units: list[int]) -> None:
+        """Makes units that are in use usable for the stream that is current, too."""
+        with UNINTERRUPTED, self._lock:
+            for unit in units:
+                self._weight_cache.join(unit)
 
     def leave(self, units: list[int]) -> None:
         """Ends one use of each unit."""

@@ -93,7 +93,13 @@ class CpuDevice:
     def prepare_decoding(self, nbytes: int) -> None:
         return None
 
-    def end_use(self, region: Region) -> None:
+    def current_stream(self) -> None:
+        return None
+
+    def begin_use(self, region: Region) -> None:
+        return None
+
+    def end_use(self, region: Region, *, is_last: bool = True) -> None:
         return None
 
     def bring_back(self, region: Region, block: Block) -> Copy:

@@ -44,6 +44,10 @@ class StreamMemoryRegion(ResizedRegion):
         with self._module.stream(self._stream):
             self.storage.resize_(nbytes)
 
+    def _fill(self, byte: int) -> None:
+        with self._module.stream(self._stream):  # It has waited for the last uses.
+            super()._fill(byte)
+
 
 class AcceleratorStreams:
     """Streams of one accelerator, by its module in torch (`torch.cuda`, `torch.xpu`).
