@@ -75,11 +75,11 @@ class AdamW(OffloadedOptimizer):
 
     def settings_of(self, group: dict[str, Any], param: OffloadedParam, step: int) -> Settings:
         beta1, beta2 = group["betas"]
-        options = (group["lr"], beta1, beta2, group["eps"], group["weight_decay"])
-        numbers = tuple(map(float, options))
+        lr, eps, weight_decay = float(group["lr"]), float(group["eps"]), group["weight_decay"]
+        numbers = lr, float(beta1), float(beta2), eps, float(weight_decay)
         if self._last is None or self._last[:2] != (numbers, step):
             # Almost always the settings of the next parameter, too.
-            self._last = numbers, step, self._rule(*numbers, step=step)
+            self._last = numbers, step, self._rule(*numbers, step)
         return self._last[2]
 
 

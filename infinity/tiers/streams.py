@@ -60,6 +60,7 @@ class Stream(Protocol):
     """The part of `torch.Stream` that is used: hashable; two objects of one stream are equal."""
 
     def wait_event(self, event: Any) -> None: ...
+    def __hash__(self) -> int: ...
 
 
 class Streams(Protocol):
