@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -18,7 +18,8 @@ from infinity.tiers.host import HostBlocks
 class OwnDevice(DeviceAdapter, Protocol):
     """A device adapter of the caller, which is given the host tier when it exists."""
 
-    def open(self, host: HostBlocks, counters: Counters) -> None: ...
+    def open(self, host: HostBlocks, counters: Counters) -> None:
+        """Receives the arena and the counters, before any other call."""
 
 
 def shares_host_memory(config: SwapConfig, device: OwnDevice | None) -> bool:
@@ -52,7 +53,7 @@ def pci_address(properties: object) -> str:
     """Returns the address of a device as in /sys/bus/pci/devices, from its properties in torch;
     empty if torch does not report it."""
     names = ("pci_domain_id", "pci_bus_id", "pci_device_id")
-    numbers = [getattr(properties, name, None) for name in names]
+    numbers: list[Any] = [getattr(properties, name, None) for name in names]
     if not all(isinstance(number, int) for number in numbers):
         return ""
     return "{:04x}:{:02x}:{:02x}.0".format(*numbers)

@@ -93,8 +93,8 @@ class ParamTable:
         self._by_unit: dict[int, list[OffloadedParam]] = {}
         for param in self._params:
             self._by_unit.setdefault(param.unit.index, []).append(param)
-        # What every use of a unit walks through, twice.
-        self._places = {
+        # What every use of a unit walks through, twice: parameter, module, attribute.
+        self._places: dict[int, list[tuple[OffloadedParam, Any, str]]] = {
             unit: [(each, at.module, at.attribute) for each in params for at in each.registrations]
             for unit, params in self._by_unit.items()
         }
@@ -133,7 +133,7 @@ class ParamTable:
         """Replaces the compute parameters of a unit with its handles."""
         for param, module, attribute in self._places[unit]:
             if module._parameters.get(attribute) is param.compute:
-                module._parameters[attribute] = param.handle  # type: ignore[assignment]
+                module._parameters[attribute] = param.handle
             else:
                 param.show(param.handle, param.compute)
         if self._rnns[unit]:

@@ -65,8 +65,9 @@ def _has_unmanaged_gradient(model: nn.Module) -> bool:
         if module is None:
             continue
         for parameter in module._parameters.values():
-            is_own = parameter is not None and not isinstance(parameter, Handle)
-            if is_own and parameter.requires_grad and parameter.grad is not None:
+            if parameter is None or isinstance(parameter, Handle):
+                continue
+            if parameter.requires_grad and parameter.grad is not None:
                 return True
         for child in module._modules.values():
             if id(child) not in seen:

@@ -76,9 +76,11 @@ class UnitUses:
 
     @property
     def yields_at_tiles(self) -> bool:
+        """See `Uses.yields_at_tiles`."""
         return self.on_tile is not None
 
     def yield_at_tile(self, units: list[int], *, is_over: bool = False) -> None:
+        """See `Uses.yield_at_tile`."""
         if self.on_tile is not None:
             self.on_tile(units, is_over)
 
@@ -109,7 +111,7 @@ class UnitUses:
             raise
         if self._tracer.is_on and units:
             names = [self._units[unit].name for unit in units]
-            self._tracer.begin(tuple(units), Track.SITES, ", ".join(names))
+            self._tracer.begin(tuple(units), Track.MODULES, ", ".join(names))
 
     def join(self, units: list[int]) -> None:
         """Makes units that are in use usable for the stream that is current, too."""
@@ -181,6 +183,7 @@ class UnitUses:
                 self._param_table.show_handles(unit.index)
 
     def check_saved(self, units: list[int], nodes: ForwardNodes) -> None:
+        """See `Uses.check_saved`."""
         replaced = [param for u in units for param in self._param_table.moved_away(u)]
         if replaced:
             self._changes.refuse_saved(replaced, [*nodes.inner, *nodes.exits])
@@ -200,6 +203,7 @@ class UnitUses:
                 self._weight_cache.begin_backward()
 
     def backward_ended(self) -> None:
+        """See `Uses.backward_ended`."""
         if self._passes.is_layer_major:
             return  # One of many small ones.
         with self._lock, self._tracer.during(Track.ENGINE, "end of backward"):

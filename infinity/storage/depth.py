@@ -29,6 +29,7 @@ class DepthRange:
 
     @property
     def is_fixed(self) -> bool:
+        """Whether the limits are one number."""
         return self.least == self.most
 
 
