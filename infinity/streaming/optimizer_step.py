@@ -238,9 +238,9 @@ class Updater(StepRunner):
 
     @override
     def note_gradient(self, unit: int) -> None:
-        """A gradient of a parameter of the unit has been added to its sum."""
         if self._early is not None:
             self._early.note_gradient(unit)
+            self.advance()
 
     @override
     def note_left(self, unit: int) -> bool:

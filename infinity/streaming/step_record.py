@@ -88,7 +88,8 @@ class StepRunner(Protocol):
         """
 
     def note_gradient(self, unit: int) -> None:
-        """Tells that a gradient of a parameter of the unit has been added to its sum."""
+        """Tells that a gradient of a parameter of the unit has been added to its sum. Does what
+        `advance` does."""
 
     def note_left(self, unit: int) -> bool:
         """Tells that a backward has left the unit. Its gradients are complete if no other backward
