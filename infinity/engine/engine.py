@@ -47,7 +47,7 @@ from infinity.modules.hooks import (
     Unscriptable,
 )
 from infinity.modules.interrupts import uninterrupted
-from infinity.modules.param import OffloadedParam, ParamTable
+from infinity.modules.param import OffloadedParam, ParamTable, increment_versions
 from infinity.modules.process import OwnProcess
 from infinity.modules.raw_access import RawAccess
 from infinity.modules.tiling.split import tiles_of
@@ -413,8 +413,7 @@ class Engine:
             else:
                 self.updater.defer(record)
                 self.updater.advance()
-            for param in changed:
-                param.increment_version()
+            increment_versions(changed)
 
     def gradient_norms(self, params: Iterable[OffloadedParam]) -> dict[str, torch.Tensor]:
         """Returns the 2-norm of every existing gradient, as fp32 scalars on the host, in the given

@@ -13,7 +13,7 @@ from torch.autograd.graph import Node
 
 from infinity.errors import InfinityError, UnsupportedError
 from infinity.modules.awaited import is_to_come
-from infinity.modules.param import OffloadedParam, ParamTable
+from infinity.modules.param import OffloadedParam, ParamTable, increment_versions, settle
 from infinity.sizes import PAGE_NBYTES, align_down
 from infinity.state.store import StateStore
 from infinity.state.units import TensorSpec, Unit, weight_of
@@ -172,7 +172,7 @@ class WeightEdits:
         self._weight_cache.check_kept(unit)
         for param in self._param_table.of_unit(unit):
             if param.compute._version != param.version:
-                param.settle()
+                settle([param])
                 raise _changed_away(param)
 
     def begin_use(self, unit: int) -> None:
@@ -190,8 +190,7 @@ class WeightEdits:
 
     def end_use(self, unit: int) -> None:
         """The last use of a unit has ended, and its changes are taken over."""
-        for param in self._param_table.of_unit(unit):
-            param.settle()
+        settle(self._param_table.of_unit(unit))
         kept = self._kept(unit)
         if kept and self._weight_cache.is_evictable(unit):
             digests = {param: _digest(param.compute) for param in kept}
@@ -232,8 +231,7 @@ class WeightEdits:
                 weight_of(weights, spec).copy_(flat)
         self._weight_cache.check_in(unit.index, dirty_nbytes=unit.weight_nbytes, write_now=False)
         written = [param for param in self._param_table.of_unit(unit.index) if param.spec in values]
-        for param in written:
-            param.increment_version()
+        increment_versions(written)
 
     def fill(self, unit: Unit) -> None:
         """Gives a unit the values of its original parameters that have any.

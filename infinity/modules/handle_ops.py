@@ -30,7 +30,7 @@ from infinity.modules.handle_tensor import Owner
 from infinity.modules.hooks import BackwardCalls, ModuleCall, nodes_since
 from infinity.modules.mirrors import Original, mirrored
 from infinity.modules.outputs import detach_from_parameters
-from infinity.modules.param import OffloadedParam, ParamTable
+from infinity.modules.param import OffloadedParam, ParamTable, increment_versions
 from infinity.modules.state_values import StateValue
 from infinity.modules.tiling.tiled_param import TiledParam
 from infinity.modules.uses import UnitUses
@@ -141,7 +141,7 @@ class HandleOps(Owner, Original):
 
     @override
     def increment_version(self, handle: Handle) -> None:
-        self._known(handle).increment_version()
+        increment_versions([self._known(handle)])
 
     @override
     def take_gradient(self, handle: Handle, gradient: torch.Tensor) -> None:
@@ -336,7 +336,7 @@ class HandleOps(Owner, Original):
         with self._setting([unit]), self._uses.using([unit]), torch.no_grad():
             self._edits.lend_params([param])
             _bytes_of(param.compute, param)[place] = values
-            param.increment_version()
+            increment_versions([param])
 
     # -- Initialisation --------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ live as long as the engine, so autograd, optimizers and hooks may keep reference
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,18 +51,6 @@ class OffloadedParam:
         # Without the compute parameter: printing it would read released memory.
         return f"OffloadedParam({self.name!r})"
 
-    def settle(self) -> None:
-        """Records that the engine has taken over every change of the compute parameter."""
-        self.version = self.compute._version
-        self.is_shown = False
-
-    def increment_version(self) -> None:
-        """Records a change by the engine: a backward that saved the old value raises, as in plain
-        PyTorch."""
-        torch.autograd.graph.increment_version(self.compute)
-        if not self.is_shown:
-            self.settle()
-
     @property
     def was_changed(self) -> bool:
         """Whether it was changed, in place or by `.data =`, since the module began to show it."""
@@ -92,6 +80,20 @@ class OffloadedParam:
             else:
                 # A parametrization may have moved the parameter into a child module.
                 _replace_below(place.module, other, tensor)
+
+
+def settle(params: Iterable[OffloadedParam]) -> None:
+    """Records that the engine has taken over every change of the compute parameters."""
+    for param in params:
+        param.version = param.compute._version
+        param.is_shown = False
+
+
+def increment_versions(params: Sequence[OffloadedParam]) -> None:
+    """Records a change by the engine: a backward that saved an old value raises, as in plain
+    PyTorch."""
+    torch.autograd.graph.increment_version([param.compute for param in params])
+    settle([param for param in params if not param.is_shown])
 
 
 class ParamTable:

@@ -152,12 +152,10 @@ def compute_budgets(
     `summed_nbytes`: sums of gradients of `infinity.forward_backward` before they are sent, reserved
     if the configuration has micro-batches. `host_held_nbytes`: the same as `held_nbytes` in host
     memory, where frozen weights may be quantised, or quantised and decoded (None: as much).
-    `decoded_nbytes`: the part of it that is decoded on the host.
-    `num_sharing`: ranks among which the configured host budget was divided; errors name the whole.
+    `decoded_nbytes`: the part of it that is decoded on the host. `num_sharing`: ranks among which
+    the configured host budget was divided; errors name the whole.
 
-    Raises ConfigError for a tier that is not configured, CapacityError for a budget that is too
-    small.
-    """
+    Raises ConfigError for a missing tier, CapacityError for a budget that is too small."""
     preferences = {kind: tuple(getattr(config.placement, kind)) for kind in _PLACED_KINDS}
     _refuse_missing_tier(config, preferences)
     request = _Request(
@@ -177,10 +175,8 @@ def compute_budgets(
     placement = _place(request, host_nbytes, smallest, comfortable)
     _refuse_small_device(request, placement)
     working_nbytes = host_nbytes - placement.placed_nbytes["host"] - serving_nbytes
-    # With less free memory than this, weights kept for later displace those needed now.
     decoded_nbytes = rounded_nbytes(decoded_nbytes) if decoded_nbytes else 0
-    free_nbytes = working_nbytes - (smallest - alone) - decoded_nbytes
-    is_tight = free_nbytes < 3 * (alone - decoded_nbytes)
+    is_tight = _is_tight(working_nbytes - (smallest - alone), alone, decoded_nbytes)
     chunk_nbytes, num_slots, ring_nbytes = _staging_ring(request, placement, working_nbytes)
     return Budgets(
         shares_host_memory=shares_host_memory,
@@ -201,6 +197,11 @@ def compute_budgets(
         decoded_from_nbytes=request.decoded_from_nbytes,
         decoded_nbytes=0 if is_tight else decoded_nbytes,
     )
+
+
+def _is_tight(free_nbytes: int, least_nbytes: int, decoded_nbytes: int) -> bool:
+    """Whether weights kept for later would displace those needed now."""
+    return free_nbytes - decoded_nbytes < 3 * (least_nbytes - decoded_nbytes)
 
 
 def _refuse_missing_tier(config: SwapConfig, preferences: Mapping[str, tuple[str, ...]]) -> None:

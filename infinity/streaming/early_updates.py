@@ -257,7 +257,7 @@ class EarlyUpdates:
         self._forget()
 
     def release(self) -> bool:
-        """Lets go of weights that are checked out between two chunks. Returns whether there were
+        """Gives back weights that are checked out between two chunks. Returns whether there were
         any."""
         for unit, early in self._complete.items():
             if early.update is not None and early.update.weights is not None:

@@ -2,9 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
-from infinity.state.units import TensorSpec
+from infinity.state.units import TensorSpec, Unit
+from infinity.tiers.device import Copy
+
+
+@dataclass(frozen=True, slots=True)
+class LeavingGradient:
+    """A gradient on its way from the device into the tail of its place on the host."""
+
+    unit: Unit
+    copy: Copy
+    place: torch.Tensor  # fp32 (numel,)
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on their way."""
+        return self.place.numel() * self.dtype.itemsize
 
 
 def flat_of(array: torch.Tensor, spec: TensorSpec) -> torch.Tensor:

@@ -10,16 +10,14 @@ Note [Out of the device]
   A gradient leaves a device with memory of its own in its own dtype, into the tail of its place on
   the host, and is made fp32 in place once it has come (`widen`). The host does not wait for that
   while the backward runs: what is due to be written waits for its copies, and the computation waits
-  for those of the unit before the last, whose memory is free then.
-  Where several micro-batches go through one block they are summed on the device first
-  (`sum_on_device`), in the same order and so to the same bits, and leave it once.
+  for those of the unit before the last, whose memory is free then. Where several micro-batches go
+  through one block they are summed on the device first, in the same order, and leave it once.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -29,7 +27,15 @@ from infinity.state.budgets import STAGED_NBYTES
 from infinity.state.store import DeviceLocation, NvmeLocation, StateStore, Transfer
 from infinity.state.units import STATE_ITEM_NBYTES, StateKind, TensorSpec, Unit
 from infinity.storage.protocol import Priority
-from infinity.streaming.gradient_memory import flat_of, in_memory_order, put, shaped, tail_of, widen
+from infinity.streaming.gradient_memory import (
+    LeavingGradient,
+    flat_of,
+    in_memory_order,
+    put,
+    shaped,
+    tail_of,
+    widen,
+)
 from infinity.streaming.gradient_sums import (
     PooledSumBlocks,
     SumBlocks,
@@ -37,22 +43,8 @@ from infinity.streaming.gradient_sums import (
     TensorGradient,
     UnitGradients,
 )
-from infinity.tiers.device import Copy, DeviceAdapter
+from infinity.tiers.device import DeviceAdapter
 from infinity.tiers.pool import HostPool
-
-
-@dataclass(frozen=True, slots=True)
-class _Leaving:
-    """A gradient on its way from the device into the tail of its place on the host."""
-
-    unit: Unit
-    copy: Copy
-    place: torch.Tensor  # fp32 (numel,)
-    dtype: torch.dtype
-
-    @property
-    def nbytes(self) -> int:
-        return self.place.numel() * self.dtype.itemsize
 
 
 class GradientStore:
@@ -80,8 +72,8 @@ class GradientStore:
         self._summed: dict[Unit, UnitGradients] = {}  # With sums on the device.
         self._in_use: Unit | None = None  # Its block must not be reclaimed now.
         self._scaled: set[TensorSpec] = set()  # Those that may have a `scale`.
-        self._leaving: deque[_Leaving] = deque()  # Not on the host yet, or not known to be.
-        self._keeping: deque[_Leaving] = deque()  # Those whose device memory is still kept.
+        self._leaving: deque[LeavingGradient] = deque()  # Not on the host yet, or not known to be.
+        self._keeping: deque[LeavingGradient] = deque()  # Those whose device memory is still kept.
         self._most_kept_nbytes = max(unit.weight_nbytes for unit in store.units)
 
     # -- In ----------------------------------------------------------------------------------------
@@ -211,7 +203,7 @@ class GradientStore:
         """Starts copying a gradient from the device to its place on the host."""
         self._take_in_copies()
         copy = self._device.copy(flat, tail_of(place, flat.dtype))
-        leaving = _Leaving(unit, copy, place, flat.dtype)
+        leaving = LeavingGradient(unit, copy, place, flat.dtype)
         self._leaving.append(leaving)
         self._keeping.append(leaving)
         kept_nbytes = sum(each.nbytes for each in self._keeping)
@@ -315,7 +307,7 @@ class GradientStore:
         """Every gradient of them is where it rests, or a failure ended it."""
 
     def take_in(self) -> None:
-        """Nobody else gives gradients to this store."""
+        """Does nothing."""
 
     # -- Out ---------------------------------------------------------------------------------------
 
@@ -398,14 +390,13 @@ class GradientStore:
 
     def is_complete(self, unit: Unit) -> bool:
         """Whether every gradient that was added is in its sum on this host, or on NVMe."""
-        location = self._store.location(unit, StateKind.GRADIENTS)
-        is_out = not isinstance(location, DeviceLocation) and not self._sums[unit.index].device_sums
-        is_there = is_out and all(leaving.unit is not unit for leaving in self._leaving)
-        return is_there and all(self._tensors[spec].scale is None for spec in unit.trainable())
+        if isinstance(self._store.location(unit, StateKind.GRADIENTS), DeviceLocation):
+            return False
+        is_leaving = self._sums[unit.index].device_sums or unit in [c.unit for c in self._leaving]
+        return not is_leaving and all(self._tensors[s].scale is None for s in unit.trainable())
 
     def sums_in_memory(self, unit: Unit) -> torch.Tensor | None:
-        """The host block of gradients that rest on NVMe: fp32 (state_numel,), valid until anything
-        else is asked of this store. None without such a block."""
+        """The host block of gradients that rest on NVMe: fp32 (state_numel,); None without one."""
         return self._sums[unit.index].array
 
     def norm(self, unit: Unit, spec: TensorSpec) -> torch.Tensor:

@@ -54,9 +54,9 @@ def chunks_of(unit: Unit, updated: Container[TensorSpec], chunk_nbytes: int) -> 
     """Returns the chunks of a unit that have slices of `updated`, with these slices, in order."""
     found = []
     for chunk in chunk_unit(unit, chunk_nbytes) if unit.state_numel else ():
-        slices = tuple(s for s in chunk.slices if s.tensor in updated)
+        slices = [part for part in chunk.slices if part.tensor in updated]
         if slices:
-            found.append(Chunk(chunk.unit, chunk.start, chunk.stop, slices))
+            found.append(Chunk(chunk.unit, chunk.start, chunk.stop, tuple(slices)))
     return tuple(found)
 
 
