@@ -151,13 +151,12 @@ def compute_budgets(
     from, lent once; `given_nbytes`: the most gradients that other ranks send during a backward;
     `summed_nbytes`: sums of gradients of `infinity.forward_backward` before they are sent, reserved
     if the configuration has micro-batches. `host_held_nbytes`: the same as `held_nbytes` in host
-    memory, where frozen weights may be quantised, or quantised and decoded (None: as much).
-    `decoded_nbytes`: the part of it that is decoded on the host. `num_sharing`: ranks among which
-    the configured host budget was divided; errors name the whole.
-
-    Raises ConfigError for a missing tier, CapacityError for a budget that is too small."""
-    preferences = {kind: tuple(getattr(config.placement, kind)) for kind in _PLACED_KINDS}
-    _refuse_missing_tier(config, preferences)
+    memory, where frozen weights may be quantised, or quantised and decoded (None: as much), of
+    which `decoded_nbytes` are decoded there. `num_sharing`: ranks that share the configured host
+    budget; errors name the whole.
+    Raises ConfigError for a tier that is not configured, CapacityError for too small a budget.
+    """
+    preferences = _preferences(config)
     request = _Request(
         config, units, preferences, held_nbytes, shares_host_memory, device_nbytes,
         gathered_nbytes, serving_nbytes, given_nbytes, summed_nbytes,
@@ -169,14 +168,15 @@ def compute_budgets(
     asked_nbytes = _asked_host_nbytes(request, comfortable + given_nbytes, available_host_nbytes)
     resting = _only_on_host_nbytes(request)
     buffer_nbytes = _reduce_buffer_nbytes(request, asked_nbytes, asked_nbytes - smallest - resting)
-    least_for_sums_nbytes = resting + with_sums + _reduce_buffer_nbytes(request, 0, 0)
+    least_nbytes = resting + with_sums + _reduce_buffer_nbytes(request, 0, 0)
     host_nbytes = asked_nbytes - buffer_nbytes
     _refuse_small_host(request, host_nbytes, buffer_nbytes, smallest)
     placement = _place(request, host_nbytes, smallest, comfortable)
     _refuse_small_device(request, placement)
     working_nbytes = host_nbytes - placement.placed_nbytes["host"] - serving_nbytes
     decoded_nbytes = rounded_nbytes(decoded_nbytes) if decoded_nbytes else 0
-    is_tight = _is_tight(working_nbytes - (smallest - alone), alone, decoded_nbytes)
+    free_nbytes = working_nbytes - (smallest - alone) - decoded_nbytes
+    is_tight = _is_tight(free_nbytes, alone - decoded_nbytes)
     chunk_nbytes, num_slots, ring_nbytes = _staging_ring(request, placement, working_nbytes)
     return Budgets(
         shares_host_memory=shares_host_memory,
@@ -193,20 +193,22 @@ def compute_budgets(
         num_staging_slots=num_slots,
         ring_nbytes=ring_nbytes,
         needed_for_sums_nbytes=with_sums - serving_nbytes,
-        least_for_sums_nbytes=num_sharing * least_for_sums_nbytes,
+        least_for_sums_nbytes=num_sharing * least_nbytes,
         decoded_from_nbytes=request.decoded_from_nbytes,
         decoded_nbytes=0 if is_tight else decoded_nbytes,
     )
 
 
-def _is_tight(free_nbytes: int, least_nbytes: int, decoded_nbytes: int) -> bool:
-    """Whether weights kept for later would displace those needed now."""
-    return free_nbytes - decoded_nbytes < 3 * (least_nbytes - decoded_nbytes)
+def _is_tight(free_nbytes: int, needed_nbytes: int) -> bool:
+    """With less free memory than this, weights kept for later displace those needed now."""
+    return free_nbytes < 3 * needed_nbytes
 
 
-def _refuse_missing_tier(config: SwapConfig, preferences: Mapping[str, tuple[str, ...]]) -> None:
+def _preferences(config: SwapConfig) -> dict[str, tuple[str, ...]]:
+    """Returns the tiers of each kind. Raises ConfigError for one that is not configured."""
+    preferences = {kind: tuple(getattr(config.placement, kind)) for kind in _PLACED_KINDS}
     if config.tiers.nvme:
-        return
+        return preferences
     others = {name: getattr(config.placement, name) for name in ("activations", "experts")}
     for kind, order in {**preferences, **others}.items():
         if "nvme" in order:
@@ -214,6 +216,7 @@ def _refuse_missing_tier(config: SwapConfig, preferences: Mapping[str, tuple[str
                 f"placement.{kind} names nvme but there is no [[tiers.nvme]] entry; add "
                 "one with a path, or place it on host"
             )
+    return preferences
 
 
 def _staged_nbytes(request: _Request) -> int:
