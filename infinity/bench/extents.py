@@ -1,10 +1,9 @@
 """Small extents: the effect of batching, adjacent or apart in the file, and in memory.
 
 Extents that are adjacent in the file should reach the bandwidth of large ones: the engine gathers
-    them
-into blocks, wherever they are in memory. Extents that are apart are one command each, and the
-    ceiling is
-the drive's rate for such commands from the same list, submitted by fio and by a raw ring.
+them into blocks, wherever they are in memory. Extents that are apart are one command each, and the
+ceiling is the drive's rate for such commands from the same list, submitted by fio and by a raw
+ring.
 """
 
 from __future__ import annotations

@@ -84,6 +84,9 @@ class Uses(Protocol):
         `enter`, and (`is_over`) when the backward of the units is complete and about to continue
         behind them."""
 
+    def refuse_transforms(self, units: list[int]) -> None:
+        """Raises UnsupportedError inside a transform of torch.func, unless the units are in use."""
+
     def begin_use(self, hooked: HookedModule) -> None:
         """Announces a forward of the hooked module, before its units are acquired."""
 
@@ -339,6 +342,7 @@ class ModuleHooks:
             refuse_jit()
         if self.is_suspended:
             return
+        self._uses.refuse_transforms(self._hooked.units)
         if self._uses.yields_at_tiles:
             self._uses.yield_at_tile(self._hooked.units)
         self._uses.begin_use(self._hooked)

@@ -12,7 +12,9 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from infinity.errors import InfinityError
+import torch
+
+from infinity.errors import InfinityError, UnsupportedError
 from infinity.modules.edits import WeightEdits
 from infinity.modules.hooks import ForwardNodes, HookedModule
 from infinity.modules.interrupts import UNINTERRUPTED
@@ -65,7 +67,6 @@ class UnitUses:
         self._process = OwnProcess()
         self._left: set[int] = set()  # By the backward that is running.
         self.is_closed = False
-        self.watched_units: frozenset[int] = frozenset()  # Modules may write them through `.data`.
         self.on_tile: Turns | None = None  # Of `accumulate`, while it runs.
         self.is_parameter_memory = param_table.is_parameter_memory
         self.begin_use: Callable[[HookedModule], None] = (
@@ -85,8 +86,9 @@ class UnitUses:
             self.on_tile(units, is_over)
 
     def enter(self, units: list[int], *, is_of_pass: bool = True) -> None:
-        """Makes units usable. All or none: a failure lets go of those already held. `is_of_pass`:
-        a hooked module is come to, so that others will be; else nothing is fetched ahead.
+        """Begins a use of each unit, or of none: a failure ends the uses that have begun.
+
+        `is_of_pass`: a hooked module begins its pass; without it nothing is fetched ahead.
 
         Work of other units rides along: a backward starts to write the gradients of the units that
         it has left, and reads of optimizer state that comes next start.
@@ -127,8 +129,7 @@ class UnitUses:
             for unit in units:
                 if self._weight_cache.is_last_hold(unit):
                     refusal = self._changes.put_back(unit) or refusal
-                    if unit in self.watched_units:
-                        self._changes.note_data_writes(unit)
+                    self._changes.note_raw_writes(unit)
                 if self._weight_cache.release(unit):
                     self._release_unit(unit)
                     self._weight_cache.write_behind(unit)
@@ -152,17 +153,18 @@ class UnitUses:
         if self.is_closed:
             raise InfinityError("the engine of this model is closed; its parameters are gone")
         if not self._weight_cache.is_in_use(unit):
+            self._changes.refuse_changed_away(unit)
             self._updater.bring_up_to_date(unit, is_needed=True)
 
     def _acquire(self, unit: int, priority: Priority, is_of_pass: bool) -> None:
         if self._weight_cache.acquire(unit, priority, is_of_pass=is_of_pass):
             self._param_table.show_parameters(unit)
-            if unit in self.watched_units:
-                self._changes.watch_data(unit)
+            self._changes.begin_use(unit)
 
     def _release_unit(self, unit: int) -> None:
         self._param_table.show_handles(unit)
         self._changes.take_over(unit)
+        self._changes.end_use(unit)
         if current_backward() != OUTSIDE_BACKWARD:
             self._left.add(unit)
 
@@ -173,6 +175,19 @@ class UnitUses:
             raise InfinityError(
                 f"{what} while {', '.join(in_use[:4])} is in use; "
                 "leave infinity.gather() and finish the backward first"
+            )
+
+    def refuse_transforms(self, units: list[int]) -> None:
+        """Raises UnsupportedError inside a transform of torch.func, unless the units are in use:
+        the graphs of a transform have nodes that no hook reaches."""
+        if torch._C._functorch.peek_interpreter_stack() is None:
+            return
+        if not all(map(self._weight_cache.is_in_use, units)):
+            names = ", ".join(self._units[unit].name for unit in units[:4])
+            raise UnsupportedError(
+                f"{names} would be used inside a transform of torch.func (vmap, grad, jvp), whose "
+                "backward the engine does not see. Run the transform, and the backward of its "
+                "result, inside `with infinity.gather(model):`"
             )
 
     def close(self) -> None:

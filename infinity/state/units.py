@@ -10,11 +10,11 @@ Layout of a unit (docs/formats/unit.md):
                the frozen ones; each tensor starts at a multiple of TENSOR_ALIGNMENT_NBYTES
   moments, gradients
                fp32 arrays over the trainable tensors only, all with the same element offsets; which
-               moments there are is the optimizer's business (`Moments`), and they may be of eight
-               bits instead (docs/formats/moments_8bit.md)
-  master       what the parameters lack of their fp32 master, at the same element offsets: a 16-bit
-               residual beside bf16 parameters (docs/formats/split_master.md), beside fp16 ones all
-               of the fp32 value, beside fp32 ones nothing
+               moments exist depends on the optimizer (`Moments`), and they may have eight bits
+               instead (docs/formats/moments_8bit.md)
+  master       the rest of the fp32 master beside the parameters, at the same element offsets:
+               a 16-bit residual beside bf16 parameters (docs/formats/split_master.md), all of the
+               fp32 value beside fp16 ones, nothing beside fp32 ones
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class StateKind(StrEnum):
         return "moments" if self in MOMENT_PIECES else self.value
 
 
-# Of all optimizers; which of them there are is said by `Moments`. Named as torch's own state is.
+# The moments of all optimizers, under torch's names; `Moments` has those of one optimizer.
 MOMENT_PIECES = (StateKind.EXP_AVG, StateKind.EXP_AVG_SQ, StateKind.MOMENTUM_BUFFER)
 
 
@@ -118,7 +118,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Unit:
-    """Parameters that move together, and how their state is laid out."""
+    """Parameters that move together, and the layout of their state."""
 
     index: int
     name: str
@@ -174,7 +174,7 @@ class Unit:
         return self.state_numel > 0 and is_kept
 
     def nbytes(self, kind: StateKind, numel: int | None = None) -> int:
-        """Bytes of the piece, or of `numel` elements of a piece of state that start a chunk; 0 when
+        """Bytes of the state kind, or of `numel` elements of it that start a chunk; 0 when
         the unit has none of it."""
         if self.kinds is not None and kind not in self.kinds:
             return 0

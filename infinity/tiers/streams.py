@@ -381,8 +381,8 @@ class StreamDevice(DeviceAdapter):
         event.record(stream)
         copy = StreamCopy(self.streams, event, owner=owner, keep=on_device, traced=traced)
         self.counters.add("device_in_nbytes" if inward else "device_out_nbytes", nbytes)
-        lane = Track.COPIES_IN if inward else Track.COPIES_OUT
-        self.counters.tracer.watch(copy, lambda _: lane, "copy", asked_ns)
+        track = Track.COPIES_IN if inward else Track.COPIES_OUT
+        self.counters.tracer.watch(copy, lambda _: track, "copy", asked_ns)
         return copy
 
     def _trace(self, nbytes: int) -> _TracedCopy | None:
