@@ -41,12 +41,10 @@ class Arena:
             raise ConfigError(f"{capacity_nbytes=}, expected a positive number of bytes")
         capacity_nbytes = align_up(capacity_nbytes, PAGE_NBYTES)
         _check_available(capacity_nbytes)
+        wish = {} if numa_node is None else {"numa_node": numa_node}
         try:
             self._core: _core.Arena | None = _core.Arena(
-                capacity_nbytes,
-                huge_pages=huge_pages,
-                num_threads=usable_cores(),
-                numa_node=-1 if numa_node is None else numa_node,
+                capacity_nbytes, huge_pages=huge_pages, num_threads=usable_cores(), **wish
             )
         except OSError as error:
             if error.errno != ENOMEM:

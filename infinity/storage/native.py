@@ -44,17 +44,17 @@ class NativeEngine(StorageEngine):
     ) -> None:
         self.name = "io_uring" if is_uring else "threads"
         self._has_reported_buffers = arena is None or not is_uring
+        limits = {"min_queue_depth": depths.least, "max_queue_depth": depths.most}
         self._core = _core.Engine(
             is_uring,
             None if arena is None else arena.core,
             block_nbytes=block_nbytes,
             queue_depth=depths.start,
-            min_queue_depth=0 if depths.is_fixed else depths.least,
-            max_queue_depth=0 if depths.is_fixed else depths.most,
             num_threads=num_threads,
             max_pending=max_pending,
             num_rings=num_rings,
             ring_flags=ring_flags,
+            **({} if depths.is_fixed else limits),
         )
 
     def __enter__(self) -> NativeEngine:

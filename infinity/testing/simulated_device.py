@@ -14,7 +14,7 @@ forgotten wait fail on a machine without a GPU:
   does not follow the copy of what it reads.
 
 Memory outside regions belongs to the stream that was current when its copy was asked for. Nothing
-shows when an allocator hands it on, so it counts as handed on when the engine drops it: its
+shows when an allocator hands it on, so it counts as handed on when the engine releases it: its
 stream must follow the copy by then, or the host know that the copy is over.
 
 Streams of computation run their tasks at once, in the caller. There may be several: the one of

@@ -35,8 +35,8 @@ class DepthControl {
   // The epoch at depth() is over: bytes per second.
   void note(double rate) noexcept;
 
-  // The epoch says nothing: the queue ran empty, or the work was of another kind. A trial is
-  // called off and counts as one that changed nothing.
+  // The epoch says nothing: the queue ran empty, or the work was of another kind. A trial
+  // ends and counts as one that changed nothing.
   void interrupt() noexcept;
 
  private:
