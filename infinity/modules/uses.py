@@ -77,15 +77,19 @@ class UnitUses:
 
     @property
     def yields_at_tiles(self) -> bool:
+        """See `Uses.yields_at_tiles`."""
         return self.on_tile is not None
 
     def yield_at_tile(self, units: list[int], *, is_over: bool = False) -> None:
+        """See `Uses.yield_at_tile`."""
         if self.on_tile is not None:
             self.on_tile(units, is_over)
 
     def enter(self, units: list[int], *, is_of_pass: bool = True) -> None:
-        """Makes units usable. All or none: a failure lets go of those already held. `is_of_pass`:
-        a hooked module is come to, so that others will be; else nothing is fetched ahead."""
+        """Begins a use of each unit, or of none: a failure ends the uses that have begun.
+
+        `is_of_pass`: a hooked module begins its pass; without it nothing is fetched ahead.
+        """
         self._process.refuse_others()
         done: list[int] = []
         priority = Priority.FORWARD if current_backward() == OUTSIDE_BACKWARD else Priority.BACKWARD
@@ -104,7 +108,7 @@ class UnitUses:
             raise
         if self._tracer.is_on and units:
             names = [self._units[unit].name for unit in units]
-            self._tracer.begin(tuple(units), Track.SITES, ", ".join(names))
+            self._tracer.begin(tuple(units), Track.MODULES, ", ".join(names))
 
     def leave(self, units: list[int]) -> None:
         """Ends one use of each unit."""
@@ -187,6 +191,7 @@ class UnitUses:
                 self._param_table.show_handles(unit.index)
 
     def check_saved(self, units: list[int], nodes: Iterable[Node]) -> None:
+        """See `Uses.check_saved`."""
         replaced = [s for u in units for s in self._param_table.of_unit(u) if s.stands_elsewhere]
         if replaced:
             self._changes.refuse_saved(replaced, nodes)
@@ -223,6 +228,7 @@ class UnitUses:
                 self._weight_cache.begin_backward()
 
     def backward_ended(self) -> None:
+        """See `Uses.backward_ended`."""
         if self._passes.is_layer_major:
             return  # One of many small ones.
         with self._lock, self._tracer.during(Track.ENGINE, "end of backward"):

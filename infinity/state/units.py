@@ -10,11 +10,11 @@ Layout of a unit (docs/formats/unit.md):
                the frozen ones; each tensor starts at a multiple of TENSOR_ALIGNMENT_NBYTES
   moments, gradients
                fp32 arrays over the trainable tensors only, all with the same element offsets; which
-               moments there are is the optimizer's business (`Moments`), and they may be of eight
-               bits instead (docs/formats/moments_8bit.md)
-  master       what the parameters lack of their fp32 master, at the same element offsets: a 16-bit
-               residual beside bf16 parameters (docs/formats/split_master.md), beside fp16 ones all
-               of the fp32 value, beside fp32 ones nothing
+               moments exist depends on the optimizer (`Moments`), and they may have eight bits
+               instead (docs/formats/moments_8bit.md)
+  master       the rest of the fp32 master beside the parameters, at the same element offsets:
+               a 16-bit residual beside bf16 parameters (docs/formats/split_master.md), all of the
+               fp32 value beside fp16 ones, nothing beside fp32 ones
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class StateKind(StrEnum):
         return "moments" if self in MOMENT_PIECES else self.value
 
 
-# Of all optimizers; which of them there are is said by `Moments`. Named as torch's own state is.
+# The moments of all optimizers, under torch's names; `Moments` has those of one optimizer.
 MOMENT_PIECES = (StateKind.EXP_AVG, StateKind.EXP_AVG_SQ, StateKind.MOMENTUM_BUFFER)
 
 
@@ -78,6 +78,7 @@ class Moments:
 
     @property
     def is_8bit(self) -> bool:
+        """Whether the moments are 8-bit codes with scales."""
         return self.format is MomentFormat.EIGHT_BIT and bool(self.kinds)
 
 
@@ -106,16 +107,18 @@ class TensorSpec:
 
     @property
     def name(self) -> str:
+        """The parameter's full name."""
         return self.facts.name
 
     @property
     def weight_nbytes(self) -> int:
+        """The bytes of the weights, in their own dtype."""
         return self.numel * self.facts.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Unit:
-    """Parameters that move together, and how their state is laid out."""
+    """Parameters that move together, and the layout of their state."""
 
     index: int
     name: str
@@ -130,6 +133,7 @@ class Unit:
 
     @property
     def has_residual(self) -> bool:
+        """Whether the master is the weights and a residual of 16 bits."""
         return self.master_dtype is torch.int16
 
     def dtype(self, kind: StateKind) -> torch.dtype | None:
@@ -156,13 +160,15 @@ class Unit:
         return self.state_numel > 0 and is_kept
 
     def nbytes(self, kind: StateKind, numel: int | None = None) -> int:
-        """Bytes of the piece, or of `numel` elements of a piece of state that start a chunk; 0 when
+        """Bytes of the state kind, or of `numel` elements of it that start a chunk; 0 when
         the unit has none of it."""
         if self.kinds is not None and kind not in self.kinds:
             return 0
         if kind is StateKind.PARAMETERS:
             return self.weight_nbytes if self.stored is None else self.stored.nbytes
         numel = self.state_numel if numel is None else numel
+        if not numel:
+            return 0  # Of a frozen unit, as most of a large model are.
         if self.is_8bit(kind):
             return moments_8bit.kind_nbytes(numel)
         dtype = self.dtype(kind)
@@ -173,6 +179,7 @@ class Unit:
         return next(spec for spec in self.tensors if spec.name == name)
 
     def trainable(self) -> Iterator[TensorSpec]:
+        """Yields the tensors that the optimizer updates."""
         return (tensor for tensor in self.tensors if tensor.state_offset >= 0)
 
 
@@ -246,6 +253,7 @@ class Slice:
 
     @property
     def state_start(self) -> int:
+        """The first element, in the unit's arrays of state."""
         return self.tensor.state_offset + self.start
 
 
@@ -259,9 +267,11 @@ class Chunk:
     slices: tuple[Slice, ...]
 
     def offset_nbytes(self, kind: StateKind) -> int:
+        """The offset of the chunk in the unit's range of this kind."""
         return self.unit.nbytes(kind, self.start)
 
     def nbytes(self, kind: StateKind) -> int:
+        """The bytes of the chunk in this kind."""
         return self.unit.nbytes(kind, self.stop - self.start)
 
 

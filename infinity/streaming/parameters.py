@@ -1,4 +1,4 @@
-"""Weights between their tier and the device: fetched before use, kept, let go, changed.
+"""Weights between their tier and the device: fetched before use, kept, evicted, changed.
 
 `WeightCache` decides which unit moves, and when. It writes the holds and check-outs of a unit.
 `WeightMoves` makes the moves and is the only writer of residency; `weight_state.py` has the states.
@@ -42,7 +42,7 @@ from infinity.tiers.pool import HostPool
 
 
 class WeightCache:
-    """Fetches weights before use, keeps what is used soonest, lets go of the rest."""
+    """Fetches weights before use, keeps those that are used soonest, evicts the others."""
 
     def __init__(
         self,
@@ -53,6 +53,7 @@ class WeightCache:
         counters: Counters,
         window_nbytes: int,
         device_window_nbytes: int | None,
+        decoded_nbytes: int = 0,
         source: WeightProvider | None = None,
     ) -> None:
         self._source = source or TierWeights()
@@ -66,10 +67,10 @@ class WeightCache:
         self._order = self.orders["train"]
         self._moves = WeightMoves(store, pool, device, counters, self._source)
         self.weights = [self._moves.weights_of(unit) for unit in store.units]
-        self._moves.decoding.prepare()
         self._room = WeightRoom(
             self.weights, self._moves, pool, device, device_window_nbytes=device_window_nbytes
         )
+        self._moves.decoding.prepare(decoded_nbytes, lambda: self._room.reclaim_zone(self._order))
 
     # -- Uses ------------------------------------------------------------------------------------
 
@@ -237,9 +238,11 @@ class WeightCache:
     # -- Changing weights --------------------------------------------------------------------------
 
     def is_in_use(self, unit: int) -> bool:
+        """Whether the unit has a use."""
         return self.weights[unit].use_count > 0
 
     def is_last_hold(self, unit: int) -> bool:
+        """Whether the unit has exactly one use."""
         return self.weights[unit].use_count == 1
 
     def await_update(self, unit: int, is_awaited: bool) -> None:
@@ -398,7 +401,7 @@ class WeightCache:
             self._moves.finish_write(weights)
 
     def close(self) -> None:
-        """Waits for everything in flight and lets go of all regions. Errors of reads are
+        """Waits for everything in flight and drops all regions. Errors of reads are
         dropped."""
         for weights in self.weights:
             with contextlib.suppress(Exception):
@@ -407,3 +410,4 @@ class WeightCache:
                 weights.use_count = 0
                 self._device.end_use(weights.region)
             self._moves.close(weights)
+        self._moves.decoding.close()

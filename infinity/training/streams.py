@@ -46,6 +46,7 @@ class Outliving:
         self.error: OSError | None = None
 
     def write(self, text: str) -> int:
+        """Writes to the stream; a stream that is gone is noted and does not end the run."""
         try:
             for start in range(0, len(text), _PART):
                 if self._is_read():
@@ -59,6 +60,7 @@ class Outliving:
         return len(text)
 
     def flush(self) -> None:
+        """Flushes the stream, as `write`."""
         try:
             self._stream.flush()
         except (OSError, ValueError) as error:
