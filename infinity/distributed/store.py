@@ -373,5 +373,5 @@ class DistributedStore:
 def _memory_of(tensor: torch.Tensor) -> memoryview:
     """The memory of a host tensor. `tensor.numpy()` may be observed (`modules/raw_access.py`), and
     a thread that serves other ranks must not wait for the engine's lock there."""
-    memory: memoryview = torch._C.TensorBase.numpy(tensor).data  # type: ignore[attr-defined]
+    memory: memoryview = torch._C.TensorBase.numpy(tensor).data
     return memory

@@ -191,9 +191,9 @@ class ParamTable:
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
     """Returns the first byte and the end of a tensor in its storage."""
-    first = tensor.storage_offset()
+    first = int(tensor.storage_offset())
     steps = zip(tensor.shape, tensor.stride(), strict=True)
-    last = first + sum((n - 1) * step for n, step in steps)
+    last = first + sum((int(n) - 1) * int(step) for n, step in steps)
     return first * tensor.itemsize, (last + 1) * tensor.itemsize
 
 
