@@ -60,7 +60,7 @@ def extents(drives: DriveSet, kind: TransferKind) -> Iterator[Result]:
     lab = drives.lab
     nbytes = min(lab.effort.sweep_nbytes, lab.effort.nbytes // 2)
     many = format_nbytes(nbytes)
-    depth = min(_MAX_DEPTH, lab.io.queue_depth * lab.io.block_size // SMALL_NBYTES)
+    depth = min(_MAX_DEPTH, lab.start_depth * lab.io.block_size // SMALL_NBYTES)
     with lab.engine() as engine, contextlib.ExitStack() as stack:
         files = FileSet(engine, drives.scratch, lab.arena)
 

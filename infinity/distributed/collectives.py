@@ -348,4 +348,5 @@ def device_group(group: RankTopology, device: torch.device) -> Any:
         timeout=timedelta(seconds=TIMEOUT_S),
         backend=backend,
         use_local_synchronization=True,
+        sort_ranks=False,  # Rows of a gather are parts in the order of the caller's group.
     )

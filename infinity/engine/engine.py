@@ -402,7 +402,7 @@ class Engine:
             self.reset()
             self._uses.refuse_in_use("optimizer.step()")
             changed = [param for param in self.params if param.spec in record.settings]
-            for unit in dict.fromkeys(param.unit for param in changed):
+            for unit in dict.fromkeys([param.unit for param in changed]):
                 self.gradients.apply_scales(unit)
             self.gradients.settle()
             self.passes.beginnings.end_backward()
@@ -436,7 +436,7 @@ class Engine:
         with uninterrupted(), self._lock:
             for param in params:
                 if set_to_none:
-                    self._grads.forget(param)
+                    self.gradients.forget(param.spec)
                 else:
                     self._grads.zero(param)
 

@@ -102,10 +102,9 @@ class WeightEdits:
         """Copies values that `.data =` assigned into the memory of their parameters, before the
         last use of the unit ends. Returns the refusal of a value that cannot be copied, or None."""
         refusal = None
-        for param in self._param_table.of_unit(unit):
+        for param in self._param_table.moved_away(unit):
             value = param.put_back()
-            if value is None:
-                continue
+            assert value is not None
             fault = self._why_not(param, value)
             if fault is None:
                 # Autograd does not see the copy, as it did not see the assignment: graphs that
@@ -202,7 +201,7 @@ class WeightEdits:
         """Makes the weights of a changed unit its state. Runs after the last use of the unit."""
         params = self._param_table.of_unit(unit)
         # The module's own code may have changed them, too.
-        if unit not in self._expected and not any(param.was_changed for param in params):
+        if unit not in self._expected and not self._param_table.was_changed(unit):
             return
         self._expected.discard(unit)
         self._weight_cache.absorb(unit)

@@ -294,7 +294,7 @@ class HandleOps(Owner, Original):
         """Copies views of memory that will be released, and fetches the units again in the backward
         of the result."""
         answer = detach_from_parameters(answer, self._param_table.is_parameter_memory)
-        self._backwards.watch(ModuleCall(units), *nodes_since(first, answer))
+        self._backwards.watch(ModuleCall(units), nodes_since(first, answer))
         return answer
 
     # -- Mirrors ---------------------------------------------------------------------------------

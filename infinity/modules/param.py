@@ -51,12 +51,6 @@ class OffloadedParam:
         # Without the compute parameter: printing it would read released memory.
         return f"OffloadedParam({self.name!r})"
 
-    def shown(self) -> None:
-        """Records that the module shows the compute parameter from now on."""
-        self.settle()
-        self.is_shown = True
-        self.was_replaced = False
-
     def settle(self) -> None:
         """Records that the engine has taken over every change of the compute parameter."""
         self.version = self.compute._version
@@ -113,6 +107,11 @@ class ParamTable:
         self._by_unit: dict[int, list[OffloadedParam]] = {}
         for param in self._params:
             self._by_unit.setdefault(param.unit.index, []).append(param)
+        # What every use of a unit walks through, twice: parameter, module, attribute.
+        self._places: dict[int, list[tuple[OffloadedParam, Any, str]]] = {
+            unit: [(each, at.module, at.attribute) for each in params for at in each.registrations]
+            for unit, params in self._by_unit.items()
+        }
         self._rnns = {unit: _rnns_of(params) for unit, params in self._by_unit.items()}
         self._by_storage: dict[int, list[OffloadedParam]] = {}
         for param in self._params:
@@ -137,16 +136,37 @@ class ParamTable:
 
     def show_parameters(self, unit: int) -> None:
         """Replaces the handles of a unit with its compute parameters."""
+        for param, module, attribute in self._places[unit]:
+            if module._parameters.get(attribute) is param.handle:
+                module._parameters[attribute] = param.compute
+            else:
+                param.show(param.compute, param.handle)
         for param in self._by_unit[unit]:
-            param.show(param.compute, param.handle)
-            param.shown()
-        _refresh(self._rnns[unit])
+            param.version, param.was_replaced = param.compute._version, False
+            param.is_shown = True
+        if self._rnns[unit]:
+            _refresh(self._rnns[unit])
 
     def show_handles(self, unit: int) -> None:
         """Replaces the compute parameters of a unit with its handles."""
-        for param in self._by_unit[unit]:
-            param.show(param.handle, param.compute)
-        _refresh(self._rnns[unit])
+        for param, module, attribute in self._places[unit]:
+            if module._parameters.get(attribute) is param.compute:
+                module._parameters[attribute] = param.handle
+            else:
+                param.show(param.handle, param.compute)
+        if self._rnns[unit]:
+            _refresh(self._rnns[unit])
+
+    def moved_away(self, unit: int) -> list[OffloadedParam]:
+        """Returns the parameters of a unit that `.data =` has moved out of the unit's region."""
+        return [p for p in self.of_unit(unit) if not p.compute.is_set_to(p.place)]
+
+    def was_changed(self, unit: int) -> bool:
+        """Whether a parameter of the unit was changed since its module began to show it."""
+        for param in self.of_unit(unit):
+            if param.was_replaced or param.compute._version != param.version:
+                return True
+        return False
 
     # -- Looking up ------------------------------------------------------------------------------
 

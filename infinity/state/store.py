@@ -175,6 +175,8 @@ class LocalStore:
         self._device = device
         self._counters = counters
         self._locations: dict[tuple[int, StateKind], StateLocation] = {}
+        # Of blocks that are never mapped away: asked for every gradient.
+        self._views: dict[tuple[int, StateKind], torch.Tensor] = {}
         self._first_values: dict[int, FirstValues] = {}  # By unit; until its weights are written.
         self._settle(placement)
 
@@ -217,9 +219,15 @@ class LocalStore:
     # INV-7: the location of bytes is known here alone; arithmetic does not depend on it.
     def host_view(self, unit: Unit, kind: StateKind) -> torch.Tensor | None:
         """The resting bytes themselves, uint8 (nbytes,), where the host can address them."""
+        view = self._views.get((unit.index, kind))
+        if view is not None:
+            return view
         location = self._locations.get((unit.index, kind))
         if isinstance(location, HostLocation):
-            return self._host.tensor(location.block)
+            view = self._host.tensor(location.block)
+            if kind is not StateKind.PARAMETERS:  # Its pages may stand in a window.
+                self._views[unit.index, kind] = view
+            return view
         if isinstance(location, DeviceLocation) and self._device.shares_host_memory:
             return location.memory
         return None

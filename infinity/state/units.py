@@ -20,7 +20,7 @@ Layout of a unit (docs/formats/unit.md):
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 import torch
@@ -130,6 +130,17 @@ class Unit:
     moments: Moments = OF_ADAM
     kinds: frozenset[StateKind] | None = None  # Those that rest on this rank; None: all of them.
     stored: StoredWeights | None = None  # Frozen weights that rest in the checkpoint's own files.
+    _trainable: tuple[TensorSpec, ...] = field(init=False, repr=False)  # Asked for every gradient.
+    _dtypes: dict[StateKind, torch.dtype | None] = field(init=False, repr=False)
+    known_chunks: dict[int, tuple[Chunk, ...]] = field(
+        init=False, repr=False, default_factory=dict
+    )  # By `chunk_nbytes`; of `chunk_unit`.
+
+    def __post_init__(self) -> None:
+        trainable = tuple(tensor for tensor in self.tensors if tensor.state_offset >= 0)
+        object.__setattr__(self, "_trainable", trainable)
+        dtypes = {kind: self._dtype(kind) for kind in StateKind}
+        object.__setattr__(self, "_dtypes", dtypes)
 
     @property
     def has_residual(self) -> bool:
@@ -138,6 +149,9 @@ class Unit:
 
     def dtype(self, kind: StateKind) -> torch.dtype | None:
         """The dtype of the elements of a state kind; None when the unit has none of it."""
+        return self._dtypes[kind]
+
+    def _dtype(self, kind: StateKind) -> torch.dtype | None:
         if kind.kind == "moments" and kind not in self.moments.kinds:
             return None
         if self.is_8bit(kind):
@@ -178,9 +192,9 @@ class Unit:
         """Returns the parameter with this name in the model."""
         return next(spec for spec in self.tensors if spec.name == name)
 
-    def trainable(self) -> Iterator[TensorSpec]:
-        """Yields the tensors that the optimizer updates."""
-        return (tensor for tensor in self.tensors if tensor.state_offset >= 0)
+    def trainable(self) -> tuple[TensorSpec, ...]:
+        """Returns the tensors that the optimizer updates."""
+        return self._trainable
 
 
 def layout_unit(
@@ -275,7 +289,15 @@ class Chunk:
         return self.unit.nbytes(kind, self.stop - self.start)
 
 
-def chunk_unit(unit: Unit, chunk_nbytes: int) -> Iterator[Chunk]:
+def chunk_unit(unit: Unit, chunk_nbytes: int) -> tuple[Chunk, ...]:
+    """Returns the chunks of a unit, which are worked out once: every step asks for them."""
+    chunks = unit.known_chunks.get(chunk_nbytes)
+    if chunks is None:
+        chunks = unit.known_chunks[chunk_nbytes] = tuple(_cut(unit, chunk_nbytes))
+    return chunks
+
+
+def _cut(unit: Unit, chunk_nbytes: int) -> Iterator[Chunk]:
     """Cuts a unit's arrays of state into chunks of at most `chunk_nbytes` of fp32, or of a granule.
 
     Worked example: with granules of 2048 elements, 5000 elements (padded to 6144) and chunks of

@@ -63,10 +63,16 @@ class WeightCache:
         self._counters = counters
         self._window_nbytes = window_nbytes  # 0: nothing is fetched ahead.
         feeders = self._source.feeders()
+        # None for a device without streams, so that nobody asks it for every node of a backward.
+        self.current_stream = None if device.shares_host_memory else device.current_stream
         self.orders = {"train": AccessOrder(feeders), "eval": AccessOrder(feeders)}
         self._order = self.orders["train"]
         self._moves = WeightMoves(store, pool, device, counters, self._source)
         self.weights = [self._moves.weights_of(unit) for unit in store.units]
+        # Units that rest where the device computes are there already: none is fetched ahead.
+        self._is_all_there = device.shares_host_memory and all(
+            weights.rests_on_host or weights.rests_on_device for weights in self.weights
+        )
         self._room = WeightRoom(
             self.weights, self._moves, pool, device, device_window_nbytes=device_window_nbytes
         )
@@ -107,6 +113,7 @@ class WeightCache:
                 self._counters.add("fetches_unplanned", 1)
             self._bring_in(weights, priority)
         weights.copying.order()  # Each use may be of another stream.
+        self._device.begin_use(weights.region)
         weights.use_count += 1
         if weights.use_count > 1:
             return False
@@ -119,8 +126,15 @@ class WeightCache:
         weights = self.weights[unit]
         assert weights.use_count > 0, f"{weights.unit.name} is not held"
         weights.use_count -= 1
-        self._device.end_use(weights.region)
+        self._device.end_use(weights.region, is_last=weights.use_count == 0)
         return weights.use_count == 0
+
+    def join(self, unit: int) -> None:
+        """Makes the unit, which is in use, usable for the stream that is current, too."""
+        weights = self.weights[unit]
+        assert weights.use_count > 0, f"{weights.unit.name} is not held"
+        weights.copying.order()
+        self._device.begin_use(weights.region)
 
     def expected(self) -> Iterator[int]:
         """Units in the order in which they will probably be used next, each once."""
@@ -179,7 +193,7 @@ class WeightCache:
 
     def _prefetch(self, priority: Priority) -> None:
         """Starts reads for the next units of the prediction, up to the window."""
-        if not self._window_nbytes:
+        if not self._window_nbytes or self._is_all_there:
             return
         ahead_nbytes = 0
         has_device_room = not self._device.shares_host_memory
