@@ -137,11 +137,12 @@ def test_saving_a_frozen_adapter_reads_nothing_of_the_base(tmp_path: Path) -> No
 
     plain = two()
     model = infinity.offload(two(), swap(tmp_path, "640KiB"))
-    with infinity.engine_of(model) as engine, torch.no_grad():
-        model(input_ids=IDS)
-        engine.weight_cache.forget()
-        reads = Reads(model)
-        model.save_pretrained(tmp_path / "mine", selected_adapters=["second"])
+    with infinity.engine_of(model) as engine:
+        with torch.no_grad():
+            model(input_ids=IDS)
+            engine.weight_cache.forget()
+            reads = Reads(model)
+            model.save_pretrained(tmp_path / "mine", selected_adapters=["second"])
         second = [p for name, p in plain.named_parameters() if ".second." in name]
         pages = len(engine.store.units) * 4096
         assert 0 < reads() <= sum(4 * p.numel() for p in second) + pages
