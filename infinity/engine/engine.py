@@ -382,7 +382,7 @@ class Engine:
         with self._lock:
             self.reset()
             self._uses.refuse_in_use("optimizer.step()")  # Parameters in use look like new ones.
-            self._unmanaged_params.refuse_untrained()
+            self._unmanaged_params.refuse_untrained(num_ranks=self.num_ranks)
         if self.num_ranks == 1:
             return
         with self._lock, self._tracer.during(Track.PHASES, "all ranks enter the step"):

@@ -11,6 +11,7 @@ from torch import nn
 from infinity.config import SwapConfig
 from infinity.distributed.group import RankTopology
 from infinity.distributed.setup import ShardingPlan, is_collective, plan_sharding
+from infinity.engine.adapters import values_of_adapters
 from infinity.engine.devices import OwnDevice, device_kind, device_nbytes, shares_host_memory
 from infinity.engine.dtypes import Dtypes
 from infinity.engine.load_plan import StoredParams
@@ -71,7 +72,7 @@ def lay_out(
     def attempt(limit_nbytes: int | None) -> LaidOut:
         tiling.cut(limit_nbytes)
         in_files = stored.by_parameter(tiling.tiled_params)
-        layout = discover_units(model, rule, stored=in_files)
+        layout = discover_units(model, rule, stored=in_files, adapters=values_of_adapters(model))
         if not layout.units:
             raise ConfigError(f"{type(model).__name__} has no parameters; nothing to offload")
         moments = moments_of(config)

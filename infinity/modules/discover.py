@@ -108,13 +108,19 @@ class ModelLayout:
 
 
 def discover_units(
-    model: nn.Module, rule: UnitRule = "auto", *, stored: Container[int] = frozenset()
+    model: nn.Module,
+    rule: UnitRule = "auto",
+    *,
+    stored: Container[int] = frozenset(),
+    adapters: Container[int] = frozenset(),
 ) -> ModelLayout:
     """Finds hooked modules and units.
 
     rule: "auto" takes the children of block lists as blocks. A list of class names or name patterns
     (fnmatch) names the block modules instead.
     stored: ids of the parameters that rest in a checkpoint. They share no unit with others
+    adapters: ids of parameters of adapters. A frozen one shares no unit with the base, so that
+    saving it reads nothing of the base
     """
     is_block = _block_test(model, rule)
     walk = _Walk([], {}, {}, set())
@@ -123,17 +129,25 @@ def discover_units(
     groups: dict[tuple[tuple[int, ...], str], list[FoundParam]] = {}
     for each in found.values():
         kind = "frozen"
-        if each.parameter.requires_grad or id(each.parameter) in stored:
-            kind = "trained" if each.parameter.requires_grad else "stored"
+        if each.parameter.requires_grad:
+            kind = "trained"
+        elif id(each.parameter) in stored:
+            kind = "stored"
+        elif id(each.parameter) in adapters:
+            kind = "frozen adapter"
         groups.setdefault((tuple(each.hooked_modules), kind), []).append(each)
     units = []
     for (used_by, kind), members in groups.items():
         name = _unit_name(members, hooked_modules)
         # Names of units are unique, because a commit finds a unit by its name.
-        before = ("trained", "frozen")[: ("trained", "frozen", "stored").index(kind)]
-        is_second = any((used_by, other) in groups for other in before)
+        is_second = any((used_by, other) in groups for other in _KINDS[: _KINDS.index(kind)])
         units.append((f"{name} ({kind})" if is_second else name, members))
     return ModelLayout(model, hooked_modules, units)
+
+
+# Parameters of different kinds share no unit. The first that a module has gives its unit the name
+# of the module.
+_KINDS = ("trained", "frozen", "stored", "frozen adapter")
 
 
 def _block_test(model: nn.Module, rule: UnitRule) -> Callable[[str, nn.Module], bool]:

@@ -24,10 +24,10 @@ class UnmanagedParams:
         self._model = weakref.ref(model)
         self._seen: dict[str, tuple[int, int]] = {}  # By name: identity and version.
 
-    def refuse_untrained(self) -> None:
+    def refuse_untrained(self, *, num_ranks: int = 1) -> None:
         """Raises ConfigError, before this step changes anything, if a parameter has a gradient and
         is in no optimizer of torch, or if it has not changed since the last step although it had a
-        gradient then, too."""
+        gradient then, too. Over ranks every gradient is refused: nobody would average it."""
         model = self._model()
         if model is None or not _has_unmanaged_gradient(model):
             self._seen = {}
@@ -41,6 +41,12 @@ class UnmanagedParams:
                 found[name] = id(parameter), parameter._version
                 if self._seen.get(name, (0, 0))[0] != id(parameter):
                     fresh[id(parameter)] = name
+        if found and num_ranks > 1:
+            raise ConfigError(
+                f"{next(iter(found))!r} and {len(found) - 1} others were added to the model after "
+                "infinity.offload; each rank would train them by its own gradients, and the ranks "
+                "would part. Add adapters and heads before infinity.offload, or freeze them"
+            )
         untrained = [name for name, state in found.items() if self._seen.get(name) == state]
         if fresh:
             trained = _in_optimizers()

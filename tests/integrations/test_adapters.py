@@ -129,6 +129,28 @@ def test_saving_an_adapter_reads_the_adapter_alone(host: str, tmp_path: Path) ->
     assert files[0].read_bytes() == files[1].read_bytes()
 
 
+def test_saving_a_frozen_adapter_reads_nothing_of_the_base(tmp_path: Path) -> None:
+    def two() -> Any:
+        model = lora()
+        model.add_adapter("second", LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
+        return model
+
+    plain = two()
+    model = infinity.offload(two(), swap(tmp_path, "640KiB"))
+    with infinity.engine_of(model) as engine:
+        with torch.no_grad():
+            model(input_ids=IDS)
+            engine.weight_cache.forget()
+            reads = Reads(model)
+            model.save_pretrained(tmp_path / "mine", selected_adapters=["second"])
+        second = [p for name, p in plain.named_parameters() if ".second." in name]
+        pages = len(engine.store.units) * 4096
+        assert 0 < reads() <= sum(4 * p.numel() for p in second) + pages
+        assert train(model, infinity.AdamW(model, lr=1e-2), 2) == train(
+            plain, torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True), 2
+        )
+
+
 def test_an_adapter_is_loaded_onto_an_offloaded_model(tmp_path: Path) -> None:
     other, plain = lora(1), lora()
     wanted = get_peft_model_state_dict(other)
