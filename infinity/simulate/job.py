@@ -40,10 +40,15 @@ def batch_of(config: SwapConfig) -> Batch:
     train, data = config.train, config.data
     if train is None or data is None:
         return UNKNOWN_BATCH
+    num_micro_batches = train.gradient_accumulation_steps
+    num_tokens = train.batch_size * data.sequence_length
+    if config.adapter is not None and config.schedule.micro_batch is not None:
+        num_tokens *= num_micro_batches  # All batches of a step pass a block together.
+        num_micro_batches = 1
     return Batch(
-        train.batch_size * data.sequence_length,
+        num_tokens,
         data.sequence_length,
-        train.gradient_accumulation_steps,
+        num_micro_batches,
         # In layer-major order a batch passes once, for any number of micro-batches, and is
         # recomputed.
         recomputes=train.activation_checkpointing or config.schedule.micro_batch is not None,

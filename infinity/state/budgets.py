@@ -177,7 +177,7 @@ def compute_budgets(
     placement = _place(request, host_nbytes, smallest, comfortable)
     _refuse_small_device(request, placement)
     working_nbytes = host_nbytes - placement.placed_nbytes["host"] - serving_nbytes
-    # With less free memory than this, what is kept for later is in the way of what is needed now.
+    # With less free memory than this, weights kept for later displace those needed now.
     decoded_nbytes = rounded_nbytes(decoded_nbytes) if decoded_nbytes else 0
     free_nbytes = working_nbytes - (smallest - alone) - decoded_nbytes
     is_tight = free_nbytes < 3 * (alone - decoded_nbytes)
@@ -382,6 +382,6 @@ def _window_nbytes(request: _Request, working_nbytes: int) -> int:
         return 0
     if schedule.window != "auto":
         return int(schedule.window)
-    # On the host, what is read ahead must leave room for what is decoded from it.
+    # On the host, reads ahead must leave space for the weights decoded from them.
     decodes_on_host = request.shares_host_memory and request.decoded_from_nbytes > 0
     return working_nbytes - (request.host_held_nbytes if decodes_on_host else 0)

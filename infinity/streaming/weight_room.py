@@ -20,10 +20,10 @@ from infinity.tiers.pool import HostPool
 
 
 class WeightRoom:
-    """Makes room by moves of idle units. Writes no field of `Weights` itself.
+    """Makes space by moves of idle units. Writes no field of `Weights` itself.
 
-    `weights`: all units, by index. Each call takes the recorded `order` of the pass. Under the
-    engine's lock.
+    `weights`: all units, by index. Each call takes the recorded `order` of the pass. Called under
+    the engine's lock.
     """
 
     def __init__(
@@ -42,12 +42,14 @@ class WeightRoom:
         self._device_window_nbytes = device_window_nbytes
 
     def make_device_room(self, order: AccessOrder, unit: Unit, *, is_ahead: bool = False) -> bool:
-        """Detaches what is used last until the unit fits the device window; ahead of its use, only
-        what is used later than it. Returns whether it fits."""
+        """Detaches the units whose next use is furthest away until the unit fits the device window.
+
+        Ahead of its use, only units that are used later are detached. Returns whether it fits.
+        """
         window_nbytes = self._device_window_nbytes
         nearer_than = unit.index if is_ahead else None
         if is_ahead and window_nbytes is not None:
-            # All or nothing: what goes for a unit that does not fit has to come back for naught.
+            # All or nothing: units detached for one that does not fit would be fetched again.
             least_distance = order.distance(unit.index)
             there = self._idle_on_device(WeightState.ATTACHED)
             later = sum(self._moves.nbytes[i] for i in there if order.distance(i) > least_distance)
@@ -163,21 +165,23 @@ class WeightRoom:
                 yield weights.unit.index
 
     def _evictable(self) -> Iterable[int]:
-        """Units whose host block may be freed: not resting here, not in use by the device."""
+        """Returns units whose host block may be freed: not at rest there, not used by the
+        device."""
         for weights in self._moves.there():
             if weights.block is None or weights.rests_on_host or weights.is_checked_out:
                 continue
             if weights.fills is not None:
                 continue
             if weights.unit.stored is not None:
-                # What is attached is the decoded block: the stored bytes are not in use.
+                # The decoded block is attached: the stored bytes are not in use.
                 if not weights.is_decoding:
                     yield weights.unit.index
             elif weights.use_count == 0 or not self._device.shares_host_memory:
                 yield weights.unit.index
 
     def _feeding(self) -> Iterable[int]:
-        """Feeders whose host block could be freed if what they fill were called off."""
+        """Feeders whose host block could be freed if the all-gather that they feed were
+        cancelled."""
         for weights in self._moves.there():
             is_feeding = weights.fills is not None and weights.block is not None
             if is_feeding and not weights.rests_on_host:
