@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # are tested where it is installed.
 COLUMNS = {
     "lowest": ["torch==2.13.*", "transformers==5.23.*", "peft==0.21.*", "trl==1.16.*"],
-    "newest": ["torch", "transformers<6", "peft", "trl"],
+    "newest": ["torch<2.14", "transformers<6", "peft", "trl"],
     # What the command line needs, without the Hugging Face libraries, which ask for newer ones.
     "bare": [
         "cffi==1.17.*", "numpy==1.26.*", "pydantic==2.9.*", "pyyaml==6.0.*", "rich==13.0.*",

@@ -70,6 +70,7 @@ def make_job(
     # With updates at the step, the ring exists only during it. A tight pool keeps nothing.
     is_deferred = config.schedule.updates == "deferred"
     cache_nbytes = budgets.working_nbytes - (budgets.ring_nbytes if is_deferred else 0)
+    cache_nbytes -= budgets.decoded_nbytes
     device_cache_nbytes: float | None = budgets.device_window_nbytes
     if device_cache_nbytes is None and not budgets.shares_host_memory:
         device_cache_nbytes = float("inf")
