@@ -70,7 +70,8 @@ def _read(file: Path, tokenizer: Tokenizer) -> DataFacts:
         return _text(file, tokenizer)
     marks = _MARKS_NBYTES if tokenizer.name == "bytes" else _MARKS
     is_chat = isinstance(first.get("messages"), list)
-    lengths, sampled_nbytes, is_exact = [], 0, True
+    lengths: list[int] = []
+    sampled_nbytes, is_exact = 0, True
     for record in chain([first], records):
         texts = list(_strings(record))
         messages = len(record["messages"]) if isinstance(record.get("messages"), list) else 2
@@ -92,7 +93,7 @@ def _read(file: Path, tokenizer: Tokenizer) -> DataFacts:
 def _records(file: Path) -> Iterator[dict[str, Any]]:
     """Yields the records of JSON lines, JSON or Parquet; nothing of text."""
     if file.suffix == ".parquet":
-        from pyarrow import parquet  # type: ignore[import-untyped]
+        from pyarrow import parquet
 
         for batch in parquet.ParquetFile(file).iter_batches(batch_size=256):
             yield from batch.to_pylist()
