@@ -10,9 +10,31 @@ import typer
 
 from infinity.bounded import MalformedError, parse_toml
 from infinity.config import SwapConfig
-from infinity.config.extras import require_transformers
+from infinity.config.extras import require_training
 from infinity.errors import ConfigError
 from infinity.training.tracing import TracePlan
+
+_Resume = Annotated[
+    bool,
+    typer.Option(
+        "--resume",
+        help="Continue from the newest checkpoint of [checkpoint]; begin if there is none.",
+    ),
+]
+_ResumeFrom = Annotated[
+    Path | None,
+    typer.Option(
+        "--resume-from", metavar="DIR", help="Continue from this checkpoint, in any directory."
+    ),
+]
+_AcceptChanges = Annotated[
+    bool,
+    typer.Option(
+        "--accept-changes",
+        help="Continue although the learning rate, its schedule or the number of steps differ "
+        "from those of the checkpoint; what differs is printed.",
+    ),
+]
 
 
 def train(
@@ -38,19 +60,9 @@ def train(
         str,
         typer.Option("--trace-steps", metavar="FIRST:LAST", help="The steps that are traced."),
     ] = "2:5",
-    resume: Annotated[
-        bool,
-        typer.Option(
-            "--resume",
-            help="Continue from the newest checkpoint of [checkpoint]; begin if there is none.",
-        ),
-    ] = False,
-    resume_from: Annotated[
-        Path | None,
-        typer.Option(
-            "--resume-from", metavar="DIR", help="Continue from this checkpoint, in any directory."
-        ),
-    ] = None,
+    resume: _Resume = False,
+    resume_from: _ResumeFrom = None,
+    accept_changes: _AcceptChanges = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the summary as JSON; progress goes to stderr.")
     ] = False,
@@ -75,34 +87,29 @@ def train(
         first, last = parse_steps(trace_steps)
         plan = TracePlan(trace, first, last)
         assert loaded.train is not None  # See `require`.
-        plan.check(num_steps=loaded.train.steps)
+        if loaded.train.steps is not None:
+            plan.check(num_steps=loaded.train.steps)
 
-    require_transformers("infinity train")
+    require_training()
     with outliving_streams():
-        exit_code = _run(loaded, plan, resume, resume_from, as_json=as_json)
+        exit_code = _run(
+            loaded,
+            as_json=as_json,
+            trace=plan,
+            resume=resume,
+            resume_from=resume_from,
+            accept_changes=accept_changes,
+        )
     raise typer.Exit(exit_code)
 
 
-def _run(
-    config: SwapConfig,
-    trace: TracePlan | None,
-    resume: bool,
-    resume_from: Path | None,
-    *,
-    as_json: bool,
-) -> int:
+def _run(config: SwapConfig, *, as_json: bool, **options: Any) -> int:
     from rich.console import Console
 
     from infinity.training import program
 
     try:
-        summary, exit_code = program.train(
-            config,
-            console=Console(stderr=as_json),
-            trace=trace,
-            resume=resume,
-            resume_from=resume_from,
-        )
+        summary, exit_code = program.train(config, console=Console(stderr=as_json), **options)
     except KeyboardInterrupt:
         typer.echo("stopped; nothing was exported", err=True)
         return 130
