@@ -65,16 +65,24 @@ def trainer_arguments(config: SwapConfig, data: JobData) -> Any:
         "max_length": config.data.sequence_length,
     }
     if train.method == "dpo":
-        return trl.DPOConfig(**options, beta=train.dpo_beta)
+        return _on_one_device(trl.DPOConfig(**options, beta=train.dpo_beta))
     if data.is_ready:
         options |= {"dataset_kwargs": {"skip_prepare_dataset": True}}
         options |= {"remove_unused_columns": False}
-    return trl.SFTConfig(
+    settings = trl.SFTConfig(
         **options,
         packing=config.data.packing and not data.is_ready,
         assistant_only_loss=data.marks_assistant,
         completion_only_loss=None if config.data.assistant_only_loss else False,
     )
+    return _on_one_device(settings)
+
+
+def _on_one_device(arguments: Any) -> Any:
+    """Makes one process use one GPU, where Trainer would take all that it sees."""
+    if arguments.n_gpu > 1:
+        vars(arguments)["_n_gpu"] = 1
+    return arguments
 
 
 def batch_of(config: SwapConfig) -> tuple[int, int]:

@@ -16,7 +16,7 @@ from infinity.errors import ConfigError
 from infinity.training.adapter import adapter_nbytes
 from infinity.training.arguments import batch_of
 from infinity.training.data import Tokenizer, open_tokenizer
-from infinity.training.job_data import JobData, digest, open_data
+from infinity.training.job_data import JobData, Tokens, measure, open_data, refuse_strangers
 from infinity.training.model import ModelPlan, build_model, plan_model
 from infinity.training.output import OutputDirectory
 from infinity.training.ranks import JobRank
@@ -36,6 +36,7 @@ class Job:
     plan: ModelPlan
     tokenizer: Tokenizer
     data: JobData
+    tokens: Tokens
     trainer: Any  # Over the model on meta.
     num_steps: int  # Of the whole run.
     num_parameters: int
@@ -81,7 +82,9 @@ def prepare(
     stack.callback(data.close)
     reference = build_reference(plan, config)
     trainer = make_trainer(config, model, data, tokenizer, rank, reference=reference)
-    identity = identity_of(config, digest(trainer.train_dataset, data.files), num_ranks=rank.count)
+    tokens = measure(trainer.train_dataset, data.files, config.data.sequence_length)
+    refuse_strangers(tokens, tokenizer, plan.vocab_size)
+    identity = identity_of(config, tokens.sha256, num_ranks=rank.count)
     accepted = []
     if resume is not None:
         accepted = check_same_run(resume, identity, accept_changes=accept_changes)
@@ -89,6 +92,7 @@ def prepare(
         plan=plan,
         tokenizer=tokenizer,
         data=data,
+        tokens=tokens,
         trainer=trainer,
         num_steps=trainer.count_steps(),
         num_parameters=num_parameters,

@@ -15,10 +15,10 @@ import numpy.typing as npt
 from infinity.config import Data, DataSource, SwapConfig
 from infinity.errors import ConfigError
 from infinity.training.data import Sequences, Tokenizer, collect_files, split_sequences, tokenize
-from infinity.training.records import kind_of, load_records, mark_conversations
+from infinity.training.records import give_template, kind_of, load_records, mark_conversations
 from infinity.training.token_file import TokenFile
 
-_HASHED_ROWS = 1000  # Read at a time.
+_READ_ROWS = 1000  # At a time.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,33 +175,52 @@ def _read(paths: list[Path], data: Data, tokenizer: Tokenizer, method: str) -> t
     found = load_records(paths)
     kind = kind_of(found, method=method, place=place)
     if kind != "conversations":
+        give_template(found, tokenizer.for_records())
         return found, False
     only = data.assistant_only_loss
     return mark_conversations(found, tokenizer.for_records(), place, assistant_only=only)
 
 
-def digest(dataset: Any, files: Sequence[TokenFile]) -> str:
-    """Returns the SHA-256 of all tokens that a run trains on, in their order."""
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """The tokens that a run trains on: how many, the largest id, the SHA-256 of all in order."""
+
+    count: int
+    largest: int
+    sha256: str
+
+
+def measure(dataset: Any, files: Sequence[TokenFile], length: int) -> Tokens:
+    """Returns the tokens of a dataset that TRL has prepared, or of sequences of a token file.
+
+    The ids of token files were compared with the vocabulary as they were written.
+    """
     if files:
-        return files[0].sha256
-    sha256 = hashlib.sha256()
-    columns = sorted(
-        name for name in dataset.column_names if name in ("input_ids", "labels", "completion_mask")
-        or name.endswith("_ids")
-    )  # fmt: skip
-    for batch in dataset.select_columns(columns).with_format("arrow").iter(_HASHED_ROWS):
+        return Tokens(len(dataset) * length, 0, files[0].sha256)
+    import pyarrow.compute as pc
+
+    columns = [name for name in sorted(dataset.column_names) if _is_measured(name)]
+    sha256, count, largest = hashlib.sha256(), 0, 0
+    for rows in dataset.select_columns(columns).with_format("arrow").iter(_READ_ROWS):
         for name in columns:
-            for row in batch.column(name).to_pylist():
-                sha256.update(np.asarray(row, dtype=np.int64).tobytes() + b"\n")
-    return sha256.hexdigest()
+            column = rows.column(name).combine_chunks()
+            for part in (pc.list_value_length(column), column.flatten()):
+                sha256.update(part.to_numpy(zero_copy_only=False).astype(np.int64).tobytes())
+            if name.endswith("_ids"):
+                ids = column.flatten().to_numpy(zero_copy_only=False)
+                count, largest = count + len(ids), max(largest, int(ids.max(initial=0)))
+    return Tokens(count, largest, sha256.hexdigest())
 
 
-def count_tokens(dataset: Any, files: Sequence[TokenFile], length: int) -> int:
-    """Returns the number of tokens of a dataset that TRL has prepared, or of whole sequences."""
-    if files:
-        return len(dataset) * length
-    names = [name for name in dataset.column_names if name.endswith("_ids")]
-    total = 0
-    for batch in dataset.select_columns(names).with_format("arrow").iter(_HASHED_ROWS):
-        total += sum(len(row) for name in names for row in batch.column(name).to_pylist())
-    return total
+def refuse_strangers(tokens: Tokens, tokenizer: Tokenizer, vocab_size: int) -> None:
+    """Raises ConfigError for an id without an embedding."""
+    if tokens.largest >= vocab_size:
+        raise ConfigError(
+            f"data.paths: token {tokens.largest} ({tokenizer.token(tokens.largest)}) of tokenizer "
+            f"{tokenizer.name} is outside the model's vocabulary of {vocab_size}; the tokenizer "
+            f"has {tokenizer.vocab_size} tokens. Use the model's own tokenizer"
+        )
+
+
+def _is_measured(name: str) -> bool:
+    return name == "labels" or name.endswith("_ids")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
@@ -41,6 +42,8 @@ def load_records(paths: Sequence[Path]) -> Any:
     """
     import datasets
 
+    if not sys.stderr.isatty():
+        datasets.disable_progress_bars()
     parts = []
     for reader, group in groupby(paths, key=_reader_of):
         files = list(group)
@@ -123,6 +126,7 @@ def mark_conversations(
         tools = rows.get("tools", [None] * len(numbers))
         for messages, own, number in zip(rows["messages"], tools, numbers, strict=True):
             at = f"data.paths: {place}: record {number + 1}"
+            own = json.loads(own) if isinstance(own, str) else own
             marked += mark_by_prefixes([_without_nulls(m) for m in messages], tokenizer, own, at)
         keys = ("input_ids", "assistant_masks")
         return {key: [each[key] for each in marked] for key in keys}
@@ -132,6 +136,14 @@ def mark_conversations(
         desc="Marking what the assistant says",
     )  # fmt: skip
     return made, False
+
+
+def give_template(dataset: Any, tokenizer: Any) -> None:
+    """Gives a tokenizer without a chat template ChatML where prompts and answers are messages."""
+    from trl.data_utils import is_conversational
+
+    if not tokenizer.chat_template and is_conversational(dataset[0]):
+        tokenizer.chat_template = CHATML
 
 
 def _with_answers(dataset: Any, place: str) -> Any:

@@ -24,9 +24,9 @@ from infinity.errors import InfinityError, NonFiniteError
 from infinity.integrations.hf import prepare_trainer
 from infinity.training.adapter import save_adapter
 from infinity.training.allocator import give_back
+from infinity.training.arguments import batch_of
 from infinity.training.interrupt import Interrupt
 from infinity.training.job import Job
-from infinity.training.job_data import count_tokens
 from infinity.training.model import stream_weights
 from infinity.training.output import MARKER_NAME, SUMMARY_NAME
 from infinity.training.reference import place_reference, share_budgets
@@ -110,19 +110,22 @@ class Run:
             )
         give_back()
         is_layer_major = None if self._config.schedule.micro_batch is not None else False
-        prepare_trainer(self._trainer, layer_major=is_layer_major)
+        # With an adapter all micro-batches of a step pass a block together, else those of a batch.
+        window = None
+        if self._config.adapter is None:
+            window = self._train.batch_size // batch_of(self._config)[0]
+        prepare_trainer(self._trainer, layer_major=is_layer_major, window=window)
         self._model.train()
         # Dropout starts alike for every source of weights, and differs on every rank.
         torch.manual_seed(self._train.seed + self._job.rank.rank)
 
     def _description(self) -> str:
-        data, length = self._job.data, self._config.data.sequence_length if self._config.data else 0
-        train, held_out = self._trainer.train_dataset, data.held_out
-        num_tokens = count_tokens(train, data.files, length)
-        rows = f"{len(train):,} sequences of {length if data.is_ready else f'at most {length}'}"
+        assert self._config.data is not None
+        length, held_out = self._config.data.sequence_length, self._job.data.held_out
         return (
             f"{self._job.plan.hf_config.model_type}, {self.summary.num_parameters:,} parameters; "
-            f"{num_tokens:,} tokens in {rows}, "
+            f"{self._job.tokens.count:,} tokens in {len(self._trainer.train_dataset):,} sequences "
+            f"of {length if self._job.data.is_ready else f'at most {length}'}, "
             f"{0 if held_out is None else len(held_out):,} held out"
         )
 
@@ -245,6 +248,7 @@ class Run:
         if self._engine is not None:
             self._engine.close()
             self._engine = None
+        self._end_traced()
         if self._tracing is not None:
             self._tracing.finish()
 
@@ -261,9 +265,7 @@ class Run:
         if is_evaluated or is_last or self._commits_steps():
             self._engine.flush()  # The work belongs to this step; no later step does it.
         elapsed_s = time.perf_counter() - self._began_s
-        if self._traced is not None:
-            self._traced.__exit__(None, None, None)
-            self._traced = None
+        self._end_traced()
         self._record = MetricsRecord.between(
             self._before,
             self._engine.counters.snapshot(),
@@ -272,6 +274,11 @@ class Run:
         )
         self.summary.records.append(self._record)
         return self._record.tracked()
+
+    def _end_traced(self) -> None:
+        if self._traced is not None:
+            self._traced.__exit__(None, None, None)
+            self._traced = None
 
     def after_step(
         self, outcome: StepOutcome, held_out_loss: float | None, *, is_best: bool

@@ -235,6 +235,9 @@ class RunTrainer(OffloadedTrainer):
             self.optimizer = made
         return self.optimizer
 
+    def floating_point_ops(self, inputs: Any) -> int:
+        return 0  # Trainer would visit every parameter for each micro-batch.
+
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         return None  # The optimizer's step computes it.
 
@@ -256,7 +259,8 @@ class RunTrainer(OffloadedTrainer):
         loss = super().training_step(model, inputs, num_items_in_batch)
         self._losses.append(float(loss))
         self._loss = self._loss + loss.detach().float().cpu()
-        self._num_tokens += inputs["input_ids"].numel()
+        mask = inputs.get("attention_mask")
+        self._num_tokens += inputs["input_ids"].numel() if mask is None else int(mask.sum())
         if not math.isfinite(self._losses[-1]) and self._spoilt is None:
             self._spoilt = (inputs, num_items_in_batch)
         return loss

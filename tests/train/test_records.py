@@ -21,7 +21,7 @@ from infinity.errors import ConfigError
 from infinity.training import program
 from infinity.training.chat import CHATML
 from infinity.training.data import ByteTokenizer
-from infinity.training.job_data import digest, open_data
+from infinity.training.job_data import measure, open_data
 from infinity.training.ranks import JobRank
 from infinity.training.trainer import make_trainer
 
@@ -185,7 +185,7 @@ def rows_of(
     for row in trainer.train_dataset:
         learned = [label for label in row["labels"] if label != -100]
         rows.append((bytes(row["input_ids"]).decode(), bytes(learned).decode()))
-    return rows, digest(trainer.train_dataset, data.files)
+    return rows, measure(trainer.train_dataset, data.files, 1).sha256
 
 
 def test_every_format_gives_the_same_rows(tmp_path, table) -> None:
@@ -319,6 +319,14 @@ def test_data_that_the_run_cannot_learn_is_refused_before_a_swap_file(
     table["data"] |= json.loads(json.dumps(data).replace("{tmp}", str(tmp_path)))
     table["train"] |= train
     with pytest.raises(ConfigError, match=said):
+        run(table)
+    assert not (tmp_path / "swap").exists()
+
+
+def test_a_token_without_an_embedding_is_refused(tmp_path, table) -> None:
+    small = LlamaConfig(**MODEL.to_diff_dict() | {"vocab_size": 100})
+    AutoModelForCausalLM.from_config(small).save_pretrained(tmp_path / "base")
+    with pytest.raises(ConfigError, match=r"token 124 \(b'|'\) .* vocabulary of 100"):
         run(table)
     assert not (tmp_path / "swap").exists()
 

@@ -6,6 +6,7 @@ import json
 import os
 from pathlib import Path
 
+import datasets
 import numpy as np
 import pytest
 import torch
@@ -25,7 +26,7 @@ from infinity.training.data import (
     split_sequences,
     tokenize,
 )
-from infinity.training.job_data import JobData, digest, open_data
+from infinity.training.job_data import JobData, Tokens, measure, open_data
 from infinity.training.settle import settle
 
 BYTES = ByteTokenizer()
@@ -152,11 +153,24 @@ def test_rows_are_ids_and_labels_alike_and_keep_the_order_of_any_request(tmp_pat
     assert found.held_out is None
 
 
+def tokens_of(found: JobData) -> Tokens:
+    return measure(found.train, found.files, 4)
+
+
 def test_text_is_recognised_by_its_tokens(tmp_path):
-    found = job_data(tmp_path, 4 * 20)
-    first = digest(found.train, found.files)
-    assert first == digest(None, job_data(tmp_path / "elsewhere", 4 * 20).files)
-    assert first != digest(None, job_data(tmp_path, 4 * 21).files)
+    first = tokens_of(job_data(tmp_path, 4 * 20))
+    assert first == tokens_of(job_data(tmp_path / "elsewhere", 4 * 20))
+    assert first.sha256 != tokens_of(job_data(tmp_path, 4 * 21)).sha256
+    assert first.count == 4 * 16
+
+
+def test_records_are_recognised_by_their_tokens_rows_and_labels(tmp_path):
+    rows = {"input_ids": [[1, 2, 3], [4]], "labels": [[-100, 2, 3], [4]], "text": ["a", "b"]}
+    first = measure(datasets.Dataset.from_dict(rows), [], 0)
+    assert (first.count, first.largest) == (4, 4)
+    for other in ({"labels": [[1, 2, 3], [4]]}, {"input_ids": [[1, 2], [3, 4]]}):
+        assert measure(datasets.Dataset.from_dict(rows | other), [], 0).sha256 != first.sha256
+    assert measure(datasets.Dataset.from_dict(rows | {"text": ["c", "d"]}), [], 0) == first
 
 
 def test_without_shuffling_text_comes_in_order_and_its_end_is_held_out(tmp_path):
