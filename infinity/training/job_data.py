@@ -31,7 +31,6 @@ class JobData:
 
     train: Any
     held_out: Any  # None without evaluation data.
-    kind: str
     is_ready: bool
     marks_assistant: bool
     files: tuple[TokenFile, ...] = ()
@@ -61,7 +60,6 @@ def open_data(
             raise
         return found
     train, marks = _read(records, data, tokenizer, config.train.method)
-    kind = kind_of(train, method=config.train.method, place=str(records[0]))
     held_out = None
     if data.eval_paths:
         others = _sources(data.eval_paths, config)[1]
@@ -78,7 +76,7 @@ def open_data(
     num_held_out = 0 if held_out is None else len(held_out)
     what = f"{len(train) + num_held_out} records, {num_held_out} of them held out"
     check_amount(len(train), config.train.batch_size, what)
-    return JobData(train=train, held_out=held_out, kind=kind, is_ready=False, marks_assistant=marks)
+    return JobData(train=train, held_out=held_out, is_ready=False, marks_assistant=marks)
 
 
 def check_amount(count: int, batch_size: int, what: str) -> None:
@@ -155,7 +153,6 @@ def _open_text(
     return JobData(
         train=train,
         held_out=held_out if len(held_out) else None,
-        kind="text",
         is_ready=True,
         marks_assistant=False,
         files=tuple(files),

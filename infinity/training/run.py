@@ -173,9 +173,9 @@ class Run:
             if resume is None:
                 self._begin()
             if not self._is_stopped(interrupt):
-                self._trainer.resume_with(self._resume if resume is not None else None)
                 state = resume.extra[TRAINER_STATE] if resume is not None else None
-                self._trainer.run(self, state=state)
+                restore = self._resume if resume is not None else None
+                self._trainer.run(self, state=state, restore=restore)
         except NonFiniteError:
             self._reporter.end_of_steps()
             if self.num_steps and self._config.output.export:

@@ -175,7 +175,6 @@ class RunTrainer(OffloadedTrainer):
         self._nonfinite = config.train.nonfinite
         self._num_skipped = 0  # In a row.
         self._ended_step = 0
-        self._restore: Callable[[], None] | None = None
         self._begin_window()
         check_amount(len(self.train_dataset), config.train.batch_size, "after packing and cutting")
         if self.eval_dataset is not None:
@@ -189,9 +188,16 @@ class RunTrainer(OffloadedTrainer):
         steps = self.set_initial_training_values(self.args, loader)[-1]  # type: ignore[attr-defined]
         return int(steps)
 
-    def run(self, watcher: StepWatcher, *, state: dict[str, Any] | None = None) -> None:
-        """Makes the steps, or those that are left after `state`, which `state_of` returned."""
-        self.watcher = watcher
+    def run(
+        self,
+        watcher: StepWatcher,
+        *,
+        state: dict[str, Any] | None = None,
+        restore: Callable[[], None] | None = None,
+    ) -> None:
+        """Makes the steps, or those that are left after `state`, which `position` returned.
+        `restore` loads all other state once the optimizer and the schedule exist."""
+        self.watcher, self._restore = watcher, restore
         if state is None:
             self.train()  # type: ignore[attr-defined]
             return
@@ -355,10 +361,6 @@ class RunTrainer(OffloadedTrainer):
         self.state.log_history.clear()  # metrics.jsonl keeps it.
 
     # Resume: `infinity.training.program` loads a checkpoint of its own.
-
-    def resume_with(self, restore: Callable[[], None]) -> None:
-        """Takes the function that loads all state once the optimizer and schedule exist."""
-        self._restore = restore
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         return None
