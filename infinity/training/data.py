@@ -277,7 +277,9 @@ class Sequences:
 
     def __call__(self, rows: dict[str, list[int]]) -> dict[str, list[Ids]]:
         length = self._length
-        ids = [self._tokens.read(row * length, length).astype(np.int64) for row in rows["sequence"]]
+        ids: list[Ids] = [
+            self._tokens.read(row * length, length).astype(np.int64) for row in rows["sequence"]
+        ]
         return {"input_ids": ids, "labels": ids}
 
     def __deepcopy__(self, memo: dict[int, object]) -> Sequences:
