@@ -19,8 +19,11 @@ from infinity.storage.protocol import StorageEngine
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How much is moved and how often. `nbytes` per timed transfer of the headline figures,
-    `sweep_nbytes` per cell of a sweep."""
+    """The amount of work.
+
+    nbytes: of a timed transfer of the headline figures
+    sweep_nbytes: of a cell of a sweep
+    """
 
     nbytes: int = GIB
     sweep_nbytes: int = 128 * MIB
@@ -52,7 +55,7 @@ QUICK = Effort(
 class Lab:
     """The bench's tools. `arena` holds `effort.nbytes` at least; `io` is the configured engine.
 
-    `on_step` hears what is being done, for a progress line.
+    `on_step` receives the name of each step, for a progress line.
     """
 
     arena: Arena
@@ -83,6 +86,7 @@ class Lab:
         )
 
     def measure(self, group: ContenderGroup, rounds: int, *, warm_ups: int = 1) -> Result:
+        """Runs the group in interleaved rounds after `warm_ups` that do not count."""
         what = f"{group.section}: {group.case}"
         return run_group(
             group,

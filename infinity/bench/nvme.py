@@ -33,8 +33,8 @@ _LATENCY_EXTENTS_NBYTES = (64 << 10, 1 * MIB, 8 * MIB)
 _NUM_BEHIND = 4  # write-backs of 16 MiB
 
 
-class DriveSite:
-    """One set of directories under test: its scratch files, and fio's best settings for them."""
+class DriveSet:
+    """A set of directories under test: its scratch files, and fio's best settings for them."""
 
     def __init__(self, lab: Lab, scratch: BenchDirectory) -> None:
         self.lab = lab
@@ -44,6 +44,7 @@ class DriveSite:
 
     @property
     def name(self) -> str:
+        """The paths, as reports name the drives."""
         return " + ".join(str(directory) for directory in self.scratch.directories)
 
     @property
@@ -54,6 +55,7 @@ class DriveSite:
         return self._fio_note
 
     def labels(self, kind: str, **more: int | float | str) -> dict[str, str | int | float]:
+        """Returns the labels of a group over these drives, for programs."""
         labels: dict[str, str | int | float] = {
             "operation": kind,
             "paths": self.name,
@@ -64,6 +66,7 @@ class DriveSite:
     def fio(
         self, kind: TransferKind, settings: fio.FioSettings, nbytes: int | None = None
     ) -> fio.Fio:
+        """Returns fio as a contender, over the scratch files' region of this kind."""
         region: RegionName = "still" if kind == "read" else "busy"
         return fio.Fio(
             self.scratch.shares(region),
@@ -75,7 +78,8 @@ class DriveSite:
         )
 
     def best_fio(self, kind: TransferKind) -> Iterator[Result]:
-        """Runs the search once per kind and yields what it saw; `ceilings` uses its answer."""
+        """Runs the search once per kind and yields its results; `ceilings` uses the best
+        settings."""
         if not self.lab.with_fio or kind in self._best_fio:
             return
         contenders = [self.fio(kind, settings) for settings in self.lab.effort.fio_candidates]
@@ -98,7 +102,7 @@ class DriveSite:
         nbytes: int,
         with_ring: bool = True,
     ) -> list[Contender]:
-        """fio at its best, and the raw ring with the same blocks; those that are there."""
+        """Returns fio at its best, and the raw ring with the same blocks, if both exist."""
         found: list[Contender] = []
         if self.lab.with_fio:
             share_nbytes = nbytes // len(self.scratch.directories)
@@ -118,7 +122,7 @@ def has_raw_ring() -> bool:
 
 
 @contextlib.contextmanager
-def open_site(lab: Lab, directories: Sequence[Path]) -> Iterator[DriveSite]:
+def open_drives(lab: Lab, directories: Sequence[Path]) -> Iterator[DriveSet]:
     """Makes scratch files on the directories for the time of a `with` block."""
     lab.on_step(f"writing files in {', '.join(map(str, directories))}")
     weights = [
@@ -129,37 +133,40 @@ def open_site(lab: Lab, directories: Sequence[Path]) -> Iterator[DriveSite]:
         if directory in directories
     ]
     with BenchDirectory(lab.arena, directories, lab.effort.nbytes, weights=weights) as scratch:
-        yield DriveSite(lab, scratch)
+        yield DriveSet(lab, scratch)
 
 
-def bandwidth(site: DriveSite, kind: TransferKind) -> Iterator[Result]:
+def bandwidth(drives: DriveSet, kind: TransferKind) -> Iterator[Result]:
     """The headline: `nbytes` in extents of 16 MiB through the engine as configured."""
-    lab, nbytes = site.lab, site.lab.effort.nbytes
-    yield from site.best_fio(kind)
+    lab, nbytes = drives.lab, drives.lab.effort.nbytes
+    yield from drives.best_fio(kind)
     with lab.engine() as engine, contextlib.ExitStack() as stack:
-        files = FileSet(engine, site.scratch, lab.arena)
+        files = FileSet(engine, drives.scratch, lab.arena)
         subject = EngineTransfer(
             engine_label(lab, engine), files, kind,
             nbytes=nbytes, extent_nbytes=EXTENT_NBYTES,
         )  # fmt: skip
         group = ContenderGroup(
             f"nvme {kind}",
-            f"{format_nbytes(nbytes)} in {format_nbytes(EXTENT_NBYTES)}, {site.name}",
+            f"{format_nbytes(nbytes)} in {format_nbytes(EXTENT_NBYTES)}, {drives.name}",
             [subject],
-            site.ceilings(kind, files, stack, nbytes=nbytes),
-            site.labels(kind, extent_nbytes=EXTENT_NBYTES, depth=lab.io.queue_depth),
-            site.note,
+            drives.ceilings(kind, files, stack, nbytes=nbytes),
+            drives.labels(kind, extent_nbytes=EXTENT_NBYTES, depth=lab.io.queue_depth),
+            drives.note,
         )
         yield lab.measure(group, lab.effort.rounds)
 
 
-def sweep(site: DriveSite, kind: TransferKind) -> Iterator[Result]:
-    """Every extent size at every depth. One group per size: the depths take turns with fio."""
-    lab = site.lab
-    yield from site.best_fio(kind)
+def sweep(drives: DriveSet, kind: TransferKind) -> Iterator[Result]:
+    """Measures every extent size at every depth. One group per size: the depths alternate with
+    fio."""
+    lab = drives.lab
+    yield from drives.best_fio(kind)
     with contextlib.ExitStack() as engines:
         by_depth = {
-            depth: FileSet(engines.enter_context(lab.engine(depth=depth)), site.scratch, lab.arena)
+            depth: FileSet(
+                engines.enter_context(lab.engine(depth=depth)), drives.scratch, lab.arena
+            )
             for depth in lab.effort.depths
         }
         for extent_nbytes in lab.effort.extents_nbytes:
@@ -177,11 +184,11 @@ def sweep(site: DriveSite, kind: TransferKind) -> Iterator[Result]:
                 files = next(iter(by_depth.values()))
                 group = ContenderGroup(
                     f"sweep {kind}",
-                    f"extents of {format_nbytes(extent_nbytes)}, {site.name}",
+                    f"extents of {format_nbytes(extent_nbytes)}, {drives.name}",
                     subjects,
-                    site.ceilings(kind, files, stack, nbytes=nbytes, with_ring=False),
-                    site.labels(kind, extent_nbytes=extent_nbytes),
-                    site.note,
+                    drives.ceilings(kind, files, stack, nbytes=nbytes, with_ring=False),
+                    drives.labels(kind, extent_nbytes=extent_nbytes),
+                    drives.note,
                 )
                 yield lab.measure(group, lab.effort.sweep_rounds, warm_ups=0)
 
@@ -191,9 +198,9 @@ def stripes(lab: Lab) -> Iterator[Result]:
     devices = {directory.stat().st_dev for directory in lab.directories}
     shared = "" if len(devices) == len(lab.directories) else "paths share a drive"
     for count in range(1, len(lab.directories) + 1):
-        with open_site(lab, lab.directories[:count]) as site:
+        with open_drives(lab, lab.directories[:count]) as drives:
             for kind in KINDS:
-                for result in bandwidth(site, kind):
+                for result in bandwidth(drives, kind):
                     if result.group.section == "fio search":
                         yield result
                         continue
@@ -205,11 +212,11 @@ def stripes(lab: Lab) -> Iterator[Result]:
                     yield Result(renamed, result.samples)
 
 
-def latency(site: DriveSite) -> Iterator[Result]:
+def latency(drives: DriveSet) -> Iterator[Result]:
     """One demand read at a time: on an idle drive, and behind write-backs that never run dry."""
-    lab = site.lab
+    lab = drives.lab
     with lab.engine() as engine:
-        files = FileSet(engine, site.scratch, lab.arena)
+        files = FileSet(engine, drives.scratch, lab.arena)
         for extent_nbytes in _LATENCY_EXTENTS_NBYTES:
             count = min(lab.effort.num_latencies, lab.effort.nbytes // 2 // extent_nbytes)
             subjects = [
@@ -219,18 +226,18 @@ def latency(site: DriveSite) -> Iterator[Result]:
             ceilings = []
             if lab.with_fio:
                 settings = fio.FioSettings(extent_nbytes, 1)
-                ceilings.append(site.fio("read", settings, extent_nbytes * count))
+                ceilings.append(drives.fio("read", settings, extent_nbytes * count))
             group = ContenderGroup(
-                "latency", f"reads of {format_nbytes(extent_nbytes)}, {site.name}",
-                subjects, ceilings, site.labels("read", extent_nbytes=extent_nbytes), site.note,
+                "latency", f"reads of {format_nbytes(extent_nbytes)}, {drives.name}",
+                subjects, ceilings, drives.labels("read", extent_nbytes=extent_nbytes), drives.note,
             )  # fmt: skip
             yield lab.measure(group, lab.effort.sweep_rounds, warm_ups=0)
 
 
 def _gb_per_s(result: Result, contender: Contender) -> float:
-    return summarize([sample.gbps for sample in result.samples[contender.name]]).median
+    return summarize([sample.gb_per_s for sample in result.samples[contender.name]]).median
 
 
 def engine_label(lab: Lab, engine: StorageEngine) -> str:
-    """The engine's name and what was set: "io_uring 4 MiB x 2"."""
+    """Returns the name of the engine and its settings: "io_uring 4 MiB x 2"."""
     return f"{engine.name} {fio.FioSettings(lab.io.block_size, lab.io.queue_depth)}"

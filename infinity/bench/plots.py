@@ -43,26 +43,26 @@ def _sizes(pyplot: Any, rows: Sequence[Row]) -> Any:
         1, len(kinds), figsize=(4.6 * len(kinds), 3.8), sharey=True, squeeze=False
     )
     for kind, axis in zip(kinds, axes[0], strict=True):
-        mine = [row for row in rows if row.section == f"sweep {kind}"]
-        for depth in dict.fromkeys(row.subject for row in mine):
-            line = [row for row in mine if row.subject == depth]
+        own = [row for row in rows if row.section == f"sweep {kind}"]
+        for depth in dict.fromkeys(row.subject for row in own):
+            line = [row for row in own if row.subject == depth]
             sizes = [float(row.labels["extent_nbytes"]) for row in line]
-            axis.plot(sizes, [row.gbps.median for row in line], marker="o", ms=4, label=depth)
+            axis.plot(sizes, [row.gb_per_s.median for row in line], marker="o", ms=4, label=depth)
             axis.fill_between(
                 sizes,
-                [row.gbps.low for row in line],
-                [row.gbps.high for row in line],
+                [row.gb_per_s.low for row in line],
+                [row.gb_per_s.high for row in line],
                 alpha=_BAND_ALPHA,
             )
-        first = [row for row in mine if row.subject == mine[0].subject and row.ceilings]
+        first = [row for row in own if row.subject == own[0].subject and row.ceilings]
         if first:
             axis.plot(
                 [float(row.labels["extent_nbytes"]) for row in first],
-                [row.ceilings[0].gbps.median for row in first],
+                [row.ceilings[0].gb_per_s.median for row in first],
                 label=f"ceiling, {first[0].ceilings[0].name}",
                 **_CEILING,
             )
-        sizes = sorted({float(row.labels["extent_nbytes"]) for row in mine})
+        sizes = sorted({float(row.labels["extent_nbytes"]) for row in own})
         axis.set_xscale("log", base=2)
         axis.set_xticks(sizes, [_short(size) for size in sizes], rotation=45)
         axis.minorticks_off()
@@ -78,20 +78,20 @@ def _sizes(pyplot: Any, rows: Sequence[Row]) -> Any:
 
 def _stripes(pyplot: Any, rows: Sequence[Row]) -> Any:
     """Bandwidth over the number of paths; ideal is the first path times their number."""
-    mine = [row for row in rows if row.section.startswith("stripes ")]
-    if len({row.labels["num_paths"] for row in mine}) < 2:
+    own = [row for row in rows if row.section.startswith("stripes ")]
+    if len({row.labels["num_paths"] for row in own}) < 2:
         return None
     figure, axis = pyplot.subplots(figsize=(5, 3.8))
     for kind in _OPERATIONS:
-        line = [row for row in mine if row.section == f"stripes {kind}"]
+        line = [row for row in own if row.section == f"stripes {kind}"]
         if not line:
             continue
         counts = [int(row.labels["num_paths"]) for row in line]
-        low = [row.gbps.median - row.gbps.low for row in line]
-        high = [row.gbps.high - row.gbps.median for row in line]
+        low = [row.gb_per_s.median - row.gb_per_s.low for row in line]
+        high = [row.gb_per_s.high - row.gb_per_s.median for row in line]
         drawn = axis.errorbar(
             counts,
-            [row.gbps.median for row in line],
+            [row.gb_per_s.median for row in line],
             [low, high],
             marker="o",
             capsize=3,
@@ -99,9 +99,9 @@ def _stripes(pyplot: Any, rows: Sequence[Row]) -> Any:
         )
         color = drawn.lines[0].get_color()
         if all(row.ceilings for row in line):
-            fio = [row.ceilings[0].gbps.median for row in line]
+            fio = [row.ceilings[0].gb_per_s.median for row in line]
             axis.plot(counts, fio, linestyle="--", color=color, label=f"{kind}, ceiling")
-    axis.set_xticks(sorted({int(row.labels["num_paths"]) for row in mine}))
+    axis.set_xticks(sorted({int(row.labels["num_paths"]) for row in own}))
     axis.set_title("Bandwidth by number of paths")
     axis.set_xlabel("paths")
     axis.set_ylabel("GB/s, median and spread")
@@ -115,15 +115,15 @@ def _latency(pyplot: Any, rows: Sequence[Row]) -> Any:
     """Share of requests answered within a time; one panel per extent size."""
     from matplotlib import ticker
 
-    mine = [row for row in rows if row.section == "latency" and row.latency_s]
-    cases = list(dict.fromkeys(float(row.labels["extent_nbytes"]) for row in mine))
+    own = [row for row in rows if row.section == "latency" and row.latency_s]
+    cases = list(dict.fromkeys(float(row.labels["extent_nbytes"]) for row in own))
     if not cases:
         return None
     figure, axes = pyplot.subplots(
         1, len(cases), figsize=(4.2 * len(cases), 3.6), sharey=True, squeeze=False
     )
     for size, axis in zip(cases, axes[0], strict=True):
-        group = [row for row in mine if float(row.labels["extent_nbytes"]) == size]
+        group = [row for row in own if float(row.labels["extent_nbytes"]) == size]
         for row in group:
             points = sorted(row.latency_s)
             times_ms = [1e3 * row.latency_s[point] for point in points]

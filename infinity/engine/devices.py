@@ -17,7 +17,8 @@ from infinity.tiers.host import HostBlocks
 class OwnDevice(DeviceAdapter, Protocol):
     """A device adapter of the caller, which is given the host tier when it exists."""
 
-    def open(self, host: HostBlocks, counters: Counters) -> None: ...
+    def open(self, host: HostBlocks, counters: Counters) -> None:
+        """Receives the arena and the counters, before any other call."""
 
 
 def shares_host_memory(config: SwapConfig, device: OwnDevice | None) -> bool:

@@ -63,6 +63,7 @@ from infinity.streaming.masters import MasterWeights
 from infinity.streaming.parameters import WeightCache
 from infinity.streaming.passes import Passes
 from infinity.streaming.step_record import StepRecord, StepRunner
+from infinity.streaming.waiting import WaitingMemory
 from infinity.tiers.device import DeviceAdapter
 from infinity.tiers.pool import HostPool
 
@@ -97,6 +98,7 @@ class Engine:
     updater: StepRunner
     masters: MasterWeights
     activations: ActivationStore
+    waiting: WaitingMemory
     passes: Passes
     counters: Counters
     ranks: Ranks
@@ -148,7 +150,8 @@ class Engine:
         self._model_passes = ModelPasses(
             self.model, list(zip(self.hooked_modules, self._module_hooks, strict=True)),
             self.params, self.passes, self._uses, self._backwards, self._grads, self.gradients,
-            self.weight_cache, self.activations, self._lock, device=self.device.torch_device,
+            self.weight_cache, self.activations, self.waiting, self._lock,
+            device=self.device.torch_device,
             tile_micro_batches=self.config.schedule.tile_micro_batches,
         )  # fmt: skip
         self._access = ParamAccess(
@@ -344,6 +347,7 @@ class Engine:
 
     @property
     def num_ranks(self) -> int:
+        """The number of ranks that share the model; 1 without torch.distributed."""
         return self.ranks.num_ranks
 
     def collective_section(self, what: str) -> AbstractContextManager[CollectiveSection]:
@@ -420,9 +424,11 @@ class Engine:
             }
 
     def has_gradient(self, param: OffloadedParam) -> bool:
+        """Whether the parameter has a gradient, of any rank."""
         return self.gradients.has(param.spec)
 
     def zero_gradients(self, params: Iterable[OffloadedParam], *, set_to_none: bool) -> None:
+        """Drops the gradients of `params`, or fills them with zeros if not `set_to_none`."""
         with uninterrupted(), self._lock:
             for param in params:
                 if set_to_none:
@@ -434,6 +440,7 @@ class Engine:
 
     @property
     def is_closed(self) -> bool:
+        """Whether `close` was called. A closed engine refuses every further use."""
         return self._uses.is_closed
 
     def close(self) -> None:

@@ -100,7 +100,8 @@ def _open_storage(
 
 
 def _uses_volume(config: SwapConfig, budgets: Budgets) -> bool:
-    placed = {*budgets.placement.tiers.values(), *config.placement.activations}
+    waiting = (*config.placement.activations, *config.placement.experts)
+    placed = {*budgets.placement.tiers.values(), *waiting}
     return "nvme" in placed or budgets.reduce_buffer_spills
 
 

@@ -113,6 +113,7 @@ class ParamGrads:
     # -- Looking ---------------------------------------------------------------------------------
 
     def has(self, param: OffloadedParam) -> bool:
+        """Whether the parameter has a gradient."""
         return self._gradients.has(param.spec)
 
     def read(self, param: OffloadedParam) -> torch.Tensor | None:
@@ -125,15 +126,16 @@ class ParamGrads:
             return self._gradients.read(param.unit, param.spec)
 
     def stamp(self, param: OffloadedParam) -> tuple[int, int] | None:
+        """See `GradientSink.stamp`."""
         return self._gradients.stamp(param.spec)
 
     @contextmanager
     def shown(self, params: Iterable[OffloadedParam]) -> Iterator[None]:
         """Shows copies of the gradients on the compute parameters for the time of a `with` block. A
         change of a copy becomes the gradient at the end."""
-        mine = [param for param in params if param.compute.grad is None]
+        own = [param for param in params if param.compute.grad is None]
         try:
-            for param in mine:
+            for param in own:
                 gradient = self.read(param)
                 if gradient is not None:
                     shown = gradient.to(param.compute.device, param.compute.dtype)
@@ -141,7 +143,7 @@ class ParamGrads:
                     self._shown[param] = shown, shown._version
             yield
         finally:
-            for param in mine:
+            for param in own:
                 self._hide(param)
 
     def _hide(self, param: OffloadedParam) -> None:
@@ -156,6 +158,7 @@ class ParamGrads:
     # -- Changing --------------------------------------------------------------------------------
 
     def forget(self, param: OffloadedParam) -> None:
+        """Drops the gradient."""
         with self._lock:
             self._gradients.forget(param.spec)
 

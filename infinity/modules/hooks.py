@@ -71,7 +71,8 @@ class Uses(Protocol):
     """The part of `UnitUses` that hooks call."""
 
     @property
-    def yields_at_tiles(self) -> bool: ...
+    def yields_at_tiles(self) -> bool:
+        """Whether a forward may be suspended at a tile."""
 
     def yield_at_tile(self, units: list[int], *, is_over: bool = False) -> None:
         """Lets the other micro-batches reach the same tile. Called if `yields_at_tiles`: before
@@ -81,14 +82,23 @@ class Uses(Protocol):
     def begin_use(self, hooked: HookedModule) -> None:
         """Announces a forward of the hooked module, before its units are acquired."""
 
-    def enter(self, units: list[int]) -> None: ...
-    def leave(self, units: list[int]) -> None: ...
-    def is_parameter_memory(self, tensor: torch.Tensor) -> bool: ...
+    def enter(self, units: list[int]) -> None:
+        """Begins a use of each unit; their modules show parameters."""
+
+    def leave(self, units: list[int]) -> None:
+        """Ends a use of each unit; the modules of unused units show handles."""
+
+    def is_parameter_memory(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor lies in the memory of a unit's weights."""
+
     def check_saved(self, units: list[int], nodes: Iterable[Node]) -> None:
         """Raises UnsupportedError if a node has saved a weight whose memory will be released."""
 
-    def backward_started(self) -> None: ...
-    def backward_ended(self) -> None: ...
+    def backward_started(self) -> None:
+        """Called once at the start of each backward."""
+
+    def backward_ended(self) -> None:
+        """Called once at the end of each backward, also of one that failed."""
 
 
 class BackwardCalls:
@@ -211,6 +221,7 @@ class Unscriptable:
         module.__dict__["__prepare_scriptable__"] = refuse_jit
 
     def remove(self) -> None:
+        """Allows torch.jit.script again."""
         self._module.__dict__.pop("__prepare_scriptable__", None)
 
 
@@ -263,6 +274,7 @@ class ModuleHooks:
 
     @property
     def is_running(self) -> bool:
+        """Whether a forward of the module runs."""
         return bool(self._running)
 
     def reset(self) -> None:

@@ -77,9 +77,11 @@ class UnitUses:
 
     @property
     def yields_at_tiles(self) -> bool:
+        """See `Uses.yields_at_tiles`."""
         return self.on_tile is not None
 
     def yield_at_tile(self, units: list[int], *, is_over: bool = False) -> None:
+        """See `Uses.yield_at_tile`."""
         if self.on_tile is not None:
             self.on_tile(units, is_over)
 
@@ -104,7 +106,7 @@ class UnitUses:
             raise
         if self._tracer.is_on and units:
             names = [self._units[unit].name for unit in units]
-            self._tracer.begin(tuple(units), Track.SITES, ", ".join(names))
+            self._tracer.begin(tuple(units), Track.MODULES, ", ".join(names))
 
     def leave(self, units: list[int]) -> None:
         """Ends one use of each unit."""
@@ -174,6 +176,7 @@ class UnitUses:
                 self._param_table.show_handles(unit.index)
 
     def check_saved(self, units: list[int], nodes: Iterable[Node]) -> None:
+        """See `Uses.check_saved`."""
         replaced = [s for u in units for s in self._param_table.of_unit(u) if s.stands_elsewhere]
         if replaced:
             self._changes.refuse_saved(replaced, nodes)
@@ -210,6 +213,7 @@ class UnitUses:
                 self._weight_cache.begin_backward()
 
     def backward_ended(self) -> None:
+        """See `Uses.backward_ended`."""
         if self._passes.is_layer_major:
             return  # One of many small ones.
         with self._lock, self._tracer.during(Track.ENGINE, "end of backward"):

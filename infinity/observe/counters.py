@@ -16,9 +16,9 @@ Names end in their unit. `host_in_use_nbytes` is a gauge, everything else only g
   host_in_use_nbytes                         arena bytes lent at this moment
   ranks_gathered_nbytes                      bytes of weights exchanged with other ranks
   ranks_reduced_nbytes                       bytes of gradients exchanged with other ranks
-  ranks_collectives, ranks_called_off        operations of all ranks at once; those cancelled
-  ranks_inbox_high_water_nbytes              most memory that partial gradients took
-  ranks_inbox_spilled_nbytes                 partial gradients that went to the drives
+  ranks_collectives, ranks_cancelled        operations of all ranks at once; those cancelled
+  ranks_reduce_buffer_high_water_nbytes              most memory that partial gradients took
+  ranks_reduce_buffer_spilled_nbytes                 partial gradients that went to the drives
 
 While `tracer` is on, what is timed becomes a span and a gauge a point as well, by the same readings
 of the clock: a trace and the counters never disagree.
@@ -35,7 +35,7 @@ from contextlib import contextmanager
 from infinity.observe.tracer import Tracer, Track
 
 # Where in a trace the time behind a counter is shown. Others are sums over what is shown already.
-_LANES = {
+_TRACKS = {
     "read_wait_s": Track.STALLS,
     "write_wait_s": Track.STALLS,
     "copy_wait_s": Track.STALLS,
@@ -54,10 +54,12 @@ class Counters:
         self._values: defaultdict[str, float] = defaultdict(float)
 
     def add(self, name: str, value: float) -> None:
+        """Adds to a counter, which begins at 0. Any thread."""
         with self._lock:
             self._values[name] += value
 
     def set(self, name: str, value: float) -> None:
+        """Sets a counter, and records the value in a running trace. Any thread."""
         with self._lock:
             self._values[name] = value
         if self.tracer.is_on:
@@ -82,5 +84,5 @@ class Counters:
         finally:
             end_ns = time.monotonic_ns()
             self.add(name, (end_ns - start_ns) / 1e9)
-            if tracer.is_on and name in _LANES:
-                tracer.span(_LANES[name], what or name, start_ns, end_ns, counter=name, **details)
+            if tracer.is_on and name in _TRACKS:
+                tracer.span(_TRACKS[name], what or name, start_ns, end_ns, counter=name, **details)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from infinity.errors import ConfigError
-from infinity.observe.painter import Bars, NamedStretch, TrackPicture, paint
+from infinity.observe.painter import Bars, NamedInterval, TrackPicture, paint
 from infinity.observe.step_summary import StepSummary, busy_by_track
 from infinity.observe.tracer import Span, Track
 
@@ -50,7 +50,7 @@ def draw(spans: Sequence[Span], step: StepSummary, path: Path) -> None:
             (f"{track}  {shares[track]:.0%}", [Bars(_color(track), _bars(busy[track], step))])
             for track in busy
         ],
-        stretches=_phases(spans, step),
+        intervals=_phases(spans, step),
         end=step.length_s * 1e3,
     )
     paint(picture, path)
@@ -69,7 +69,7 @@ def _bars(intervals: Sequence[tuple[int, int]], step: StepSummary) -> list[tuple
     return [((start - step.start_ns) / 1e6, (end - start) / 1e6) for start, end in intervals]
 
 
-def _phases(spans: Sequence[Span], step: StepSummary) -> list[NamedStretch]:
+def _phases(spans: Sequence[Span], step: StepSummary) -> list[NamedInterval]:
     phases = [
         span
         for span in spans
@@ -78,7 +78,7 @@ def _phases(spans: Sequence[Span], step: StepSummary) -> list[NamedStretch]:
         and span.start_ns < _end_ns(step)
     ]
     return [
-        NamedStretch(
+        NamedInterval(
             span.name,
             (span.start_ns - step.start_ns) / 1e6,
             (span.end_ns - span.start_ns) / 1e6,

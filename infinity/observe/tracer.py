@@ -32,7 +32,7 @@ class Track(StrEnum):
     PHASES = "phases"  # forward, backward, optimizer
     # the model's own code: at a hooked module, and not in one of the three below
     COMPUTE = "compute"
-    SITES = "sites"  # raw: from a hooked module's units being there to its end
+    MODULES = "modules"  # raw: from a hooked module's units being there to its end
     ENGINE = "engine"  # bringing in, letting go, deciding what to read next
     UPDATES = "updates"
     STALLS = "stalls"
@@ -44,7 +44,7 @@ class Track(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One stretch of time on a track. With `transfer` it may overlap others of its track.
+    """One interval of time on a track. With `transfer` it may overlap others of its track.
 
     A transfer's `start_ns` is when it was asked for; `args["issued_ns"]` when its first block was
     given to the drive.
@@ -70,8 +70,11 @@ class Count:
 class Watched(Protocol):
     """A transfer that knows, once it is done, when it took place."""
 
-    def done(self) -> bool: ...
-    def passages(self) -> Iterable[tuple[int, int, int, int]]: ...
+    def done(self) -> bool:
+        """Whether the transfer is over."""
+
+    def passages(self) -> Iterable[tuple[int, int, int, int]]:
+        """(file, nbytes, begun_ns, over_ns) of each part; empty until done()."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,10 +131,12 @@ class Tracer:
     # -- Recording -------------------------------------------------------------------------------
 
     def span(self, track: str, name: str, start_ns: int, end_ns: int, **args: Any) -> None:
+        """Records what `track` did between two times of CLOCK_MONOTONIC, if the tracer is on."""
         if self.is_on:
             self._spans.append(Span(track, name, start_ns, end_ns, args))
 
     def count(self, name: str, value: float) -> None:
+        """Records the present value of a counter, if the tracer is on."""
         if self.is_on:
             self._counts.append(Count(name, time.monotonic_ns(), value))
 
@@ -196,6 +201,7 @@ class Tracer:
         return sorted([*self._spans, *shown], key=lambda span: (span.start_ns, -span.end_ns))
 
     def counts(self) -> list[Count]:
+        """Returns the recorded values of counters, in order of time."""
         return list(self._counts)
 
 

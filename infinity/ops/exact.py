@@ -8,7 +8,7 @@ import torch
 
 
 def fma(a: torch.Tensor | float, b: torch.Tensor | float, c: torch.Tensor | float) -> torch.Tensor:
-    """a * b + c, rounded once to fp32. fp32 tensors, or numbers that are fp32 values; broadcasts.
+    """A * b + c, rounded once to fp32. fp32 tensors, or numbers that are fp32 values; broadcasts.
 
     The product of two fp32 values is exact in fp64, the sum is not: rounding it to fp64 and then to
     fp32 would round twice. So the fp64 sum is rounded to odd, which leaves the one bit that the

@@ -37,10 +37,12 @@ class StateSpan:
 
     @property
     def is_split(self) -> bool:
+        """Whether the master is a bf16 weight and its 16-bit residual."""
         return self.residual is not None
 
     @property
     def is_8bit(self) -> bool:
+        """Whether a state is stored as 8-bit codes with scales."""
         return any(isinstance(state, State8Bit) for state in self.states)
 
     @property

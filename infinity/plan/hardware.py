@@ -43,8 +43,9 @@ class Device(Table):
     """`count` devices, each with `memory`, with the links below to the host, and `tflops` fast.
 
     `gather_gb_per_s` is the rate at which each device receives from the others, and sends.
-    `update_gb_per_s` has the meaning of the host's, for updates on the device. A device without
-    memory is the host.
+    `update_gb_per_s` has the meaning of the host's, for updates on the device. `decode_gb_per_s`
+    counts the weights that are made of quantised ones, in the dtype that is computed with; without
+    it that takes no time. A device without memory is the host.
     """
 
     count: int = Field(1, ge=1)
@@ -54,6 +55,7 @@ class Device(Table):
     d2h_gb_per_s: Gbps | None = None
     gather_gb_per_s: Gbps | None = None
     update_gb_per_s: Gbps | None = None
+    decode_gb_per_s: Gbps | None = None
 
 
 class Nvme(Table):
@@ -82,6 +84,7 @@ class Hardware(Table):
 
     @property
     def shares_host_memory(self) -> bool:
+        """Whether the device computes in host memory, as a CPU does."""
         return self.device.memory is None
 
     def of_rank(self, count: int) -> Hardware:
@@ -92,7 +95,7 @@ class Hardware(Table):
         """
         device = self.device
         if self.shares_host_memory:
-            device = device.model_copy(update={"tflops": device.tflops / count})
+            device = _part(device, count, "tflops", "decode_gb_per_s")
         elif count > device.count:
             raise ConfigError(
                 f"--ranks {count}: {self.name} has {device.count} devices, and each rank needs one"
@@ -137,6 +140,7 @@ class Hardware(Table):
             device_update=inf
             if device.update_gb_per_s is None
             else count * device.update_gb_per_s * giga,
+            decode=inf if device.decode_gb_per_s is None else count * device.decode_gb_per_s * giga,
             h2d=inf if device.h2d_gb_per_s is None else count * device.h2d_gb_per_s * giga,
             d2h=inf if device.d2h_gb_per_s is None else count * device.d2h_gb_per_s * giga,
             gather=gather,

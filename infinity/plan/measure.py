@@ -21,6 +21,7 @@ import torch
 from infinity.bench.host import OptimizerPass
 from infinity.bench.scratch import BenchDirectory
 from infinity.bench.transfer import EngineTransfer, FileSet, TransferKind
+from infinity.codecs import Int4Groups
 from infinity.config import SwapConfig
 from infinity.config.schema import NvmeTier
 from infinity.errors import ConfigError, UnsupportedError
@@ -65,7 +66,9 @@ def measure(config: SwapConfig, model: PlannedModel, batch: Batch) -> Hardware:
                     model, batch, getattr(torch, config.precision.compute_dtype)
                 ),
                 update=1e9
-                * statistics.median(OptimizerPass(arena).run().gbps for _ in range(_NUM_ROUNDS)),
+                * statistics.median(
+                    OptimizerPass(arena).run().gb_per_s for _ in range(_NUM_ROUNDS)
+                ),
                 hold=None,
             )
     return Hardware(
@@ -77,7 +80,11 @@ def measure(config: SwapConfig, model: PlannedModel, batch: Batch) -> Hardware:
             sum_gb_per_s=_sum_gb_per_s(),
             hold_gb_per_s=None if found.hold is None else found.hold / 1e9,
         ),
-        device=Device(count=1, tflops=found.flops / 1e12),
+        device=Device(
+            count=1,
+            tflops=found.flops / 1e12,
+            decode_gb_per_s=None if model.frozen is None else _decode_gb_per_s(),
+        ),
         nvme=nvme,
     )
 
@@ -119,7 +126,7 @@ def _measured(config: SwapConfig, arena: Arena) -> tuple[float, float, float]:
             statistics.median(
                 EngineTransfer(
                     kind, files, kind, nbytes=_ARENA_NBYTES, extent_nbytes=_EXTENT_NBYTES
-                ).run().gbps
+                ).run().gb_per_s
                 for _ in range(_NUM_ROUNDS)
             )
             for kind in get_args(TransferKind)
@@ -140,6 +147,15 @@ def _sum_gb_per_s() -> float:
     """Returns GB/s of adding one fp32 array to another: two are read, one is written."""
     total, part = torch.zeros(16 * MIB), torch.ones(16 * MIB)
     return 3 * part.nbytes / _median_s(lambda: total.add_(part)) / 1e9
+
+
+def _decode_gb_per_s() -> float:
+    """Returns GB/s of bfloat16 weights that are made of INT4 ones. Other formats are within a third
+    of it (docs/formats/quantized.md)."""
+    codec, shape = Int4Groups(), (4096, 4096)
+    parts = [torch.zeros(part.nbytes, dtype=torch.uint8) for part in codec.parts(shape)]
+    weights = torch.empty(shape, dtype=torch.bfloat16)
+    return weights.nbytes / _median_s(lambda: codec.decode(parts, shape, weights)) / 1e9
 
 
 def _flops_of_a_block_alike(model: PlannedModel, batch: Batch, dtype: torch.dtype) -> float:

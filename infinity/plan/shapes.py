@@ -171,6 +171,7 @@ class Linear:
 
     @property
     def numel(self) -> int:
+        """The elements of the weights of all `count` layers."""
         return self.rows * self.columns * self.count
 
 

@@ -27,6 +27,7 @@ class Batch:
 
     @property
     def tokens_per_step(self) -> int:
+        """Tokens of all micro-batches, of one rank."""
         return self.num_tokens * self.num_micro_batches
 
 
@@ -80,6 +81,7 @@ def make_job(
         reads_ahead=budgets.window_nbytes > 0,
         is_deferred=is_deferred,
         saved_on=saved_on,
+        keeps_experts=config.schedule.micro_batch is not None,
     )
 
 

@@ -200,7 +200,8 @@ def compute_budgets(
 def _refuse_missing_tier(config: SwapConfig, preferences: Mapping[str, tuple[str, ...]]) -> None:
     if config.tiers.nvme:
         return
-    for kind, order in {**preferences, "activations": config.placement.activations}.items():
+    others = {name: getattr(config.placement, name) for name in ("activations", "experts")}
+    for kind, order in {**preferences, **others}.items():
         if "nvme" in order:
             raise ConfigError(
                 f"placement.{kind} names nvme but there is no [[tiers.nvme]] entry; add "
@@ -268,13 +269,12 @@ def _reduce_buffer_nbytes(request: _Request, asked_nbytes: int, spare_nbytes: in
 
 def _only_on_host_nbytes(request: _Request) -> int:
     """Bytes of state that may rest on the host only."""
-    kinds = [kind for kind, order in request.preferences.items() if set(order) == {"host"}]
+    kinds = [kind for kind in StateKind if set(request.preferences[kind.kind]) == {"host"}]
     return sum(
-        resting_nbytes(unit, state_kind)
+        resting_nbytes(unit, kind)
+        for kind in kinds
         for unit in request.units
-        for state_kind in StateKind
-        if state_kind.kind in kinds
-        and not (state_kind is StateKind.PARAMETERS and unit.stored is not None)
+        if not (kind is StateKind.PARAMETERS and unit.stored is not None)
     )
 
 

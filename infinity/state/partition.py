@@ -102,13 +102,14 @@ class Partition:
         return self.stage > 1
 
     @property
-    def mine(self) -> tuple[Shard, ...]:
+    def local(self) -> tuple[Shard, ...]:
+        """This rank's shard of each unit, in the order of the units."""
         return tuple(of_unit[self.rank] for of_unit in self.shards)
 
     @property
     def units(self) -> tuple[Unit, ...]:
         """Units that have state on this rank: full units, then this rank's shards."""
-        return (*self.full_units, *(shard.unit for shard in self.mine))
+        return (*self.full_units, *(shard.unit for shard in self.local))
 
     def served(self, shard: Shard) -> Sequence[ShardSegment]:
         """The weights that others get of a shard: where every rank keeps the whole, what a step
@@ -153,7 +154,7 @@ def partition(units: Sequence[Unit], *, rank: int, count: int, stage: int) -> Pa
 
 # INV-19: the parts of all ranks cover the whole once.
 def cut(total: int, part: int, count: int) -> tuple[int, int]:
-    """[start, stop) of one of `count` nearly equal parts: cut(10, 1, 3) is (3, 6)."""
+    """Returns [start, stop) of one of `count` nearly equal parts: 10, 1, 3 -> (3, 6)."""
     return part * total // count, (part + 1) * total // count
 
 

@@ -12,6 +12,7 @@ they read and wear out.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -49,6 +50,7 @@ class StatePlacement:
     placed_nbytes: Mapping[str, int]
 
     def tier(self, unit: Unit, state_kind: StateKind) -> str:
+        """Returns the name of the tier on which the state kind of the unit rests."""
         return self.tiers[unit.index, state_kind]
 
     def travelling(self) -> tuple[StateKind, ...]:
@@ -98,10 +100,17 @@ def _in_order(
     units: Sequence[Unit], preferences: Mapping[str, Sequence[str]]
 ) -> list[tuple[StateKind, Unit]]:
     """Returns every state kind of every unit in the order of placement (a stable sort)."""
-    pairs = [(state_kind, unit) for state_kind in _PLACING_ORDER for unit in units]
-    return sorted(
-        pairs, key=lambda pair: ("nvme" in preferences[pair[0].kind], not pair[1].state_numel)
-    )
+    found: list[tuple[StateKind, Unit]] = []
+    for can_be_on_nvme, is_frozen in itertools.product((False, True), repeat=2):
+        chosen = [unit for unit in units if (not unit.state_numel) is is_frozen]
+        found += [
+            (state_kind, unit)
+            for state_kind in _PLACING_ORDER
+            if ("nvme" in preferences[state_kind.kind]) is can_be_on_nvme
+            for unit in chosen
+            if not is_frozen or state_kind is StateKind.PARAMETERS
+        ]
+    return found
 
 
 def resting_nbytes(unit: Unit, state_kind: StateKind) -> int:

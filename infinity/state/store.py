@@ -28,8 +28,11 @@ from infinity.tiers.host import Block, HostBlocks
 class Transfer(Protocol):
     """A range on its way. `wait` raises what went wrong, every time it is asked."""
 
-    def done(self) -> bool: ...
-    def wait(self) -> None: ...
+    def done(self) -> bool:
+        """Whether the range has arrived, or failed."""
+
+    def wait(self) -> None:
+        """Blocks until then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,4 +335,5 @@ class LocalStore:
         return self._device.copy(host, rest) if inward else self._device.copy(rest, host)
 
     def placed(self) -> Mapping[tuple[int, StateKind], StateLocation]:
+        """Returns the location of each state kind, by unit index and kind."""
         return self._locations

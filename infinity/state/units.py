@@ -78,6 +78,7 @@ class Moments:
 
     @property
     def is_8bit(self) -> bool:
+        """Whether the moments are 8-bit codes with scales."""
         return self.format is MomentFormat.EIGHT_BIT and bool(self.kinds)
 
 
@@ -106,10 +107,12 @@ class TensorSpec:
 
     @property
     def name(self) -> str:
+        """The parameter's full name."""
         return self.facts.name
 
     @property
     def weight_nbytes(self) -> int:
+        """The bytes of the weights, in their own dtype."""
         return self.numel * self.facts.dtype.itemsize
 
 
@@ -130,6 +133,7 @@ class Unit:
 
     @property
     def has_residual(self) -> bool:
+        """Whether the master is the weights and a residual of 16 bits."""
         return self.master_dtype is torch.int16
 
     def dtype(self, kind: StateKind) -> torch.dtype | None:
@@ -163,6 +167,8 @@ class Unit:
         if kind is StateKind.PARAMETERS:
             return self.weight_nbytes if self.stored is None else self.stored.nbytes
         numel = self.state_numel if numel is None else numel
+        if not numel:
+            return 0  # Of a frozen unit, as most of a large model are.
         if self.is_8bit(kind):
             return moments_8bit.kind_nbytes(numel)
         dtype = self.dtype(kind)
@@ -173,6 +179,7 @@ class Unit:
         return next(spec for spec in self.tensors if spec.name == name)
 
     def trainable(self) -> Iterator[TensorSpec]:
+        """Yields the tensors that the optimizer updates."""
         return (tensor for tensor in self.tensors if tensor.state_offset >= 0)
 
 
@@ -246,6 +253,7 @@ class Slice:
 
     @property
     def state_start(self) -> int:
+        """The first element, in the unit's arrays of state."""
         return self.tensor.state_offset + self.start
 
 
@@ -259,9 +267,11 @@ class Chunk:
     slices: tuple[Slice, ...]
 
     def offset_nbytes(self, kind: StateKind) -> int:
+        """The offset of the chunk in the unit's range of this kind."""
         return self.unit.nbytes(kind, self.start)
 
     def nbytes(self, kind: StateKind) -> int:
+        """The bytes of the chunk in this kind."""
         return self.unit.nbytes(kind, self.stop - self.start)
 
 

@@ -68,7 +68,7 @@ def open_engine(
     up with, "auto" the best that the kernel grants (io/README.md); the thread engine uses
     neither. The environment variable INFINITY_IO_ENGINE overrides "auto" only.
     Raises UnsupportedError when `name` is "io_uring" and the kernel refuses it, or when it refuses
-    flags that were asked for by name.
+    flags that the configuration names.
     """
     _check_options(
         block_nbytes=block_nbytes,

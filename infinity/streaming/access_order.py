@@ -30,6 +30,7 @@ class AccessOrder:
 
     @property
     def order(self) -> tuple[int, ...]:
+        """The units in the recorded order of one pass."""
         return self._order
 
     def begin(self) -> None:

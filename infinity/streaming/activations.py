@@ -1,8 +1,8 @@
 """Layer inputs that wait for the backward, on the tiers that `[placement] activations` names.
 
-A tensor is parked in the forward and taken back in the backward. On the device it stays as it is.
+A tensor is saved in the forward and restored in the backward. On the device it stays as it is.
 On the host it is copied into a block of the arena; from there it goes on to NVMe, when that is its
-tier, and the block is free again as soon as the write is over. What is parked twice is kept once.
+tier, and the block is free again as soon as the write is over. What is saved twice is kept once.
 
 Where the device computes on host memory, "host" and "device" are the same memory, and nothing is
 copied: outside of the host budget, as any activation is there.
@@ -103,6 +103,12 @@ class ActivationStore:
         self._in_use: SavedInput | None = None
         self._leaving: deque[tuple[Copy, Block]] = deque()  # Being copied to the device.
         self._departing: deque[Copy] = deque()  # Off the device, the last few.
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether every tensor stays on the device."""
+        first = self._tiers[0]
+        return first == "device" or (first == "host" and self._device.shares_host_memory)
 
     # -- In ----------------------------------------------------------------------------------------
 

@@ -391,6 +391,7 @@ class GradientStore:
     # -- Looking -----------------------------------------------------------------------------------
 
     def has(self, spec: TensorSpec) -> bool:
+        """Whether the tensor has a gradient."""
         return self._tensors[spec].is_present
 
     def norm(self, unit: Unit, spec: TensorSpec) -> torch.Tensor:

@@ -29,17 +29,27 @@ class MasterWeights(Protocol):
     `distributed.step.DistributedMasters`. Called under the engine's lock.
     """
 
-    def has(self, unit: Unit, spec: TensorSpec) -> bool: ...
-    def read(self, unit: Unit, spec: TensorSpec, narrow: torch.Tensor) -> torch.Tensor: ...
+    def has(self, unit: Unit, spec: TensorSpec) -> bool:
+        """Whether the tensor has a master beside its weight."""
+
+    def read(self, unit: Unit, spec: TensorSpec, narrow: torch.Tensor) -> torch.Tensor:
+        """Returns a copy of the fp32 value: flat, on the host. `narrow`: the weight."""
+
     def write(
         self, unit: Unit, spec: TensorSpec, narrow: torch.Tensor, value: torch.Tensor
-    ) -> None: ...
+    ) -> None:
+        """Sets the value to a flat host tensor of any float dtype; `narrow` gets its rounding."""
+
     def follow(
         self, unit: Unit, spec: TensorSpec, narrow: torch.Tensor, before: torch.Tensor | None
-    ) -> None: ...
+    ) -> None:
+        """Takes over a changed weight. Elements that equal those of `before` keep their value.
+
+        before: the weight before the change; without it every element of a split master has changed
+        """
 
 
-class Masters:
+class Masters(MasterWeights):
     """Masters of tensors whose state is this process's own. Called under the engine's lock.
 
     `narrow` is always the tensor's weight on the host, flat, in memory order and in its own dtype.

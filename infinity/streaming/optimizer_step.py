@@ -122,6 +122,7 @@ class Updater:
         self._unstart()
 
     def is_pending(self, unit: int) -> bool:
+        """Whether the unit waits for its update."""
         return unit in self._pending
 
     def bring_up_to_date(self, unit: int, *, is_needed: bool = False) -> None:

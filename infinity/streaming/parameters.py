@@ -237,9 +237,11 @@ class WeightCache:
     # -- Changing weights --------------------------------------------------------------------------
 
     def is_in_use(self, unit: int) -> bool:
+        """Whether the unit has a use."""
         return self.weights[unit].use_count > 0
 
     def is_last_hold(self, unit: int) -> bool:
+        """Whether the unit has exactly one use."""
         return self.weights[unit].use_count == 1
 
     def await_update(self, unit: int, is_awaited: bool) -> None:

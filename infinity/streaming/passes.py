@@ -39,6 +39,7 @@ class Passes:
         self._tracer.begin("forward", Track.PHASES, f"forward ({kind})")
 
     def end_forward(self) -> None:
+        """Ends a forward, in the trace too unless a backward repeats it."""
         self.is_in_forward = False
         if current_backward() == OUTSIDE_BACKWARD:  # Not one that a backward repeats.
             self._tracer.end("forward")
@@ -48,14 +49,17 @@ class Passes:
         self.is_in_forward = False
 
     def begin_backward(self) -> None:
+        """Begins a backward in the trace."""
         self._tracer.begin("backward", Track.PHASES, "backward")
 
     def end_backward(self) -> None:
+        """Ends a backward."""
         self.beginnings.end_backward()
         self._tracer.end("backward")
 
     @contextmanager
     def layer_major(self) -> Iterator[None]:
+        """Marks the passes of the block as layer-major."""
         self.is_layer_major = True
         try:
             yield

@@ -15,6 +15,7 @@ import torch
 from infinity.errors import UnsupportedError
 from infinity.observe import Counters
 from infinity.state.store import StateStore
+from infinity.state.stored import StoredPiece
 from infinity.state.units import StateKind, Unit, weight_of
 from infinity.storage.protocol import Priority
 from infinity.streaming.weight_state import Weights
@@ -104,8 +105,11 @@ class WeightDecoding:
                 kind, urgency = StateKind.PARAMETERS, Priority.STATE
                 self._store.read(unit, kind, block, priority=urgency).wait()
             content = self._pool.tensor(block)
-            pieces = stored.decoded_pieces(content, lambda name: unit.spec(name).facts.dtype)
-            for name, piece, expected in pieces:
+
+            def beside(name: str, piece: StoredPiece) -> torch.Tensor:
+                return torch.empty(piece.shape, dtype=unit.spec(name).facts.dtype)
+
+            for name, piece, expected in stored.decoded(content, beside):
                 shown = piece.target(_tensor_in(weights.region, unit, name)).contiguous().cpu()
                 if not torch.equal(shown.view(torch.uint8), expected.view(torch.uint8)):
                     return True

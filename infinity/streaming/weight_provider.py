@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Protocol
 
 import torch
+from typing_extensions import override
 
 from infinity.state.store import Transfer
 from infinity.tiers.device import Copy, Region
@@ -49,30 +50,35 @@ class WeightProvider(Protocol):
         """Whether the feeder was written past the cache since this was asked last."""
 
     def begin(
-        self, unit: int, region: Region, mine: torch.Tensor, reading: Transfer | None
+        self, unit: int, region: Region, local: torch.Tensor, reading: Transfer | None
     ) -> Arrival:
-        """Gives the region its memory, and begins to fill it. `mine`: the feeder's bytes, which
+        """Gives the region its memory, and begins to fill it. `local`: the feeder's bytes, which
         are being read until `reading` is over."""
 
 
-class TierWeights:
+class TierWeights(WeightProvider):
     """A `WeightProvider` where every unit comes from where it rests, through its host block."""
 
     def __init__(self, *, is_outdated_by_step: bool = False) -> None:
         self.is_outdated_by_step = is_outdated_by_step
 
+    @override
     def feeders(self) -> Mapping[int, int]:
         return {}
 
+    @override
     def note_pass(self, *, is_training: bool) -> None: ...
 
+    @override
     def feeder_of(self, unit: int) -> int | None:
         return None
 
+    @override
     def take_outdated(self, unit: int) -> bool:
         return False
 
+    @override
     def begin(
-        self, unit: int, region: Region, mine: torch.Tensor, reading: Transfer | None
+        self, unit: int, region: Region, local: torch.Tensor, reading: Transfer | None
     ) -> Arrival:
         raise AssertionError("no unit has a feeder")

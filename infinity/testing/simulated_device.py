@@ -26,11 +26,12 @@ from queue import SimpleQueue
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from infinity.observe import Counters
 from infinity.tiers.device import Copy, Region, ResizedRegion, all_of, tensor_over
 from infinity.tiers.host import Block, HostBlocks
-from infinity.tiers.streams import StreamDevice
+from infinity.tiers.streams import Event, Stream, StreamDevice, Streams
 
 _POISON_BYTE = 0xFF  # All ones is a NaN in every IEEE format.
 
@@ -93,7 +94,7 @@ class _Worker:
         return self._thread is threading.current_thread()
 
 
-class SimulatedStream(_EventOrder):
+class SimulatedStream(_EventOrder, Stream):
     """One of the transfer streams, or (without a worker) the computing stream, which runs tasks
     immediately."""
 
@@ -120,6 +121,7 @@ class SimulatedStream(_EventOrder):
         done.set_result(run())
         return done
 
+    @override
     def wait_event(self, event: SimulatedEvent) -> None:
         self.submit(event.result)
         with self._streams.noting:
@@ -130,14 +132,16 @@ class SimulatedStream(_EventOrder):
                     event.brought.last_uses[self.name] = self.seen[self.name]  # A use begins.
 
     def runs_here(self) -> bool:
+        """Whether the calling thread is this stream's worker."""
         return self._worker is not None and self._worker.is_current()
 
     def close(self) -> None:
+        """Ends the worker after the tasks that were issued."""
         if self._worker is not None:
             self._worker.close()
 
 
-class SimulatedEvent:
+class SimulatedEvent(Event):
     """See `torch.Event`."""
 
     def __init__(self, streams: SimulatedStreams) -> None:
@@ -146,6 +150,7 @@ class SimulatedEvent:
         self.seen: dict[str, int] = {}
         self.brought: SimulatedMemory | None = None
 
+    @override
     def record(self, stream: SimulatedStream) -> None:
         with self._streams.noting:
             self._over = stream.submit(lambda: None)
@@ -153,21 +158,25 @@ class SimulatedEvent:
             self.brought = stream.brought
 
     def result(self) -> int:
+        """Waits for the tasks before the event. Returns the time of its end, in nanoseconds."""
         assert self._over is not None, "an event that was not recorded is waited for"
         return self._over.result()
 
+    @override
     def query(self) -> bool:
         assert self._over is not None
         if self._over.done():
             self.synchronize()
         return self._over.done()
 
+    @override
     def synchronize(self) -> None:
         self.result()
         with self._streams.noting:
             self._streams.host.come_after(self.seen)
         self._streams.raise_failure()
 
+    @override
     def elapsed_time(self, later: SimulatedEvent) -> float:
         return (later.result() - self.result()) / 1e6
 
@@ -183,14 +192,17 @@ class SimulatedMemory(ResizedRegion):
         self.storage = poisoned.untyped_storage()
         self.last_uses: dict[str, int] = {}  # By stream: the moment of its last use.
 
+    @override
     def tensor(
         self, offset_nbytes: int, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype
     ) -> torch.Tensor:
         return tensor_over(self.storage, offset_nbytes, shape, stride, dtype)
 
+    @override
     def take_memory(self) -> None:
         self.is_attached = True
 
+    @override
     def drop_memory(self) -> None:
         for name, moment in self.last_uses.items():
             self._stream.require(name, moment, "the room of a region is given to others")
@@ -200,7 +212,7 @@ class SimulatedMemory(ResizedRegion):
         self.is_attached = False
 
 
-class SimulatedStreams:
+class SimulatedStreams(Streams):
     """The runtime: worker threads, and their order. All callers' threads count as the host."""
 
     device = torch.device("cpu")
@@ -221,25 +233,31 @@ class SimulatedStreams:
         self.copies: list[tuple[int, int, str, int]] = []
 
     def tick(self) -> int:
+        """Returns the number of the next operation, which orders accesses."""
         return next(self._moments)
 
+    @override
     def new_stream(self) -> SimulatedStream:
         stream = SimulatedStream(self, next(self._names), has_worker=True)
         self.transfer.append(stream)
         return stream
 
+    @override
     def new_event(self, *, is_timed: bool = False) -> SimulatedEvent:
         return SimulatedEvent(self)
 
+    @override
     def current(self) -> SimulatedStream:
         return self.computing
 
+    @override
     def empty_region(self, stream: SimulatedStream, nbytes: int) -> ResizedRegion:
         memory = SimulatedMemory(stream, nbytes)
         if nbytes:
             self._regions[memory.storage.data_ptr()] = memory
         return memory
 
+    @override
     def copy(self, stream: SimulatedStream, source: torch.Tensor, target: torch.Tensor) -> None:
         with self.noting:
             self._copy(stream, source, target)
@@ -281,6 +299,7 @@ class SimulatedStreams:
         self.copies = [each for each in self.copies if self.host.seen.get(each[2], 0) < each[3]]
         self.copies.append((start, end, stream.name, stream.seen[stream.name]))
 
+    @override
     def run(
         self,
         stream: SimulatedStream,
@@ -322,6 +341,7 @@ class SimulatedStreams:
             if first < end and start < after:
                 yield name, moment
 
+    @override
     def synchronize(self) -> None:
         for stream in self.transfer:
             if not stream.runs_here():  # A stream does not wait for its own later tasks.
@@ -330,6 +350,7 @@ class SimulatedStreams:
                 event.synchronize()
 
     def raise_failure(self) -> None:
+        """Raises the first unordered access that was found, every time it is called."""
         if self._failure is not None:
             raise self._failure
 
@@ -351,6 +372,7 @@ class SimulatedDevice(StreamDevice):
         self.attached_high_water_nbytes = 0
 
     def open(self, host: HostBlocks, counters: Counters) -> None:
+        """Receives the arena and the counters. Freeing a block that is being copied fails then."""
         super().__init__("simulated", host, counters, self.streams)
         free = host.free
 
@@ -360,9 +382,11 @@ class SimulatedDevice(StreamDevice):
 
         host.free = checked  # type: ignore[method-assign]
 
+    @override
     def is_on_host(self, tensor: torch.Tensor) -> bool:
         return self.host.owns(tensor)
 
+    @override
     def take(self, region: Region) -> None:
         self.attached += 1
         self.attached_high_water = max(self.attached_high_water, self.attached)
@@ -370,22 +394,26 @@ class SimulatedDevice(StreamDevice):
         self.attached_high_water_nbytes = max(self.attached_high_water_nbytes, self.attached_nbytes)
         super().take(region)
 
+    @override
     def end_use(self, region: Region) -> None:
         memory = getattr(region, "memory", None)
         if isinstance(memory, SimulatedMemory):
             memory.last_uses[self.streams.computing.name] = self.streams.tick()
         super().end_use(region)
 
+    @override
     def detach(self, region: Region) -> None:
         super().detach(region)
         self.attached -= 1
         self.attached_nbytes -= region.nbytes
 
+    @override
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> Copy:
         with self._copying:
             self.streams.asked = self.streams.tick()
             return super().copy(source, target)
 
+    @override
     def close(self) -> None:
         if not self.is_closed:
             self.is_closed = True

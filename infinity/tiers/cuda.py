@@ -13,13 +13,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from infinity.errors import UnsupportedError
 from infinity.observe import Counters
 from infinity.storage.arena import Arena
 from infinity.tiers.device import ResizedRegion
 from infinity.tiers.host import HostBlocks
-from infinity.tiers.streams import StreamDevice
+from infinity.tiers.streams import StreamDevice, Streams
 
 _log = logging.getLogger("infinity")
 
@@ -41,7 +42,7 @@ class StreamMemoryRegion(ResizedRegion):
             self.storage.resize_(nbytes)
 
 
-class AcceleratorStreams:
+class AcceleratorStreams(Streams):
     """Streams of one accelerator, by its module in torch (`torch.cuda`, `torch.xpu`).
 
     A thread of the engine's has device 0 as its current one, and `stream` alone would go back to it
@@ -52,20 +53,25 @@ class AcceleratorStreams:
         self.device = device
         self._module: Any = torch.get_device_module(device)
 
+    @override
     def new_stream(self) -> Any:
         return self._module.Stream(self.device)
 
+    @override
     def new_event(self, *, is_timed: bool = False) -> Any:
         # A thread that waits gives up its core: the update of the optimizer wants it.
         return self._module.Event(enable_timing=is_timed, blocking=True)
 
+    @override
     def current(self) -> Any:
         return self._module.current_stream(self.device)
 
+    @override
     def copy(self, stream: Any, source: torch.Tensor, target: torch.Tensor) -> None:
         with self._module.device(self.device), self._module.stream(stream):
             target.copy_(source, non_blocking=True)
 
+    @override
     def run(
         self,
         stream: Any,
@@ -76,9 +82,11 @@ class AcceleratorStreams:
         with self._module.device(self.device), self._module.stream(stream), torch.no_grad():
             work()
 
+    @override
     def empty_region(self, stream: Any, nbytes: int) -> ResizedRegion:
         return StreamMemoryRegion(self._module, stream, nbytes)
 
+    @override
     def synchronize(self) -> None:
         self._module.synchronize(self.device)
 
@@ -97,6 +105,7 @@ class CudaDevice(StreamDevice):
         super().__init__("cuda", host, counters, AcceleratorStreams(device))
         pin(host.arena, torch.cuda.cudart(), device)
 
+    @override
     def close(self) -> None:
         super().close()
         unpin(self.host.arena, torch.cuda.cudart())

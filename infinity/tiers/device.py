@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
+from typing_extensions import override
 
 from infinity.tiers.host import Block
 
@@ -25,7 +26,9 @@ from infinity.tiers.host import Block
 class Copy(Protocol):
     """One transfer in progress between host and device."""
 
-    def done(self) -> bool: ...
+    def done(self) -> bool:
+        """Whether the transfer is over. Never blocks."""
+
     def order(self) -> None:
         """Everything computed from now on, in the stream that is current, comes after the copy:
         it sees the copied bytes, and may reuse the device memory they were copied from. Nothing is
@@ -42,9 +45,12 @@ class Region(Protocol):
     """Device bytes of one unit. `is_attached` tells whether memory stands behind the tensors."""
 
     @property
-    def nbytes(self) -> int: ...
+    def nbytes(self) -> int:
+        """The bytes of the region, also while it has no memory."""
+
     @property
-    def is_attached(self) -> bool: ...
+    def is_attached(self) -> bool:
+        """Whether memory stands behind the tensors."""
 
     def tensor(
         self, offset_nbytes: int, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype
@@ -103,21 +109,26 @@ class DeviceAdapter(Protocol):
     def synchronize(self) -> None:
         """Blocks until the device has nothing left to do."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Waits for all copies and releases the device memory."""
 
 
-class Finished:
+class Finished(Copy):
     """A copy that was over before it began."""
 
+    @override
     def done(self) -> bool:
         return True
 
+    @override
     def order(self) -> None:
         return None
 
+    @override
     def wait(self) -> None:
         return None
 
+    @override
     def passages(self) -> Sequence[tuple[int, int, int, int]]:
         return ()
 
@@ -152,16 +163,19 @@ class ResizedRegion:
         self.storage.resize_(nbytes)
 
     def take_memory(self) -> None:
+        """Gives the region its memory; the content is undefined."""
         self._resize(self.nbytes)
         self.is_attached = True
 
     def drop_memory(self) -> None:
+        """Frees the memory."""
         self._resize(0)
         self.is_attached = False
 
     def tensor(
         self, offset_nbytes: int, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype
     ) -> torch.Tensor:
+        """See `Region.tensor`."""
         size_nbytes = self.storage.nbytes()
         if size_nbytes == 0:
             # `set_` grows a storage that is too small, so lend it its size while we look.
@@ -190,4 +204,5 @@ class ResidentRegion:
     def tensor(
         self, offset_nbytes: int, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype
     ) -> torch.Tensor:
+        """See `Region.tensor`."""
         return tensor_over(self.storage, offset_nbytes, shape, stride, dtype)

@@ -47,6 +47,7 @@ class HostBlocks:
 
     @property
     def free_nbytes(self) -> int:
+        """The bytes that are not lent."""
         return self._ranges.free_nbytes
 
     def allocate(self, nbytes: int, label: str) -> Block | None:
@@ -69,6 +70,7 @@ class HostBlocks:
         return Block(part, nbytes, block.address + offset_nbytes, block.label)
 
     def free(self, block: Block) -> None:
+        """Takes a lent block back."""
         with self._lock:
             assert block in self._lent, f"block of {block.label} was freed twice"
             # INV-2: bytes that are in use elsewhere are not freed.

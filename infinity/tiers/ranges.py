@@ -22,6 +22,7 @@ class Range:
 
     @property
     def end_nbytes(self) -> int:
+        """The offset behind the range."""
         return self.offset_nbytes + self.nbytes
 
 

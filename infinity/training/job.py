@@ -21,10 +21,7 @@ from infinity.training.model import ModelPlan, build_model, plan_model
 from infinity.training.output import OutputDirectory
 from infinity.training.ranks import JobRank
 from infinity.training.reference import build_reference
-from infinity.training.resume import (
-    check_same_run,
-    identity_of,
-)
+from infinity.training.resume import check_same_run, identity_of
 from infinity.training.sample import encode_prompt
 from infinity.training.trainer import make_trainer
 

@@ -36,6 +36,7 @@ class JobData:
     files: tuple[TokenFile, ...] = ()
 
     def close(self) -> None:
+        """Closes the token files, which removes them."""
         for file in self.files:
             file.close()
 

@@ -42,6 +42,7 @@ class ModelPlan:
 
     @property
     def vocab_size(self) -> int:
+        """The number of token ids that the model has embeddings for."""
         return int(self.hf_config.get_text_config().vocab_size)
 
     @property

@@ -33,9 +33,7 @@ from infinity.training.interrupt import Interrupt
 from infinity.training.job import prepare
 from infinity.training.ranks import job_rank
 from infinity.training.report import Summary
-from infinity.training.resume import (
-    plan_resume,
-)
+from infinity.training.resume import plan_resume
 from infinity.training.run import Run
 from infinity.training.settle import choices, settle
 from infinity.training.tracing import TracePlan

@@ -22,6 +22,7 @@ class JobRank:
 
     @property
     def is_first(self) -> bool:
+        """Whether this is rank 0, which writes and prints for all."""
         return self.rank == 0
 
 

@@ -31,12 +31,7 @@ from infinity.training.model import stream_weights
 from infinity.training.output import MARKER_NAME, SUMMARY_NAME
 from infinity.training.reference import place_reference, share_budgets
 from infinity.training.report import MetricsRecord, Reporter, Summary, write_summary
-from infinity.training.resume import (
-    TRAINER_STATE,
-    clear_way,
-    follow,
-    naming_older,
-)
+from infinity.training.resume import TRAINER_STATE, clear_way, follow, naming_older
 from infinity.training.sample import generate
 from infinity.training.tracing import TracePlan, Tracing
 from infinity.training.trainer import StepOutcome
@@ -261,6 +256,7 @@ class Run:
         self._began_s = time.perf_counter()
 
     def end_step(self, outcome: StepOutcome, *, is_evaluated: bool) -> dict[str, float]:
+        """Records the step. Returns its numbers for trackers."""
         is_last = outcome.step == self._job.num_steps
         if is_evaluated or is_last or self._commits_steps():
             self._engine.flush()  # The work belongs to this step; no later step does it.
@@ -283,6 +279,7 @@ class Run:
     def after_step(
         self, outcome: StepOutcome, held_out_loss: float | None, *, is_best: bool
     ) -> bool:
+        """Writes the metrics and what is to be kept of the step. Returns whether the run ends."""
         assert self._record is not None and self._interrupt is not None
         if held_out_loss is not None:
             self.summary.held_out_losses.append((outcome.step, held_out_loss))

@@ -42,6 +42,7 @@ class Outliving:
         self.error: OSError | None = None
 
     def write(self, text: str) -> int:
+        """Writes to the stream; a stream that is gone is noted and does not end the run."""
         try:
             self._stream.write(text)
         except UnicodeEncodeError as error:  # A question mark is better than the end of the run.
@@ -52,6 +53,7 @@ class Outliving:
         return len(text)
 
     def flush(self) -> None:
+        """Flushes the stream, as `write`."""
         try:
             self._stream.flush()
         except (OSError, ValueError) as error:

@@ -58,7 +58,9 @@ class StepOutcome:
 class StepWatcher(Protocol):
     """What a run does around the steps of its trainer, in this order."""
 
-    def begin_step(self) -> None: ...
+    def begin_step(self) -> None:
+        """Called before the batches of a step are made."""
+        ...
 
     def end_step(self, outcome: StepOutcome, *, is_evaluated: bool) -> dict[str, float]:
         """Returns numbers of the step for trackers."""
@@ -233,6 +235,7 @@ class RunTrainer(OffloadedTrainer):
     # The optimizer, and steps that are not finite.
 
     def create_optimizer(self, model: Any = None) -> Any:
+        """Makes the optimizer of `[optimizer]` once, and returns it."""
         if self.optimizer is None:
             self.offloaded_optimizer = made = make_optimizer(self.model, self._options)
             self._update = made.step
@@ -242,7 +245,8 @@ class RunTrainer(OffloadedTrainer):
         return self.optimizer
 
     def floating_point_ops(self, inputs: Any) -> int:
-        return 0  # Trainer would visit every parameter for each micro-batch.
+        """Returns 0: Trainer would visit every parameter for each micro-batch."""
+        return 0
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         return None  # The optimizer's step computes it.
@@ -257,11 +261,13 @@ class RunTrainer(OffloadedTrainer):
         self._learning_rate = 0.0
 
     def get_batch_samples(self, *args: Any, **options: Any) -> Any:
+        """Begins a step, and makes its batches."""
         self._begin_window()
         self.watcher.begin_step()
         return super().get_batch_samples(*args, **options)
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        """Computes the gradients of a micro-batch; notes its loss."""
         loss = super().training_step(model, inputs, num_items_in_batch)
         self._losses.append(float(loss))
         self._loss = self._loss + loss.detach().float().cpu()
@@ -349,12 +355,14 @@ class RunTrainer(OffloadedTrainer):
             self.control.should_training_stop = True
 
     def evaluate(self, *args: Any, **options: Any) -> dict[str, float]:
+        """Evaluates, and notes the loss for the run."""
         with self.watcher.phase("evaluation_s"):
             found: dict[str, float] = super().evaluate(*args, **options)  # type: ignore[misc]
         self._held_out_loss = found.get("eval_loss")
         return found
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Gives trackers the numbers of the step beside TRL's."""
         if "loss" in logs:
             logs |= self._numbers
         super().log(logs, start_time)  # type: ignore[misc]

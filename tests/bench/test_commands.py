@@ -1,4 +1,4 @@
-"""`infinity bench` and `infinity tune` as a user meets them."""
+"""`infinity bench` and `infinity tune` as a user runs them."""
 
 from __future__ import annotations
 

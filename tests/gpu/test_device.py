@@ -149,7 +149,8 @@ def _bytes_per_ms() -> float:
 
 
 def test_another_stream_than_the_default_one(swap_directory: Path) -> None:
-    """Steps on two streams by turns, each behind the other as PyTorch asks: the same losses."""
+    """Steps on two streams in alternation, each behind the other as PyTorch asks: the same
+    losses."""
 
     def losses(*, by_turns: bool) -> list[float]:
         with offloaded(decoder(), config(swap_directory, blocks=2.5)) as model:
@@ -228,7 +229,7 @@ def test_micro_batches_are_summed_on_the_device(swap_directory: Path) -> None:
     assert left_nbytes[1] - left_nbytes[0] < blocks_nbytes / 2
 
 
-def test_micro_batches_take_turns_at_tiles(swap_directory: Path) -> None:
+def test_micro_batches_wait_for_each_other_at_tiles(swap_directory: Path) -> None:
     """In half a block's window: backwards wait for each other, each in a thread of its own."""
     found = []
     for tile_micro_batches in (1, 4):
@@ -302,7 +303,7 @@ def test_two_engines_share_the_device(swap_directory: Path) -> None:
             assert len({step(m, o, batch(number)).item() for m, o in pairs}) == 1
 
 
-def test_an_exception_in_the_backward_lets_go(swap_directory: Path) -> None:
+def test_an_exception_in_the_backward_releases_every_unit(swap_directory: Path) -> None:
     class Fails(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Reading and setting divided weights from outside: gather, export, load, models built on meta."""
+"""Reading and setting sharded weights from outside: gather, export, load, models built on meta."""
 
 from __future__ import annotations
 
@@ -160,8 +160,8 @@ class Divided(nn.Module):
 
 
 def _over_a_mesh(rank: int, swap: str) -> list[dict[str, Any]]:
-    """Four ranks: two of data parallel, each of two that compute their layers together. Without
-    and with layer inputs in parts."""
+    """Four ranks: two of data parallel, each of two that compute one layer. Without and with
+    sharded layer inputs."""
     from torch.distributed.device_mesh import init_device_mesh
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "dp"))
@@ -205,7 +205,7 @@ def _train_divided(rank: int, mesh: Any, swap: str, group: Any) -> dict[str, Any
     return found
 
 
-def test_layer_inputs_are_divided_over_those_who_compute_them_together(tmp_path: Path) -> None:
+def test_layer_inputs_are_sharded_over_the_ranks_that_compute_one_layer(tmp_path: Path) -> None:
     """State over the mesh's data-parallel ranks, layer inputs over the others: same bits, and half
     of the bytes. A layer input has 3 x 7 elements, so that a part ends within one."""
     for whole, parts in run_ranks(4, _over_a_mesh, str(tmp_path / "swap")):

@@ -196,7 +196,7 @@ def test_a_fused_loss_trains_the_head(is_tied: bool, to_none: bool, swap_directo
     compare(scenario, build(is_tied, bias=not is_tied), swap_directory)
 
 
-def test_gradients_of_several_uses_meet_in_the_order_of_plain_autograd(
+def test_gradients_of_several_uses_are_summed_in_the_order_of_plain_autograd(
     swap_directory: Path,
 ) -> None:
     """Four uses of one weight in one backward: by its module, by handle, and by two functions."""
@@ -288,7 +288,7 @@ def test_adjoints_train_their_parameters(swap_directory: Path) -> None:
 
 
 def test_functions_of_weights_that_stand_as_tiles(swap_directory: Path) -> None:
-    """The whole is put together for the function; each tile gets its rows of the gradient."""
+    """The tiled parameter is gathered for the function; each tile gets its rows of the gradient."""
 
     def scenario(side: Side) -> Named:
         seen = train(
@@ -393,7 +393,7 @@ def test_hooks_on_many_gradients_fire(mode: str, swap_directory: Path) -> None:
 
 
 def test_gradients_are_asked_for_by_handle(swap_directory: Path) -> None:
-    """`autograd.grad`, `backward(inputs=...)` and gradient edges; nothing is held for them."""
+    """`autograd.grad`, `backward(inputs=...)` and gradient edges; no unit is acquired for them."""
 
     def scenario(side: Side) -> Named:
         model = side.model
@@ -410,7 +410,7 @@ def test_gradients_are_asked_for_by_handle(swap_directory: Path) -> None:
     compare(scenario, build(False), swap_directory)
 
 
-def test_gradients_of_tiles_are_asked_for_by_the_whole(swap_directory: Path) -> None:
+def test_gradients_of_tiles_are_asked_for_by_the_tiled_parameter(swap_directory: Path) -> None:
     def scenario(side: Side) -> Named:
         rows = torch.linspace(-1, 1, 5 * WIDTH).view(5, WIDTH)
         (found,) = torch.autograd.grad(side.model.head(rows).pow(2).sum(), side.model.head.weight)

@@ -1,4 +1,5 @@
-"""Every ordering of the stream device is needed, and the simulated device tells when it is missing.
+"""Every ordering of the stream device is needed, and the simulated device detects when one is
+missing.
 
 A small training run goes through all of it: a window of two blocks, gradients and activations that
 leave the device, updates that change the weights on the host. With one ordering taken away the run
@@ -104,7 +105,7 @@ def detach_at_once(device: StreamDevice, region: StreamRegion) -> None:
 
 
 def end_use_before(device: StreamDevice, region: Any) -> None:
-    """Notes the use as it was when the region was attached."""
+    """Records the use as it was when the region was attached."""
     if isinstance(region, StreamRegion):
         event = device.streams.new_event()
         event.record(device._in)

@@ -83,7 +83,7 @@ def test_notices_end_in_a_checkpoint_however_often_they_come(job, processes):
         assert b"stopping after" not in path.read_bytes(), path
 
 
-def test_streams_that_fail_are_said_once_on_the_other_and_at_the_end(monkeypatch):
+def test_streams_that_fail_are_reported_once_on_the_other_and_at_the_end(monkeypatch):
     class Full(io.StringIO):
         def write(self, text: str) -> int:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -184,7 +184,7 @@ def test_unknown_key_is_told_the_nearest_known_one(table: str, key: str, hint: s
     assert hint in suggest(table, key, KEYS)
 
 
-def test_every_misplaced_key_is_sent_home() -> None:
+def test_every_misplaced_key_is_named_with_its_table() -> None:
     """Each key of each table, put where it is unknown, is named with a table that knows it."""
     for table, names in KEYS.items():
         for name in names:

@@ -188,7 +188,7 @@ def test_a_file_of_its_own_is_held_out(tmp_path):
     assert numbers(found.held_out) == [500, 501]
 
 
-def test_too_few_sequences_for_a_batch_says_the_numbers(tmp_path):
+def test_too_few_sequences_for_a_batch_is_an_error_with_the_numbers(tmp_path):
     with pytest.raises(ConfigError, match=r"11 tokens, 2 sequences of .*=4, 1 of them held out: 1"):
         job_data(tmp_path, 11)
 
@@ -301,7 +301,7 @@ def test_a_directory_without_text_gives_its_records(tmp_path):
     assert collect_files(sources(str(tmp_path)).paths) == Sources([text], [])
 
 
-def test_json_lines_that_are_named_text_are_taken_and_said(tmp_path, caplog):
+def test_json_lines_that_are_named_text_are_read_with_a_notice(tmp_path, caplog):
     path = write(tmp_path / "a.txt", '{"text": "a"}\n')
     assert collect_files(sources(str(path)).paths) == Sources([path], [])
     assert "a.txt" in caplog.text and "JSON objects" in caplog.text

@@ -106,8 +106,10 @@ class Schedule(Section):
     tile_micro_batches: Annotated[int, Integer(1)] = Field(
         4,
         description="Micro-batches of `infinity.forward_backward` that pass a block with "
-        "tiles together. One fetch of a tile serves all of them; the activations of that "
-        "block are in memory for all of them. Never changes a result.",
+        "tiles of linear layers together. One fetch of a tile serves all of them; the "
+        "activations of that block are in memory for all of them. Tiles of experts always serve "
+        "all micro-batches; of a block with such tiles, up to this many keep their graph between "
+        "two parts of the backward. Never changes a result.",
     )
     update_chunk: Annotated[int, Size(minimum=2 * PAGE_NBYTES, multiple=2 * PAGE_NBYTES)] = Field(
         16 * MIB, description="Bytes of each kind of state in one chunk of the optimizer's update."

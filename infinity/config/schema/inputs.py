@@ -9,22 +9,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
+from infinity.config.reading import conflict, fault, nearest, refuse, refuse_all, show_value
 from infinity.config.schema.section import SEED, Section, one_as_list
-from infinity.config.values import (
-    Flag,
-    Integer,
-    Location,
-    Number,
-    OrOff,
-    Size,
-    Text,
-    conflict,
-    fault,
-    nearest,
-    refuse,
-    refuse_all,
-    show_value,
-)
+from infinity.config.values import Flag, Integer, Location, Number, OrOff, Size, Text
 
 PYTHON_STDLIB = "python-stdlib"
 

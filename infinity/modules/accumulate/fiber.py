@@ -98,6 +98,7 @@ class Modes:
 
     @classmethod
     def now(cls, device: torch.device) -> Modes:
+        """Returns the modes of this thread."""
         kinds = dict.fromkeys(["cpu", device.type])
         autocast = tuple(
             (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
@@ -107,6 +108,7 @@ class Modes:
 
     @contextmanager
     def set(self) -> Iterator[None]:
+        """Sets these modes in this thread for a block."""
         with ExitStack() as stack:
             stack.enter_context(torch.enable_grad())
             for kind, is_on, dtype in self.autocast:
@@ -125,12 +127,14 @@ class Random:
         self._device = None if device.type == "cpu" else torch.get_device_module(device.type)
 
     def state(self) -> list[torch.Tensor]:
+        """Returns the states of the generators of host and device."""
         states = [torch.get_rng_state()]
         if self._device is not None:
             states.append(self._device.get_rng_state())
         return states
 
     def set(self, states: list[torch.Tensor]) -> None:
+        """Sets states from `state`."""
         torch.set_rng_state(states[0])
         if self._device is not None:
             self._device.set_rng_state(states[1])

@@ -1,4 +1,5 @@
-"""Whatever ranks offer, in whatever order words arrive: nobody hangs, and all begin the same."""
+"""The coordinator of collectives: whatever ranks propose, in whatever order messages arrive, no
+rank hangs, and all start the same operations."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ NONE = (0, 0, 0)
 
 
 class Rank:
-    """Needs keys one after the other and offers some of them ahead of their use, and `guess` first,
+    """Needs keys one after the other, proposes some of them ahead of their use, and `guess` first,
     which it may never need."""
 
     def __init__(self, rank: int, needs: list[list[int]], ahead: int, guess: int | None) -> None:
@@ -35,7 +36,7 @@ class Rank:
         return not self.is_blocked and not (self.is_done and self.pending)
 
     def move(self) -> None:
-        """Offers, and then uses or waits for what is next; or ends its step."""
+        """Proposes, and then uses or waits for the next key; or ends its step."""
         if self.is_done:
             self.is_done, self.step = False, self.step + 1
             return
@@ -80,7 +81,7 @@ class Rank:
 
 @given(data=st.data(), count=st.integers(2, 4), steps=st.integers(1, 2), alike=st.booleans())
 @settings(max_examples=200, deadline=None)
-def test_ranks_always_end_and_begin_the_same(
+def test_ranks_always_end_and_start_the_same_collectives(
     data: st.DataObject, count: int, steps: int, alike: bool
 ) -> None:
     """Rank 0 may wait for all others by other means before it ends a step: then it is only by
