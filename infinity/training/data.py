@@ -276,8 +276,8 @@ def split_sequences(num_sequences: int, *, held_out: float, seed: int, shuffle: 
 class Sequences:
     """Reads sequences of equal length from a token file: the transform of a dataset of numbers.
 
-    Called with {"sequence": [numbers]}; returns their ids, which are the labels, too. The file is
-    open as long as this object is used; `datasets` identifies the object by `key`.
+    The ids of a sequence are its labels, too. The file is open as long as this object is used;
+    `datasets` identifies the object by `key`.
     """
 
     def __init__(self, tokens: TokenFile, length: int) -> None:
@@ -286,6 +286,7 @@ class Sequences:
         self.key = (tokens.sha256, length)
 
     def __call__(self, rows: dict[str, list[int]]) -> dict[str, list[Ids]]:
+        """Returns ids and labels of the numbered sequences."""
         length = self._length
         ids: list[Ids] = [
             self._tokens.read(row * length, length).astype(np.int64) for row in rows["sequence"]
