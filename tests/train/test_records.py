@@ -360,6 +360,26 @@ def test_a_file_of_its_own_is_evaluated_on_and_the_best_weights_are_kept(tmp_pat
     assert all(torch.equal(kept[name], value) for name, value in last.items())
 
 
+def test_trackers_get_losses_rates_evaluations_and_bytes(tmp_path, table) -> None:
+    pytest.importorskip("tensorboard", reason="pip install tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    write(tmp_path / "eval.jsonl", CHAT[30:])
+    table["data"]["eval_paths"] = [str(tmp_path / "eval.jsonl")]
+    table["train"] |= {"steps": 4, "eval_every": 2, "report_to": "tensorboard", "log_every": 2}
+    run(table)
+    (file,) = (tmp_path / "output").rglob("*tfevents*")
+    events = EventAccumulator(str(file.parent))
+    events.Reload()
+    losses = {each.step: each.value for each in events.Scalars("train/loss")}
+    own = [loss for loss, _ in metrics(table)]
+    assert losses == pytest.approx({1: own[0], 2: own[1], 4: (own[2] + own[3]) / 2}, rel=1e-6)
+    assert [each.step for each in events.Scalars("eval/loss")] == [2, 4]
+    tags = events.Tags()["scalars"]
+    assert {"train/learning_rate", "train/grad_norm", "train/tokens_per_s"} <= set(tags)
+    assert {"train/read_gb_per_s", "train/stall_share", "train/epoch"} <= set(tags)
+
+
 def test_a_resumed_run_keeps_the_patience_and_the_place_in_its_epoch(tmp_path, table) -> None:
     """Stopped between two evaluations without a new lowest loss, in the second epoch."""
     write(tmp_path / "eval.jsonl", CHAT[30:])
