@@ -36,8 +36,7 @@ def main() -> None:
     parser.add_argument("--micro-batches", type=int, default=1)
     parser.add_argument("--steps", type=int, default=3, help="measured, after a first one")
     parser.add_argument("--formats", nargs="+", default=["bf16", "int4"])
-    parser.add_argument("--kept", type=int, default=0, help="MiB of the base that memory keeps")
-    parser.add_argument("--blocks", type=int, default=8, help="host budget, in decoded blocks")
+    parser.add_argument("--blocks", type=int, default=6, help="that the host holds, as stored")
     parser.add_argument("--save", type=Path)
     given = parser.parse_args()
     settings = {name: v for name, v in vars(given).items() if name not in ("path", "save")}
@@ -59,13 +58,14 @@ def compare(given: argparse.Namespace, shape: Shape, directory: Path) -> dict[st
     """Writes the base and trains over it in memory and from the drive."""
     base = directory / "base"
     base_nbytes = write_base(shape, base, random_fill(0))
-    block_nbytes = base_nbytes // shape.layers * (4 if shape.is_quantized else 1)
+    block_nbytes = base_nbytes // shape.layers
+    decoded_nbytes = block_nbytes * (4 if shape.is_quantized else 1)
     say(f"base of {shape.num_parameters / 1e9:.2f} B parameters, {base_nbytes / 1e9:.2f} GB")
     shards = sorted(base.glob("*.safetensors"))
     ceilings = [ceiling(shards)]
-    in_memory = train(given, base, base_nbytes + 8 * block_nbytes)
+    in_memory = train(given, base, base_nbytes + 2 * decoded_nbytes + 4 * block_nbytes)
     gc.collect()
-    from_drive = train(given, base, given.blocks * block_nbytes + given.kept * MIB)
+    from_drive = train(given, base, decoded_nbytes + given.blocks * block_nbytes)
     ceilings.append(ceiling(shards))
     rate = statistics.mean(ceilings)
     compute_s = statistics.median(step["seconds"] for step in in_memory)

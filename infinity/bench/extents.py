@@ -1,10 +1,9 @@
 """Small extents: the effect of batching, adjacent or apart in the file, and in memory.
 
 Extents that are adjacent in the file should reach the bandwidth of large ones: the engine gathers
-    them
-into blocks, wherever they are in memory. Extents that are apart are one command each, and the
-    ceiling is
-the drive's rate for such commands from the same list, submitted by fio and by a raw ring.
+them into blocks, wherever they are in memory. Extents that are apart are one command each, and the
+ceiling is the drive's rate for such commands from the same list, submitted by fio and by a raw
+ring.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ def extents(drives: DriveSet, kind: TransferKind) -> Iterator[Result]:
     lab = drives.lab
     nbytes = min(lab.effort.sweep_nbytes, lab.effort.nbytes // 2)
     many = format_nbytes(nbytes)
-    depth = min(_MAX_DEPTH, lab.io.queue_depth * lab.io.block_size // SMALL_NBYTES)
+    depth = min(_MAX_DEPTH, lab.start_depth * lab.io.block_size // SMALL_NBYTES)
     with lab.engine() as engine, contextlib.ExitStack() as stack:
         files = FileSet(engine, drives.scratch, lab.arena)
 

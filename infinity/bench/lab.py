@@ -12,6 +12,7 @@ from infinity.bench.runner import run_group
 from infinity.config.schema import Io
 from infinity.sizes import GIB, MIB
 from infinity.storage.arena import Arena
+from infinity.storage.depth import depth_range
 from infinity.storage.native import RingFlags
 from infinity.storage.open import open_configured
 from infinity.storage.protocol import StorageEngine
@@ -66,6 +67,11 @@ class Lab:
     weights: tuple[float, ...] = ()
     huge_pages: bool = True
     on_step: Callable[[str], object] = field(default=lambda _: None)
+
+    @property
+    def start_depth(self) -> int:
+        """Blocks that the configured engine has in flight on a drive at first."""
+        return depth_range(self.io.queue_depth, self.io.block_size).start
 
     def engine(
         self,

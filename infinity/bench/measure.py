@@ -46,8 +46,7 @@ class ContenderGroup:
     """Contenders that do the same work: `subjects` of this package, and the `ceilings` beside them.
 
     `section` is the test that the group belongs to, `case` one line for the reader of the table,
-        `labels` the
-    same for programs: operation, extent_nbytes, depth, num_paths.
+    `labels` the same for programs: operation, extent_nbytes, depth, num_paths.
     """
 
     section: str

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from infinity.bounded import MalformedError, parse_toml
-from infinity.config import SwapConfig
-from infinity.config.extras import require_training
+from infinity.cli.progress import Quiet
 from infinity.errors import ConfigError
-from infinity.training.tracing import TracePlan
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from infinity.config import SwapConfig
 
 _Resume = Annotated[
     bool,
@@ -66,6 +69,7 @@ def train(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the summary as JSON; progress goes to stderr.")
     ] = False,
+    quiet: Quiet = False,
 ) -> None:
     """Fine-tune a causal language model as a configuration file describes.
 
@@ -74,8 +78,13 @@ def train(
     SIGHUP, SIGUSR1, SIGUSR2 and SIGXCPU always end in order. The exit code is 128 plus the number
     of the signal.
     """
+    from rich.console import Console
+
+    from infinity.config import SwapConfig
+    from infinity.config.extras import require_training
     from infinity.config.source import read_file
     from infinity.training.streams import outliving_streams
+    from infinity.training.tracing import TracePlan
 
     table, source = read_file(config)
     for text in overrides or []:
@@ -94,6 +103,7 @@ def train(
     with outliving_streams():
         exit_code = _run(
             loaded,
+            Console(stderr=as_json, quiet=quiet),
             as_json=as_json,
             trace=plan,
             resume=resume,
@@ -103,13 +113,11 @@ def train(
     raise typer.Exit(exit_code)
 
 
-def _run(config: SwapConfig, *, as_json: bool, **options: Any) -> int:
-    from rich.console import Console
-
+def _run(config: SwapConfig, console: Console, *, as_json: bool, **options: Any) -> int:
     from infinity.training import program
 
     try:
-        summary, exit_code = program.train(config, console=Console(stderr=as_json), **options)
+        summary, exit_code = program.train(config, console=console, **options)
     except KeyboardInterrupt:
         typer.echo("stopped; nothing was exported", err=True)
         return 130

@@ -117,8 +117,7 @@ def _bound_expansion(root: Any) -> None:
     """Raises MalformedError for aliases that expand to a large, endless or deeply nested table.
 
     An alias is the node that it stands for, and a walk of the table visits it at every place. The
-        function
-    counts these visits without a walk: each node once, children first.
+    function counts these visits without a walk: each node once, children first.
     """
     counts: dict[int, tuple[int, int]] = {}  # By node: nodes at and under it, and levels.
     waiting, open_nodes = [root], set()

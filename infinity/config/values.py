@@ -55,8 +55,7 @@ class Capacity:
         """Returns the bytes of this budget, for a total of `total_nbytes`.
 
         "auto" takes `auto_percent` of the total; a percentage is rounded down to whole bytes; a
-            size is returned
-        as it is, even beyond the total: the tier refuses it.
+        size is returned as it is, even beyond the total: the tier refuses it.
         """
         if self.nbytes is not None:
             return self.nbytes

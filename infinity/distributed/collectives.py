@@ -34,7 +34,7 @@ PATIENCE_S = 10.0
 # much sooner who is gone.
 TIMEOUT_S = 600.0
 _LOOK_S = 0.02
-_WATCH_S = 0.5  # How soon a thread that waits in an operation is let go when a rank is gone.
+_WATCH_S = 0.5  # A thread that waits in an operation notices within this time that a rank is gone.
 # If more than one proposal in RARE was cancelled in a step, ranks propose nothing for some steps,
 # twice as many every time.
 _RARE = 8
@@ -144,7 +144,7 @@ class Collectives:
         proposal = Proposal(key, act)
         with self._changed:
             self._pending[key] = proposal
-            self._send_message(Verb.OFFER, key)
+            self._send_message(Verb.PROPOSE, key)
         return proposal
 
     def settle(self, proposal: Proposal, *, is_patient: bool = True) -> bool:
@@ -348,4 +348,5 @@ def device_group(group: RankTopology, device: torch.device) -> Any:
         timeout=timedelta(seconds=TIMEOUT_S),
         backend=backend,
         use_local_synchronization=True,
+        sort_ranks=False,  # Rows of a gather are parts in the order of the caller's group.
     )

@@ -28,7 +28,7 @@ Key = tuple[int, int, int]
 class Verb(IntEnum):
     """The control messages between ranks and the coordinator."""
 
-    OFFER = 1
+    PROPOSE = 1
     AWAIT = 2  # The rank waits for the answer to its proposal.
     WITHDRAW = 3
     DONE = 4  # The rank proposes nothing more in this step.
@@ -78,7 +78,7 @@ class Coordinator:
         answers: list[Decision] = []
         if verb is not Verb.WITHDRAW:
             now.absent.discard(rank)
-        if verb is Verb.OFFER:
+        if verb is Verb.PROPOSE:
             proposed_by = now.proposals.setdefault(key, set())
             assert rank not in proposed_by and rank not in now.done
             proposed_by.add(rank)

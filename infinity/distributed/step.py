@@ -90,11 +90,15 @@ class DistributedUpdater(StepRunner):
     ) -> None:
         shards = ShardWeights(weight_cache, store)
         self.local = Updater(store, pool, shards, gradients.owned, counters, settings)
-        self.chunk_nbytes = self.local.chunk_nbytes
         self._store = store
         self._full_units = weight_cache
         self._gathering = None if store.partition.shards_parameters else gathering
         self._parts = {share.whole: share.part for s in store.partition.local for share in s.shares}
+
+    @property
+    @override
+    def chunk_nbytes(self) -> int:
+        return self.local.chunk_nbytes
 
     def apply(self, record: StepRecord) -> None:
         """Updates this rank's shards, and makes the new weights visible to every rank.

@@ -209,7 +209,7 @@ class DistributedStore:
             if not segments:
                 continue
             if shard.rank != self.partition.rank:
-                views = [sink.numpy().data for sink in sinks]
+                views = [_memory_of(sink) for sink in sinks]
                 jobs.append(
                     self.transport.get(shard.rank, index, _CODES.index(StateKind.PARAMETERS), views)
                 )
@@ -241,7 +241,7 @@ class DistributedStore:
             segments = [ShardSegment(0, 0, sink.numel())]
             return self._in_own_thread(self._copy_state, shard, state_kind, segments, [sink])
         index = shard.unit.index - len(self.partition.full_units)
-        return self.transport.get(shard.rank, index, _CODES.index(state_kind), [sink.numpy().data])
+        return self.transport.get(shard.rank, index, _CODES.index(state_kind), [_memory_of(sink)])
 
     # -- Gradients ---------------------------------------------------------------------------------
 
@@ -284,7 +284,7 @@ class DistributedStore:
             start = segment.whole_offset_nbytes if is_whole else segment.shard_offset_nbytes
             stop = start + segment.nbytes
             if host_view is not None:
-                yield host_view[start:stop].numpy().data
+                yield _memory_of(host_view[start:stop])
                 continue
             while start < stop:
                 low = align_down(start, PAGE_NBYTES)
@@ -299,7 +299,7 @@ class DistributedStore:
                 ).wait()
                 until = min(stop, high)
                 part = self._host.tensor(block)[start - low : until - low]
-                yield part.numpy().data
+                yield _memory_of(part)
                 start = until
 
     def _bring_local(
@@ -368,3 +368,10 @@ class DistributedStore:
 
         self._own.submit(run)
         return job
+
+
+def _memory_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a host tensor. `tensor.numpy()` may be observed (`modules/raw_access.py`), and
+    a thread that serves other ranks must not wait for the engine's lock there."""
+    memory: memoryview = torch._C.TensorBase.numpy(tensor).data  # type: ignore[attr-defined]
+    return memory

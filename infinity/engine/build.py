@@ -250,7 +250,8 @@ def _assemble(
     pool = HostPool(tiers.host, is_tight=budgets.is_tight)
     weight_cache = WeightCache(
         store, pool=pool, device=device, counters=counters, window_nbytes=budgets.window_nbytes,
-        device_window_nbytes=budgets.device_window_nbytes, source=source,
+        device_window_nbytes=budgets.device_window_nbytes,
+        decoded_nbytes=budgets.decoded_nbytes, source=source,
     )  # fmt: skip
     passes = Passes(counters.tracer)
     updates = UpdateSettings(

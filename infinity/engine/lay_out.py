@@ -139,6 +139,10 @@ def _budgets(
         "available_host_nbytes": available_host_nbytes(),
     }
     if sharding is None:
+        if is_cpu and stored:
+            sizes["decoded_nbytes"] = layout.held_nbytes(
+                [rounded_nbytes(unit.weight_nbytes) if unit.stored else 0 for unit in units]
+            )
         return compute_budgets(config, units, **sizes)
     del sizes["host_held_nbytes"]  # Ranks keep frozen weights as they keep others.
     sizes["available_host_nbytes"] //= sharding.sharing

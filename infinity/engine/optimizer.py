@@ -169,11 +169,12 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         factor = self._clip()
         if self.step_was_skipped:
             return loss
+        has_gradient = self.engine.gradients.has
         settings, steps = {}, {}
         for group in self.param_groups:
             for handle in group["params"]:
                 param = self._params[id(handle)]
-                if self.engine.has_gradient(param):
+                if has_gradient(param.spec):
                     self._refuse_successor(param)
                     steps[id(handle)] = self._steps.get(id(handle), 0) + 1
                     settings[param.spec] = self.settings_of(group, param, steps[id(handle)])

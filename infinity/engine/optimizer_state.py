@@ -200,13 +200,11 @@ class OptimizerState:
 
 
 def read_moment(engine: Engine, param: OffloadedParam, kind: StateKind) -> torch.Tensor:
-    """Returns a copy on the host: fp32, in the shape and strides of the parameter."""
-    if engine.num_ranks > 1:
-        raise UnsupportedError(
-            f"the state of {param.name!r} is divided over ranks; "
-            "infinity.checkpoint.optimizer_state_dict(model, optimizer), called by all of them, "
-            "puts it together"
-        )
+    """Returns a copy on the host: fp32, in the shape and strides of the parameter.
+
+    Over ranks any rank may call it by itself: the shards of the others are read from them. No shard
+    changes meanwhile, because a step of another rank waits for this one (INV-18).
+    """
     facts, numel = param.spec.facts, param.spec.numel
     flat = torch.empty(numel)
     with engine.at_rest("optimizer.state") as state:

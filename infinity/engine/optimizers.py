@@ -39,6 +39,7 @@ class AdamW(OffloadedOptimizer):
     name: ClassVar[str] = "adamw"
     moments: ClassVar[frozenset[str]] = frozenset({"exp_avg", "exp_avg_sq"})
     _rule: ClassVar[type[AdamWSettings | AdamSettings]] = AdamWSettings
+    _last: tuple[tuple[float, ...], int, Settings] | None = None
 
     @override
     def __init__(
@@ -78,14 +79,12 @@ class AdamW(OffloadedOptimizer):
     @override
     def settings_of(self, group: dict[str, Any], param: OffloadedParam, step: int) -> Settings:
         beta1, beta2 = group["betas"]
-        return self._rule(
-            lr=float(group["lr"]),
-            beta1=float(beta1),
-            beta2=float(beta2),
-            eps=float(group["eps"]),
-            weight_decay=float(group["weight_decay"]),
-            step=step,
-        )
+        lr, eps, weight_decay = float(group["lr"]), float(group["eps"]), group["weight_decay"]
+        numbers = lr, float(beta1), float(beta2), eps, float(weight_decay)
+        if self._last is None or self._last[:2] != (numbers, step):
+            # Almost always the settings of the next parameter, too.
+            self._last = numbers, step, self._rule(*numbers, step)
+        return self._last[2]
 
 
 class Adam(AdamW):

@@ -140,6 +140,10 @@ class HandleOps(Owner, Original):
         return [self._known(handle).compute]
 
     @override
+    def increment_version(self, handle: Handle) -> None:
+        self._known(handle).increment_version()
+
+    @override
     def take_gradient(self, handle: Handle, gradient: torch.Tensor) -> None:
         self._grads.take(self._known(handle), gradient)
 
@@ -183,6 +187,7 @@ class HandleOps(Owner, Original):
         changed = [h for h in changes if id(h) in own and not h.is_gradient]
         read = [params[key] for key, handle in own.items() if not handle.is_gradient]
         units = list(dict.fromkeys(param.unit.index for param in read))
+        self._uses.refuse_transforms(units)
         self._note_fault([param.name for param in read], function)
         first = torch.autograd._get_sequence_nr()
         if self._initialising is not None:
@@ -227,7 +232,7 @@ class HandleOps(Owner, Original):
         if handle.is_gradient:
             tensor = self._read_gradient(handle)
         else:
-            tensor = param.compute.data if handle.is_data else param.compute
+            tensor = param.place.detach() if handle.is_data else param.compute
         is_target = any(handle is each for each in changes)
         return _Lent(handle, param, tensor, tensor._version, is_target)
 
@@ -289,7 +294,7 @@ class HandleOps(Owner, Original):
         """Copies views of memory that will be released, and fetches the units again in the backward
         of the result."""
         answer = detach_from_parameters(answer, self._param_table.is_parameter_memory)
-        self._backwards.watch(ModuleCall(units), *nodes_since(first, answer))
+        self._backwards.watch(ModuleCall(units), nodes_since(first, answer))
         return answer
 
     # -- Mirrors ---------------------------------------------------------------------------------
@@ -331,7 +336,7 @@ class HandleOps(Owner, Original):
         with self._setting([unit]), self._uses.using([unit]), torch.no_grad():
             self._edits.lend_params([param])
             _bytes_of(param.compute, param)[place] = values
-            torch.autograd.graph.increment_version([param.compute])
+            param.increment_version()
 
     # -- Initialisation --------------------------------------------------------------------------
 

@@ -67,6 +67,9 @@ class Owner(Protocol):
     def leaves_of(self, handle: Handle) -> list[torch.Tensor]:
         """Returns the parameters that accumulate the handle's gradients, in order of rows."""
 
+    def increment_version(self, handle: Handle) -> None:
+        """Makes a graph that saved the old value raise in its backward."""
+
     def take_gradient(self, handle: Handle, gradient: torch.Tensor) -> None:
         """Adds a gradient that autograd has delivered to the handle itself."""
 

@@ -33,9 +33,9 @@ class TrackUse:
 class Stall:
     """A wait of the training thread. `waits_for`: the transfers that were not done when it began.
 
-    `asked_before_s` is how long before the stall the last of them to complete had been asked for,
-    `queued_s` how long after the stall began it was still waiting for its turn on the drive. None
-    where the trace does not know the transfer.
+    `asked_before_s`: the time from the request of the last of them to complete to the stall.
+    `queued_s`: the time that it still waited in the drive's queue after the stall began. None if
+    the trace does not know the transfer.
     """
 
     cause: str
@@ -64,7 +64,7 @@ class Bound:
     name: str  # "compute-bound", "read-bound", ...
     resource: str
     track: str
-    share: float  # Of the step in which the resource was busy.
+    share: float  # The share of the step in which the resource was busy.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,7 +33,9 @@ def laid_out(spans: Sequence[Span]) -> list[Span]:
 
 
 def _latest_first(spans: Sequence[Span], taken: Iterable[Interval]) -> Iterator[Span]:
-    """Each moment not in `taken` goes to the span that began last among those that cover it."""
+    """Yields intervals: each moment not in `taken` belongs to the span that began last among those
+    around it.
+    """
     edges = sorted({edge for span in spans for edge in (span.start_ns, span.end_ns)})
     starting = sorted(spans, key=lambda span: (span.start_ns, -span.end_ns), reverse=True)
     active: list[Span] = []

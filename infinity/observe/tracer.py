@@ -1,14 +1,14 @@
 """The timeline of a run: spans on tracks, recorded while a trace is on.
 
-Facts are recorded as they happen, raw: a use of a hooked module, a stall, a transfer. What can be
-derived from them (the compute track, shares, the bound) is derived by the reader
-(`infinity.observe.timeline`). Off, a tracer costs one look at `is_on` per event.
+Raw facts are recorded as they happen: a use of a hooked module, a stall, a transfer. The reader
+(`infinity.observe.timeline`) derives the rest (the compute track, shares, the bound). A tracer that
+is off costs one look at `is_on` per event.
 
 All times are nanoseconds of CLOCK_MONOTONIC, the clock of the storage engine's own stamps.
 
 Note [Transfers]
-  Nobody looks at a transfer at the moment it completes. What is recorded is the transfer itself,
-  with the time it was asked for; when it was issued and completed is asked of it afterwards
+  No thread observes a transfer at the moment it completes. The tracer keeps the transfer itself and
+  the time of its request; later it reads when the transfer was issued and completed
   (`Ticket.passages`), so the times are the storage thread's, not those of a later look.
 """
 
@@ -46,8 +46,7 @@ class Track(StrEnum):
 class Span:
     """One interval of time on a track. With `transfer` it may overlap others of its track.
 
-    A transfer's `start_ns` is when it was asked for; `args["issued_ns"]` when its first block was
-    given to the drive.
+    A transfer's `start_ns` is the time of its request; `args["issued_ns"]` that of its first block.
     """
 
     track: str
@@ -88,7 +87,7 @@ class _Open:
 
 @dataclass(frozen=True, slots=True)
 class _Transfer:
-    """A transfer that was asked for, and how it is to be shown."""
+    """A transfer that was requested, and the tracks that will show it."""
 
     number: int
     watched: Watched
@@ -157,7 +156,7 @@ class Tracer:
         return self.during(Track.STEPS, f"step {number}", step=number)
 
     def begin(self, key: Hashable, track: str, name: str) -> None:
-        """Starts a span that somebody else ends, by `key`; equal keys end last in, first out."""
+        """Starts a span that `end` ends by `key`; equal keys end last in, first out."""
         if self.is_on:
             with self._lock:
                 self._open.setdefault(key, []).append(_Open(track, name, time.monotonic_ns()))
@@ -174,7 +173,9 @@ class Tracer:
     def watch(
         self, watched: Watched, tracks: Callable[[int], str], name: str, start_ns: int
     ) -> None:
-        """A transfer was asked for at `start_ns`; `tracks` gives the track of each of its files."""
+        """Records a transfer that was requested at `start_ns`; `tracks` has the track of each of
+        its files.
+        """
         if self.is_on:
             with self._lock:
                 number = len(self._transfers) + 1
@@ -193,8 +194,10 @@ class Tracer:
     # -- Looking ---------------------------------------------------------------------------------
 
     def spans(self) -> list[Span]:
-        """Everything recorded, by start. A transfer that is over yields a span per file it touched;
-        one that is not is left out."""
+        """Returns everything recorded, by start.
+
+        A completed transfer yields a span per file that it touched; others are left out.
+        """
         with self._lock:
             transfers = list(self._transfers.values())
         shown = [span for each in transfers for span in _spans_of(each)]
@@ -207,7 +210,7 @@ class Tracer:
 
 def _spans_of(transfer: _Transfer) -> Iterator[Span]:
     for file, nbytes, issued_ns, completed_ns in transfer.watched.passages():
-        # A device's clock is known to a microsecond only; nothing begins before it is asked for.
+        # A device's clock is known to a microsecond only; no copy begins before its request.
         issued_ns = max(issued_ns, transfer.start_ns)
         yield Span(
             transfer.tracks(file),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from fractions import Fraction
 
 import torch
@@ -40,6 +41,7 @@ def sqrt(a: torch.Tensor) -> torch.Tensor:
     return a.to(torch.float64).sqrt().to(torch.float32)
 
 
+@functools.lru_cache(maxsize=64)  # The same settings for every chunk of a step.
 def one_minus_product(a: float, b: float) -> float:
     """1 - a * b, rounded once to fp64, as compilers contract it."""
     return float(1 - Fraction(a) * Fraction(b))

@@ -16,7 +16,7 @@ from infinity.simulate.rates import Rates, drive_rates
 from infinity.sizes import parse_nbytes
 
 Nbytes = Annotated[int, BeforeValidator(parse_nbytes)]
-Gbps = Annotated[float, Field(gt=0)]
+GbPerS = Annotated[float, Field(gt=0)]
 
 _SOCKETS_SHARE = 8  # See Host.
 
@@ -33,10 +33,10 @@ class Host(Table):
     """
 
     memory: Nbytes
-    update_gb_per_s: Gbps
-    sum_gb_per_s: Gbps
-    hold_gb_per_s: Gbps | None = None
-    sockets_gb_per_s: Gbps | None = None
+    update_gb_per_s: GbPerS
+    sum_gb_per_s: GbPerS
+    hold_gb_per_s: GbPerS | None = None
+    sockets_gb_per_s: GbPerS | None = None
 
 
 class Device(Table):
@@ -51,11 +51,11 @@ class Device(Table):
     count: int = Field(1, ge=1)
     tflops: float = Field(gt=0)
     memory: Nbytes | None = None
-    h2d_gb_per_s: Gbps | None = None
-    d2h_gb_per_s: Gbps | None = None
-    gather_gb_per_s: Gbps | None = None
-    update_gb_per_s: Gbps | None = None
-    decode_gb_per_s: Gbps | None = None
+    h2d_gb_per_s: GbPerS | None = None
+    d2h_gb_per_s: GbPerS | None = None
+    gather_gb_per_s: GbPerS | None = None
+    update_gb_per_s: GbPerS | None = None
+    decode_gb_per_s: GbPerS | None = None
 
 
 class Nvme(Table):
@@ -66,10 +66,10 @@ class Nvme(Table):
 
     drives: int = Field(1, ge=1)
     capacity: Nbytes
-    read_gb_per_s: Gbps
-    write_gb_per_s: Gbps
-    mixed_gb_per_s: Gbps | None = None
-    checkpoint_read_gb_per_s: Gbps | None = None
+    read_gb_per_s: GbPerS
+    write_gb_per_s: GbPerS
+    mixed_gb_per_s: GbPerS | None = None
+    checkpoint_read_gb_per_s: GbPerS | None = None
     endurance: Nbytes | None = None
 
 

@@ -1,10 +1,8 @@
 """The file `infinity.lock`: opened without harm to foreign files, read and written.
 
 Any user who may write to the directory can put any file under that name. So a link is not followed,
-    a
-FIFO is not waited for, and a foreign file is not changed: it is refused by name. The content is
-    shown
-in messages; only its names of swap files to keep are acted on.
+a FIFO is not waited for, and a foreign file is not changed: it is refused by name. The content is
+shown in messages; only its names of swap files to keep are acted on.
 """
 
 from __future__ import annotations

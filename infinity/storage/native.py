@@ -15,6 +15,7 @@ from infinity import _core
 from infinity.errors import StorageError
 from infinity.sizes import format_nbytes
 from infinity.storage.arena import Arena
+from infinity.storage.depth import DepthRange
 from infinity.storage.protocol import Operation, Priority, Segment, StorageEngine, Ticket
 from infinity.storage.statistics import DeviceStats, EngineStats, FileStats, histogram
 
@@ -35,7 +36,7 @@ class NativeEngine(StorageEngine):
         is_uring: bool,
         arena: Arena | None,
         block_nbytes: int,
-        queue_depth: int,
+        depths: DepthRange,
         num_threads: int,
         max_pending: int,
         num_rings: int,
@@ -47,7 +48,9 @@ class NativeEngine(StorageEngine):
             is_uring,
             None if arena is None else arena.core,
             block_nbytes=block_nbytes,
-            queue_depth=queue_depth,
+            queue_depth=depths.start,
+            min_queue_depth=0 if depths.is_fixed else depths.least,
+            max_queue_depth=0 if depths.is_fixed else depths.most,
             num_threads=num_threads,
             max_pending=max_pending,
             num_rings=num_rings,

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
+from infinity.config.cores import usable_cores
 from infinity.errors import CorruptionError, StorageError
 from infinity.storage.checksums import digest
 from infinity.storage.protocol import Priority, Segment, StorageEngine, Ticket
@@ -109,7 +110,7 @@ class _ReadChecks:
         self._nbytes_of = nbytes_of  # Of a file, by path.
         self._checksums: dict[tuple[str, int, int], int] = {}
         self._lock = threading.Lock()  # Guards the table of checksums.
-        num_threads = max(1, min(_MOST_CHECKERS, (os.cpu_count() or 1) // 2))
+        num_threads = max(1, min(_MOST_CHECKERS, usable_cores() // 2))
         self._threads = ThreadPoolExecutor(num_threads, "infinity-shards")
 
     def start(

@@ -53,9 +53,15 @@ class SwapDirectory:
 
     def __init__(self, path: str, *, num_spares: int = 0, adopt: str | None = None) -> None:
         self.path = path
-        _ensure_directory(path)
+        was_made = _ensure_directory(path)
         job = adopt or secrets.token_hex(8)
-        self._lock = DirectoryLock(path, job)
+        try:
+            self._lock = DirectoryLock(path, job)
+        except BaseException:
+            if was_made:  # On a full drive a directory may fit where a lock does not.
+                with contextlib.suppress(OSError):
+                    os.rmdir(path)
+            raise
         names = swap_names(job, num_spares)
         self.swap_paths = tuple(os.path.join(path, name) for name in names)
         self._fds: list[int] = []
@@ -309,13 +315,14 @@ def is_swap_name(name: str) -> bool:
     return _SWAP_NAME.fullmatch(name) is not None
 
 
-def _ensure_directory(path: str) -> None:
-    """Creates the last component of `path` if need be; a mistyped mount point stays an error."""
+def _ensure_directory(path: str) -> bool:
+    """Creates the last component of `path` if need be; a mistyped mount point stays an error.
+    Returns whether it was created."""
     parent = os.path.dirname(os.path.abspath(path))
     if os.path.isdir(path):
         if not os.access(path, os.W_OK | os.X_OK):
             raise _unusable(path, _writability_errno(path), "the swap directory is not writable")
-        return
+        return False
     if os.path.lexists(path):
         raise _unusable(path, errno.ENOTDIR, "the swap path exists and is not a directory")
     if not os.path.isdir(parent):
@@ -329,8 +336,9 @@ def _ensure_directory(path: str) -> None:
     try:
         os.mkdir(path, 0o700)
         _sync_directory(parent)  # Commits in it need it.
+        return True
     except FileExistsError:
-        pass  # Another rank was faster.
+        return False  # Another rank was faster.
     except OSError as error:
         code = error.errno or errno.EIO
         raise _unusable(

@@ -1,8 +1,7 @@
 """A volume: buffers of bytes striped over one swap directory per path.
 
 Buffers are reserved once, then read and written in ranges. A volume belongs to one job and holds
-    scratch
-data: its files end with close(), unless they are to stay, or frozen ones have other links.
+scratch data: its files end with close(), unless they are to stay, or frozen ones have other links.
 
 With spare files the current content can be frozen: later writes go elsewhere, until it is thawed
 (`infinity.storage.generations`).

@@ -37,12 +37,9 @@ def stripe(
     """Lays buffers out over paths: extents of each, in order, that cover it rounded up to 4096.
 
     Every stripe goes to the path that would have the least bytes per weight with it, so that any
-        run of
-    stripes is shared in proportion to the weights until a path is full. Worked example: weights 2
-        and 1, a
-    buffer of 3 stripes: path 0, 1, 0 or 0, 0, 1, never 1, 1, 0. Neighbouring stripes on one path
-        become one
-    extent.
+    run of stripes is shared in proportion to the weights until a path is full. Worked example:
+    weights 2 and 1, a buffer of 3 stripes: path 0, 1, 0 or 0, 0, 1, never 1, 1, 0. Neighbouring
+    stripes on one path become one extent.
 
     Raises CapacityError if the buffers do not fit all paths together.
     """

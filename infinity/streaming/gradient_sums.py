@@ -42,11 +42,11 @@ class SumState(Enum):
 
 @dataclass(eq=False, slots=True)
 class TensorGradient:
-    """What is known of one parameter's gradient."""
+    """The facts about one parameter's gradient."""
 
     is_present: bool = False
-    norm: torch.Tensor | None = None  # Of the sum as it is now; None: not known.
-    # Clip factor of a step whose gradients are still kept, not applied to the sum yet.
+    norm: torch.Tensor | None = None  # Of the present sum; None: unknown.
+    # Clip factor of a step that is not yet applied to the kept sum.
     scale: torch.Tensor | None = None
     # (Which gradient of the parameter, counted from the first; how often it was changed.)
     stamp: tuple[int, int] | None = None

@@ -25,7 +25,7 @@ _SPLIT_NUMEL = 1 << 22
 class MasterWeights(Protocol):
     """Reads and writes masters of the model's tensors.
 
-    Local: `Masters`, which says what the arguments are. Over ranks:
+    Local: `Masters`, which describes the arguments. Over ranks:
     `distributed.step.DistributedMasters`. Called under the engine's lock.
     """
 
@@ -61,9 +61,9 @@ class Masters(MasterWeights):
 
     @staticmethod
     def has(unit: Unit, spec: TensorSpec) -> bool:
-        """Whether the update starts from more than the weight alone.
+        """Whether the update starts from more than the weight.
 
-        A whole master is what it starts from for every tensor of the unit, fp32 ones included.
+        With fp32 masters it starts from them for every tensor of the unit, fp32 tensors included.
         """
         if unit.master_dtype is None or spec.state_offset < 0:
             return False
@@ -106,7 +106,7 @@ class Masters(MasterWeights):
 
     @contextmanager
     def _lent(self, unit: Unit, spec: TensorSpec, *, keep: bool) -> Iterator[torch.Tensor]:
-        """The tensor's part of the master piece, flat; what is changed goes back when `keep`."""
+        """Lends the tensor's part of the master, flat. With `keep` changes are stored."""
         assert unit.master_dtype is not None
         start = unit.nbytes(StateKind.MASTER, spec.state_offset)
         stop = start + unit.nbytes(StateKind.MASTER, spec.numel)

@@ -360,7 +360,7 @@ class Updater:
         if self._travelling:
             slot = self._staging_slots.popleft()
             try:
-                what = f"update of {chunk.unit.name} needs a berth that is being written"
+                what = f"update of {chunk.unit.name} needs a staging slot that is being written"
                 self._wait(slot.transfers, "write_wait_s", what)
             except BaseException:
                 self._staging_slots.append(slot)

@@ -1,4 +1,4 @@
-"""What of the model is running: a forward, a backward, or many small ones by turns."""
+"""The running passes of the model: a forward, a backward, or many small ones alternately."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ def current_backward() -> int:
 
 
 class Passes:
-    """The pass that is under way. Written by the engine, read by its parts.
+    """The running pass. Written by the engine, read by its parts.
 
-    `is_in_forward`: the model's own code may change weights. `is_layer_major`: `accumulate` takes
-    several micro-batches through one block after the other; it says when a pass begins and ends,
-    and the many small backward passes in it are none.
+    `is_in_forward`: the model's own code may change weights. `is_layer_major`: `forward_backward`
+    takes several micro-batches through one block after the other. It marks the beginning and the
+    end of the pass; the many small backward passes in it do not count.
     """
 
     def __init__(self, tracer: Tracer) -> None:

@@ -1,4 +1,4 @@
-"""Where a unit's weights come from, beside the place where they rest."""
+"""The sources of a unit's weights beside the place where they rest."""
 
 from __future__ import annotations
 
@@ -24,8 +24,10 @@ class Arrival(Protocol):
         """Over when the feeder's bytes are not read any more, once settled."""
 
     def settle(self, *, is_patient: bool) -> bool:
-        """Waits until the weights are on their way for sure, a while or not at all. False: they
-        do not come, and the region holds nothing."""
+        """Returns whether the weights will arrive. If not, the region holds nothing.
+
+        Waits for the decision of all ranks, up to a limit; without `is_patient` it does not.
+        """
 
 
 class WeightProvider(Protocol):
@@ -35,19 +37,19 @@ class WeightProvider(Protocol):
     `distributed.unshard.UnshardedWeights`. Called under the engine's lock.
     """
 
-    is_outdated_by_step: bool  # What was fetched is no use after the step.
+    is_outdated_by_step: bool  # Fetched weights are outdated after the step.
 
     def feeders(self) -> Mapping[int, int]:
-        """Units that are never used themselves, and the one that each is needed for."""
+        """Returns units that are never used themselves, and the unit that each one feeds."""
 
     def note_pass(self, *, is_training: bool) -> None:
-        """A pass begins, or goes on. Without `is_training` nothing may begin."""
+        """Announces a pass. Without `is_training` nothing may begin."""
 
     def feeder_of(self, unit: int) -> int | None:
         """The unit that feeds this one; None: these weights come through their host block now."""
 
     def take_outdated(self, unit: int) -> bool:
-        """Whether the feeder was written past the cache since this was asked last."""
+        """Whether the feeder was written past the cache since the last call."""
 
     def begin(
         self, unit: int, region: Region, local: torch.Tensor, reading: Transfer | None

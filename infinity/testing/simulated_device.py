@@ -9,8 +9,17 @@ forgotten wait fail on a machine without a GPU:
 * Order. Every stream knows the moment up to which it follows every other stream and the host, from
   events (vector clocks: Mattern, "Virtual time and global states of distributed systems", 1989).
   `UnorderedAccess` is raised, for any timing of the threads, by a copy that does not follow the
-  computation of its source, by memory that is reused before its last use has ended, and by a block
-  that is freed while a copy may still read it.
+  computation of its source, by memory that is reused before its last use has ended, by a block
+  that is freed while a copy may still read it, and by a kernel (`SimulatedStreams.kernel`) that
+  does not follow the copy of what it reads.
+
+Memory outside regions belongs to the stream that was current when its copy was asked for. Nothing
+shows when an allocator hands it on, so it counts as handed on when the engine lets go of it: its
+stream must follow the copy by then, or the host know that the copy is over.
+
+Streams of computation run their tasks at once, in the caller. There may be several: the one of
+`computing_on` is current in its thread, as with `torch.cuda.stream`. A stream of transfers holds
+`queue_limit` tasks; as with CUDA, who submits one more waits until there is room.
 """
 
 from __future__ import annotations
@@ -20,8 +29,10 @@ import random
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from queue import SimpleQueue
 from typing import Any
 
@@ -101,6 +112,7 @@ class SimulatedStream(_EventOrder, Stream):
     def __init__(self, streams: SimulatedStreams, name: str, *, has_worker: bool) -> None:
         super().__init__(name)
         self.brought: SimulatedMemory | None = None  # The memory of the last copy.
+        self._queued: deque[Future[int]] = deque()  # Not known to be over; the oldest first.
         self._streams = streams
         self._worker = _Worker(f"simulated-{name}") if has_worker else None
 
@@ -110,13 +122,18 @@ class SimulatedStream(_EventOrder, Stream):
         with self._streams.noting:
             self.come_after(self._streams.host.seen)
             self.seen[self.name] = self._streams.tick()
+            while len(self._queued) >= self._streams.queue_limit:
+                self._queued.popleft().exception()  # Waits for the oldest; its error is kept.
 
         def run() -> int:
             work()
             return time.monotonic_ns()
 
         if self._worker is not None:
-            return self._worker.submit(run)
+            future = self._worker.submit(run)
+            if not self._worker.is_current():
+                self._queued.append(future)
+            return future
         done: Future[int] = Future()
         done.set_result(run())
         return done
@@ -130,6 +147,12 @@ class SimulatedStream(_EventOrder, Stream):
                 self._streams.raise_failure()
                 if event.brought is not None and event.brought.is_attached:
                     event.brought.last_uses[self.name] = self.seen[self.name]  # A use begins.
+
+    def wait_stream(self, other: SimulatedStream) -> None:
+        """See `torch.Stream.wait_stream`."""
+        event = SimulatedEvent(self._streams)
+        event.record(other)
+        self.wait_event(event)
 
     def runs_here(self) -> bool:
         """Whether the calling thread is this stream's worker."""
@@ -191,6 +214,7 @@ class SimulatedMemory(ResizedRegion):
         poisoned = torch.full((nbytes,), _POISON_BYTE, dtype=torch.uint8)
         self.storage = poisoned.untyped_storage()
         self.last_uses: dict[str, int] = {}  # By stream: the moment of its last use.
+        self.filled: tuple[str, int] | None = None  # The stream and moment of the last copy in.
 
     @override
     def tensor(
@@ -209,7 +233,7 @@ class SimulatedMemory(ResizedRegion):
         self.last_uses.clear()
         all_of(self).fill_(_POISON_BYTE)
         self._stream.submit(lambda: all_of(self).fill_(_POISON_BYTE))  # After late copies, too.
-        self.is_attached = False
+        self.is_attached, self.filled = False, None
 
 
 class SimulatedStreams(Streams):
@@ -217,8 +241,10 @@ class SimulatedStreams(Streams):
 
     device = torch.device("cpu")
 
-    def __init__(self, seed: int, delay_s: float) -> None:
+    def __init__(self, seed: int, delay_s: float, queue_limit: int = 1024) -> None:
         self._random = random.Random(seed)
+        self.queue_limit = queue_limit
+        self._local = threading.local()
         self._delay_s = delay_s
         self._moments = itertools.count(1)
         self._names = iter(("in", "out", "link"))
@@ -248,7 +274,36 @@ class SimulatedStreams(Streams):
 
     @override
     def current(self) -> SimulatedStream:
-        return self.computing
+        chosen: SimulatedStream | None = getattr(self._local, "stream", None)
+        return chosen or self.computing
+
+    def new_computing(self, name: str) -> SimulatedStream:
+        """Another stream of computation."""
+        return SimulatedStream(self, name, has_worker=False)
+
+    @contextmanager
+    def computing_on(self, stream: SimulatedStream) -> Iterator[None]:
+        """Makes the stream current in this thread for the time of a `with` block."""
+        before = getattr(self._local, "stream", None)
+        self._local.stream = stream
+        try:
+            yield
+        finally:
+            self._local.stream = before
+
+    def kernel(self, *operands: torch.Tensor) -> None:
+        """Checks and records that a kernel of the current stream works on these tensors. Those that
+        are in no region are skipped."""
+        stream = self.current()
+        with self.noting:
+            touched = [self._regions.get(each.untyped_storage().data_ptr()) for each in operands]
+            stream.submit(lambda: None)
+            for memory in touched:
+                if memory is None:
+                    continue
+                if memory.filled is not None:
+                    stream.require(*memory.filled, "a kernel reads what has not been copied yet")
+                memory.last_uses[stream.name] = stream.seen[stream.name]
 
     @override
     def empty_region(self, stream: SimulatedStream, nbytes: int) -> ResizedRegion:
@@ -266,7 +321,7 @@ class SimulatedStreams(Streams):
         inward = stream is self.transfer[0]
         on_host, on_device = (source, target) if inward else (target, source)
         region = self._regions.get(on_device.data_ptr())
-        uses = {self.computing.name: self.asked} if region is None else region.last_uses
+        uses = {self.current().name: self.asked} if region is None else region.last_uses
         for name, moment in uses.items():
             stream.require(name, moment, "memory is copied that is still in use")
         start = on_host.data_ptr()
@@ -278,6 +333,18 @@ class SimulatedStreams(Streams):
         # The memory of a region exists. Other memory is kept by the caller, as the real device
         # needs.
         keep = on_device if region is not None else None
+        owner, issued = self.current(), [0]
+
+        def hand_on() -> None:
+            # No lock: a thread that collects garbage must not wait for one that waits for it.
+            if max(each.seen.get(stream.name, 0) for each in (owner, self.host)) < issued[0]:
+                self._failure = self._failure or UnorderedAccess(
+                    f"memory goes back to {owner.name}, which does not wait for its copy "
+                    f"{stream.name}"
+                )
+
+        if region is None:
+            weakref.finalize(on_device, hand_on).atexit = False
         seen = weakref.ref(on_device)
         delay_s = self._random.random() * self._delay_s
 
@@ -293,9 +360,12 @@ class SimulatedStreams(Streams):
                 self._failure = self._failure or error
 
         stream.submit(run)
+        issued[0] = stream.seen[stream.name]
         stream.brought = region
         if region is not None:
             region.last_uses[stream.name] = stream.seen[stream.name]
+            if inward:
+                region.filled = stream.name, stream.seen[stream.name]
         self.copies = [each for each in self.copies if self.host.seen.get(each[2], 0) < each[3]]
         self.copies.append((start, end, stream.name, stream.seen[stream.name]))
 
@@ -363,8 +433,8 @@ class SimulatedDevice(StreamDevice):
 
     torch_device = torch.device("cpu")
 
-    def __init__(self, seed: int = 0, *, delay_s: float = 0.002) -> None:
-        self.streams: SimulatedStreams = SimulatedStreams(seed, delay_s)
+    def __init__(self, seed: int = 0, *, delay_s: float = 0.002, queue_limit: int = 1024) -> None:
+        self.streams: SimulatedStreams = SimulatedStreams(seed, delay_s, queue_limit)
         self.is_closed = False
         self.attached = 0
         self.attached_high_water = 0
@@ -395,11 +465,11 @@ class SimulatedDevice(StreamDevice):
         super().take(region)
 
     @override
-    def end_use(self, region: Region) -> None:
+    def end_use(self, region: Region, *, is_last: bool = True) -> None:
         memory = getattr(region, "memory", None)
         if isinstance(memory, SimulatedMemory):
-            memory.last_uses[self.streams.computing.name] = self.streams.tick()
-        super().end_use(region)
+            memory.last_uses[self.streams.current().name] = self.streams.tick()
+        super().end_use(region, is_last=is_last)
 
     @override
     def detach(self, region: Region) -> None:

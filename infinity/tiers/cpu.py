@@ -103,7 +103,15 @@ class CpuDevice(DeviceAdapter):
         return None
 
     @override
-    def end_use(self, region: Region) -> None:
+    def current_stream(self) -> None:
+        return None
+
+    @override
+    def begin_use(self, region: Region) -> None:
+        return None
+
+    @override
+    def end_use(self, region: Region, *, is_last: bool = True) -> None:
         return None
 
     @override

@@ -16,6 +16,9 @@ Note [Streams]
     not when the region is given up: a copy into the room of the unit before the last does not
     wait for the last, and runs beside it.
   * A region is used after `Copy.order`, by which the stream that is current waits for the copy.
+    Branches of a module may run on streams of their own. In a forward the model's own waits order
+    them; a backward may begin with a node of any of them, so each stream of a node that is reached
+    waits for the copy, and the end of the use is noted for all.
   * Other device memory (gradients, activations, what rests there) belongs to the stream that was
     current when its copy was asked for. The copy waits for what that stream has to do until then,
     and keeps the tensor until that stream waits for the copy (`order`), or the host knows that it
@@ -104,10 +107,14 @@ class Streams(Protocol):
 
 @dataclass(eq=False)
 class StreamRegion:
-    """A region, and the last use that each stream made of it since it was attached."""
+    """A region, and the last use that each stream made of it since it was attached.
+
+    `streams`: those that use it now.
+    """
 
     memory: ResizedRegion
     uses: dict[Stream, Event] = field(default_factory=dict)
+    streams: set[Stream] = field(default_factory=set)
 
     @property
     def nbytes(self) -> int:
@@ -262,9 +269,21 @@ class StreamDevice(DeviceAdapter):
         self._stored.take_memory()
 
     @override
-    def end_use(self, region: Region) -> None:
+    def current_stream(self) -> Any:  # A `Stream`, which hashes as torch's and every object do.
+        return self.streams.current()
+
+    @override
+    def begin_use(self, region: Region) -> None:
         if isinstance(region, StreamRegion):
-            self.note_use(region, self.streams.current())
+            region.streams.add(self.streams.current())
+
+    @override
+    def end_use(self, region: Region, *, is_last: bool = True) -> None:
+        if isinstance(region, StreamRegion):
+            for stream in {*region.streams, self.streams.current()}:
+                self.note_use(region, stream)
+            if is_last:
+                region.streams.clear()
 
     def note_use(self, region: StreamRegion, stream: Stream) -> None:
         """Records that the work issued so far is the stream's last use of the region for now."""
@@ -362,8 +381,8 @@ class StreamDevice(DeviceAdapter):
         event.record(stream)
         copy = StreamCopy(self.streams, event, owner=owner, keep=on_device, traced=traced)
         self.counters.add("device_in_nbytes" if inward else "device_out_nbytes", nbytes)
-        lane = Track.COPIES_IN if inward else Track.COPIES_OUT
-        self.counters.tracer.watch(copy, lambda _: lane, "copy", asked_ns)
+        track = Track.COPIES_IN if inward else Track.COPIES_OUT
+        self.counters.tracer.watch(copy, lambda _: track, "copy", asked_ns)
         return copy
 
     def _trace(self, nbytes: int) -> _TracedCopy | None:

@@ -81,7 +81,7 @@ def test_small_extents_that_lie_apart_are_compared_with_the_same_pattern(
         (near, *far) = [[each.name for each in result.group.ceilings] for result in mine]
         assert near[0] == "extents of 16 MiB"
         assert [names[-1] for names in far] == [
-            "fio 64 KiB x 128, strided", "fio 64 KiB x 128, random",
+            "fio 64 KiB x 256, strided", "fio 64 KiB x 256, random",
         ]  # fmt: skip
         for result in mine:  # Ceilings moved as much as their subjects.
             moved = {sample.nbytes for samples in result.samples.values() for sample in samples}

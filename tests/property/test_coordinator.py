@@ -48,7 +48,7 @@ class Rank:
         for key in wanted:
             if key not in self.pending and key not in self.there:
                 self.pending.add(key)
-                self.said.append((Verb.OFFER, self.step, key))
+                self.said.append((Verb.PROPOSE, self.step, key))
         if wanted and not needs:
             return
         if not needs:
@@ -98,11 +98,11 @@ def test_ranks_always_end_and_start_the_same_collectives(
         for r in range(count)
     ]
     has_barrier = not alike and data.draw(st.booleans())
-    matchmaker = Coordinator(count)
+    coordinator = Coordinator(count)
 
     def carry(rank: Rank) -> None:
         verb, step, key = rank.said.popleft()
-        for decision in matchmaker.on_message(rank.rank, verb, step, key):
+        for decision in coordinator.on_message(rank.rank, verb, step, key):
             assert (decision.verb is Verb.BEGIN) <= (len(decision.ranks) == count)
             for told in decision.ranks:
                 ranks[told].heard.append((decision.verb, decision.key))
@@ -133,15 +133,15 @@ def test_ranks_always_end_and_start_the_same_collectives(
                 withdrawals += 1
     assert all(rank.begun == ranks[0].begun for rank in ranks)
     if alike and not withdrawals and len({rank.ahead for rank in ranks}) == 1:
-        assert matchmaker.cancelled == 0, "alike, and called off"
+        assert coordinator.cancelled == 0, "alike, and cancelled"
         assert bool(ranks[0].begun) == any(common)
 
 
 def test_a_step_that_is_over_leaves_nothing_behind() -> None:
-    matchmaker = Coordinator(2)
+    coordinator = Coordinator(2)
     for step in range(3):
-        matchmaker.on_message(1, Verb.OFFER, step, (0, 7, 0))
-        [decision] = matchmaker.on_message(0, Verb.DONE, step, NONE)
+        coordinator.on_message(1, Verb.PROPOSE, step, (0, 7, 0))
+        [decision] = coordinator.on_message(0, Verb.DONE, step, NONE)
         assert decision.verb is Verb.CANCEL and decision.ranks == (1,)
-        assert matchmaker.on_message(1, Verb.DONE, step, NONE) == []
-    assert not matchmaker._steps
+        assert coordinator.on_message(1, Verb.DONE, step, NONE) == []
+    assert not coordinator._steps

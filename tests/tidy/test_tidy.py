@@ -219,6 +219,21 @@ def test_links_of_a_page_lead_somewhere(page: Path) -> None:
 # -- Names -----------------------------------------------------------------------------------------
 
 
+# Home-made words that gave way to the field's (docs/design/0009).
+OLD_WORDS = (
+    "anatomy", "berth", "bundles", "called off", "conductor", "dissect", "gbps", "inbox", "let go", "lets go",
+    "machinery", "matchmaker", "moor", "parcel", "parked", "parks", "strand", "strands", "used last", "wholes",
+)  # fmt: skip
+
+
+def test_old_words_do_not_come_back() -> None:
+    word = re.compile(rf"(?<![a-z])({'|'.join(OLD_WORDS)})(?![a-z])", re.IGNORECASE)
+    texts = {source.name: source.text for source in sources()}
+    texts |= {page.name: page.read_text() for page in pages() if page.name != "CHANGELOG.md"}
+    found = {name: word.findall(text) for name, text in texts.items() if word.search(text)}
+    assert not found
+
+
 def bound_names(nodes: list[ast.stmt]) -> set[str]:
     """Names that a module binds at its top, also for type checkers alone."""
     names: set[str] = set()

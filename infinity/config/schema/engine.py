@@ -32,8 +32,11 @@ class Io(Section):
     block_size: Annotated[int, Size(minimum=64 * KIB, maximum=GIB, multiple=PAGE_NBYTES)] = Field(
         4 * MIB, description="Largest single request to a drive."
     )
-    queue_depth: Annotated[int, Integer(1, 1024)] = Field(
-        2, description="Requests in flight on one path. More adds latency, seldom bandwidth."
+    queue_depth: Annotated[Literal["auto"] | int, AutoOr(Integer(1, 1024))] = Field(
+        "auto",
+        description='Requests of `block_size` in flight on one drive. "auto" finds the number '
+        "while the drive works, between 8 and 32 MiB in flight: more only where it is more than "
+        "3 % faster, because an urgent read waits behind what is in flight.",
     )
     rings: Annotated[int, Integer(1, 16)] = Field(
         1,

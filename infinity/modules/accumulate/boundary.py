@@ -162,6 +162,6 @@ def refuse_side_channels(block: RunningBlock, first: int, outputs: list[torch.Te
             "accumulate micro-batches by several backward() calls"
         )
 
-    for nodes in nodes_since(first, outputs):
-        for node in nodes:
-            node.register_prehook(refuse)
+    nodes = nodes_since(first, outputs)
+    for node in (*nodes.inner, *nodes.exits):
+        node.register_prehook(refuse)

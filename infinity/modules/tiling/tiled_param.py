@@ -134,6 +134,11 @@ class TiledParam(Owner, Original):
         return [leaf for tile in self.handles for leaf in tile.owner.leaves_of(tile)]
 
     @override
+    def increment_version(self, handle: Handle) -> None:
+        for tile in self.handles:
+            tile.owner.increment_version(tile)
+
+    @override
     def take_gradient(self, handle: Handle, gradient: torch.Tensor) -> None:
         for tile, start, stop in zip(self.handles, self.starts, self.starts[1:], strict=False):
             tile.owner.take_gradient(tile, gradient[start:stop])
