@@ -146,8 +146,8 @@ def make_trainer(
     except (ValueError, TypeError, KeyError, RuntimeError, IndexError) as error:
         if isinstance(error, InfinityError):
             raise
-        # TRL and the template raise these for records that they cannot write.
-        raise ConfigError(f"data.paths: {' '.join(str(error).split())}") from error
+        # TRL and the template raise these for records that they cannot write, and for settings.
+        raise ConfigError(f"TRL refuses the run: {' '.join(str(error).split())}") from error
     trainer.remove_callback(PrinterCallback)
     if data.is_ready:  # Text has no special tokens that the model's would be aligned with.
         trainer.processing_class = None
