@@ -30,6 +30,9 @@ _ResumeFrom = Annotated[
         "--resume-from", metavar="DIR", help="Continue from this checkpoint, in any directory."
     ),
 ]
+_AsJson = Annotated[
+    bool, typer.Option("--json", help="Print the summary as JSON; progress goes to stderr.")
+]
 _AcceptChanges = Annotated[
     bool,
     typer.Option(
@@ -66,9 +69,7 @@ def train(
     resume: _Resume = False,
     resume_from: _ResumeFrom = None,
     accept_changes: _AcceptChanges = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the summary as JSON; progress goes to stderr.")
-    ] = False,
+    as_json: _AsJson = False,
     quiet: Quiet = False,
 ) -> None:
     """Fine-tune a causal language model as a configuration file describes.
