@@ -22,8 +22,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# A bound that is raised here is raised in pyproject.toml too. trl is no dependency: its trainers
-# are tested where it is installed.
+# A bound that is raised here is raised in pyproject.toml too.
 COLUMNS = {
     "lowest": ["torch==2.13.*", "transformers==5.23.*", "peft==0.21.*", "trl==1.16.*"],
     "newest": ["torch<2.14", "transformers<6", "peft", "trl"],

@@ -13,8 +13,34 @@ from infinity.cli.progress import Quiet
 from infinity.errors import ConfigError
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from infinity.config import SwapConfig
-    from infinity.training.tracing import TracePlan
+
+_Resume = Annotated[
+    bool,
+    typer.Option(
+        "--resume",
+        help="Continue from the newest checkpoint of [checkpoint]; begin if there is none.",
+    ),
+]
+_ResumeFrom = Annotated[
+    Path | None,
+    typer.Option(
+        "--resume-from", metavar="DIR", help="Continue from this checkpoint, in any directory."
+    ),
+]
+_AsJson = Annotated[
+    bool, typer.Option("--json", help="Print the summary as JSON; progress goes to stderr.")
+]
+_AcceptChanges = Annotated[
+    bool,
+    typer.Option(
+        "--accept-changes",
+        help="Continue although the learning rate, its schedule or the number of steps differ "
+        "from those of the checkpoint; what differs is printed.",
+    ),
+]
 
 
 def train(
@@ -40,22 +66,10 @@ def train(
         str,
         typer.Option("--trace-steps", metavar="FIRST:LAST", help="The steps that are traced."),
     ] = "2:5",
-    resume: Annotated[
-        bool,
-        typer.Option(
-            "--resume",
-            help="Continue from the newest checkpoint of [checkpoint]; begin if there is none.",
-        ),
-    ] = False,
-    resume_from: Annotated[
-        Path | None,
-        typer.Option(
-            "--resume-from", metavar="DIR", help="Continue from this checkpoint, in any directory."
-        ),
-    ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the summary as JSON; progress goes to stderr.")
-    ] = False,
+    resume: _Resume = False,
+    resume_from: _ResumeFrom = None,
+    accept_changes: _AcceptChanges = False,
+    as_json: _AsJson = False,
     quiet: Quiet = False,
 ) -> None:
     """Fine-tune a causal language model as a configuration file describes.
@@ -65,8 +79,10 @@ def train(
     SIGHUP, SIGUSR1, SIGUSR2 and SIGXCPU always end in order. The exit code is 128 plus the number
     of the signal.
     """
+    from rich.console import Console
+
     from infinity.config import SwapConfig
-    from infinity.config.extras import require_transformers
+    from infinity.config.extras import require_training
     from infinity.config.source import read_file
     from infinity.training.streams import outliving_streams
     from infinity.training.tracing import TracePlan
@@ -81,35 +97,28 @@ def train(
         first, last = parse_steps(trace_steps)
         plan = TracePlan(trace, first, last)
         assert loaded.train is not None  # See `require`.
-        plan.check(num_steps=loaded.train.steps)
+        if loaded.train.steps is not None:
+            plan.check(num_steps=loaded.train.steps)
 
-    require_transformers("infinity train")
+    require_training()
     with outliving_streams():
-        exit_code = _run(loaded, plan, resume, resume_from, as_json=as_json, is_quiet=quiet)
+        exit_code = _run(
+            loaded,
+            Console(stderr=as_json, quiet=quiet),
+            as_json=as_json,
+            trace=plan,
+            resume=resume,
+            resume_from=resume_from,
+            accept_changes=accept_changes,
+        )
     raise typer.Exit(exit_code)
 
 
-def _run(
-    config: SwapConfig,
-    trace: TracePlan | None,
-    resume: bool,
-    resume_from: Path | None,
-    *,
-    as_json: bool,
-    is_quiet: bool,
-) -> int:
-    from rich.console import Console
-
+def _run(config: SwapConfig, console: Console, *, as_json: bool, **options: Any) -> int:
     from infinity.training import program
 
     try:
-        summary, exit_code = program.train(
-            config,
-            console=Console(stderr=as_json, quiet=is_quiet),
-            trace=trace,
-            resume=resume,
-            resume_from=resume_from,
-        )
+        summary, exit_code = program.train(config, console=console, **options)
     except KeyboardInterrupt:
         typer.echo("stopped; nothing was exported", err=True)
         return 130

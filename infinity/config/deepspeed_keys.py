@@ -71,7 +71,7 @@ RULES: tuple[Rule, ...] = (
     _ignored("managed_gradient_accumulation", "optimizer.step() is yours to call"),
     Rule("gradient_clipping", "same", "optimizer.max_grad_norm", "the global 2-norm; 0 is off",
          values.clipping),
-    _ignored("dataloader_drop_last", "sequences are packed; `infinity train` has none to drop"),
+    _ignored("dataloader_drop_last", "the last batch of an epoch may be smaller"),
     # Optimizer
     _mapped("optimizer.type", "optimizer.name", "Adam and AdamW, decoupled weight decay",
             values.optimizer_type),

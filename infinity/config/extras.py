@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 
 from infinity.errors import ConfigError
 
@@ -25,3 +26,15 @@ def require_transformers(what: str) -> None:
     numbers = tuple(int(each) for each in re.findall(r"\d+", found)[:2])
     if not TRANSFORMERS[0] <= numbers < TRANSFORMERS[1]:
         raise ConfigError(f"{what} needs {wanted}, got {found}: pip install 'infinity-offload[hf]'")
+
+
+def require_training() -> None:
+    """Raises ConfigError, which names the extra, for a package that `infinity train` needs and that
+    is not installed."""
+    require_transformers("infinity train")
+    missing = [name for name in ("accelerate", "datasets", "trl") if find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            f"infinity train needs {', '.join(missing)}, not installed: "
+            "pip install 'infinity-offload[hf]'"
+        )

@@ -29,7 +29,9 @@ _OTHER_NAMES = {
     "micro_batch_size": "train.batch_size", "lr_scheduler_type": "train.schedule",
     "gradient_checkpointing": "train.activation_checkpointing", "seq_len": "data.sequence_length",
     "max_length": "data.sequence_length", "max_seq_length": "data.sequence_length",
-    "num_threads": "io.threads or train.threads", "pin_memory": "tiers.host",
+    "num_train_epochs": "train.epochs", "eval_steps": "train.eval_every",
+    "load_best_model_at_end": "train.keep_best", "num_threads": "io.threads or train.threads",
+    "pin_memory": "tiers.host",
 }  # fmt: skip
 
 

@@ -181,8 +181,18 @@ class SwapConfig(Section):
     @classmethod
     def _held_out_to_evaluate(cls, train: Train | None, info: ValidationInfo) -> Train | None:
         data: Data | None = info.data.get("data")
-        if train and data and train.eval_every and not data.held_out:
-            refuse_all([fault("evaluation needs held-out data; data.held_out is 0", "eval_every")])
+        if not train:
+            return train
+        faults = []
+        if data and train.eval_every and not (data.held_out or data.eval_paths):
+            text = "evaluation needs held-out data; data.held_out is 0 and data.eval_paths is empty"
+            faults.append(fault(text, "eval_every"))
+        faults += [
+            fault("needs evaluations; train.eval_every is 0", key)
+            for key in ("early_stopping_patience", "keep_best")
+            if getattr(train, key) and not train.eval_every
+        ]
+        refuse_all(faults)
         return train
 
     def __init__(self, **sections: Any) -> None:

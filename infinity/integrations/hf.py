@@ -78,7 +78,7 @@ def prepare_trainer(
             "5.23, install that"
         )
     given: Any = trainer
-    _check_arguments(given.args)
+    _check_arguments(given.args, is_over_ranks=getattr(given, "is_over_ranks", False))
     if window is not None and (isinstance(window, bool) or window < 1):
         raise ConfigError(f"expected window to be a number of micro-batches or None, got {window}")
     if given.optimizer is not None and not isinstance(given.optimizer, OffloadedOptimizer):
@@ -98,15 +98,19 @@ def prepare_trainer(
     return trainer
 
 
-def _check_arguments(args: Any) -> None:
+def _check_arguments(args: Any, *, is_over_ranks: bool) -> None:
     """Raises ConfigError that names arguments for tasks of the engine, or for tasks it cannot
-    do."""
+    do. `is_over_ranks`: the trainer leaves to the engine what concerns all ranks."""
     faults = [
         (args.fp16 or args.bf16, "fp16/bf16", "the precision is the model's: load it in bfloat16"),
         (bool(args.deepspeed), "deepspeed", "state is offloaded by infinity.offload already"),
         (bool(args.fsdp), "fsdp", "state is offloaded by infinity.offload already"),
         (args.n_gpu > 1, "n_gpu", "one process uses one GPU: set CUDA_VISIBLE_DEVICES"),
-        (args.world_size > 1, "world_size", "one process; ranks are not supported yet"),
+        (
+            args.world_size > 1 and not is_over_ranks,
+            "world_size",
+            "one process; ranks are not supported yet",
+        ),
         (args.torch_compile, "torch_compile", "compile the model's blocks before offloading"),
         (
             str(getattr(args.optim, "value", args.optim)) not in _OPTIMIZERS,
@@ -215,6 +219,7 @@ class OffloadedTrainer(LayerMajorSteps):
     """The methods in which a Trainer differs for an offloaded model. `prepare_trainer` mixes
     them in."""
 
+    is_over_ranks = False
     state: Any
     optimizer: Any
 

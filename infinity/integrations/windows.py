@@ -71,9 +71,8 @@ def _overrides(trainer: Any, method: str) -> str | None:
     if method in vars(trainer):
         return "the trainer object"
     for cls in type(trainer).__mro__:
-        is_known = (cls.__module__, cls.__name__) in _KNOWN_STEPS or issubclass(
-            LayerMajorSteps, cls
-        )
+        is_own = issubclass(LayerMajorSteps, cls) or issubclass(cls, LayerMajorSteps)
+        is_known = (cls.__module__, cls.__name__) in _KNOWN_STEPS or is_own
         if method in vars(cls) and not is_known:
             return cls.__name__
     return None

@@ -12,10 +12,11 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from infinity.config import DataSource, SwapConfig
+from infinity.config import SwapConfig
 from infinity.errors import ConfigError
 from infinity.sizes import MIB
 from infinity.training.data import Tokenizer, collect_files
+from infinity.training.records import load_records
 
 _SAMPLE_NBYTES = 2 * MIB  # Of each file.
 _CHUNK_NBYTES = 8 * MIB
@@ -44,9 +45,8 @@ def read_data(paths: Sequence[Path], tokenizer: Tokenizer) -> DataFacts:
     table = {"data": {"paths": [str(path.resolve()) for path in paths]}}
     data = SwapConfig.load(table).data
     assert data is not None
-    collect_files(data.paths)
-    files = [file for source in data.paths for file in _files_of(source)]
-    found = [_read(file, tokenizer) for file in files]
+    sources = collect_files(data.paths)
+    found = [_read(file, tokenizer) for file in (*sources.texts, *sources.records)]
     return DataFacts(
         noun=found[0].noun,
         num_records=sum(each.num_records for each in found),
@@ -54,13 +54,6 @@ def read_data(paths: Sequence[Path], tokenizer: Tokenizer) -> DataFacts:
         longest=max(each.longest for each in found),
         is_exact=all(each.is_exact for each in found),
     )
-
-
-def _files_of(source: DataSource) -> list[Path]:
-    place = source.location
-    if place.is_file():
-        return [place]
-    return sorted(file for file in place.glob(source.pattern) if file.is_file())
 
 
 def _read(file: Path, tokenizer: Tokenizer) -> DataFacts:
@@ -91,7 +84,10 @@ def _read(file: Path, tokenizer: Tokenizer) -> DataFacts:
 
 
 def _records(file: Path) -> Iterator[dict[str, Any]]:
-    """Yields the records of JSON lines, JSON or Parquet; nothing of text."""
+    """Yields the records of JSON lines, JSON, Parquet or `datasets`; nothing of text."""
+    if file.is_dir():
+        yield from load_records([file])
+        return
     if file.suffix == ".parquet":
         from pyarrow import parquet
 
@@ -115,6 +111,8 @@ def _records(file: Path) -> Iterator[dict[str, Any]]:
 
 def _count(file: Path, num_sampled: int, sampled_nbytes: int) -> int:
     """Returns the number of all records: of the lines, of the rows, or an estimate by bytes."""
+    if file.is_dir():
+        return len(load_records([file]))
     if file.suffix == ".parquet":
         from pyarrow import parquet
 

@@ -86,7 +86,12 @@ def save_adapter(model: Any, directory: Path, *, tokenizer: Any = None) -> None:
         with reporting("save the adapter", directory):
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
-            model.save_pretrained(partial, state_dict=values, save_embedding_layers=False)
+            model.save_pretrained(
+                partial,
+                state_dict=values,
+                save_embedding_layers=False,
+                selected_adapters=["default"],  # TRL adds a second one, the reference of "dpo".
+            )
             if tokenizer is not None:
                 tokenizer.save_pretrained(partial)
             names = sorted(os.listdir(partial), key=lambda name: name == WEIGHTS_NAME)

@@ -1,14 +1,14 @@
-"""Makes batches of token ids from text files, deterministic for the same files and seed.
+"""Token ids from text files, and which files `[data]` means.
 
-Files are read in sorted order. Their tokens lie end to end in one file (one, two or four bytes per
-token, as the vocabulary needs) and are cut into sequences of equal length; a remainder at the end
-is dropped. A permutation drawn from the seed decides which sequences are held out and, epoch by
-epoch, the order of the others. Tokens are read back with pread, so that their pages do not count as
-resident.
+Files are read in sorted order. The tokens of text lie end to end in one file (one, two or four
+bytes per token, as the vocabulary needs) and are cut into sequences of equal length; a remainder at
+the end is dropped. Tokens are read back with pread, so that their pages do not count as resident:
+the text may be larger than memory. A permutation drawn from the seed decides which sequences are
+held out.
 
 Bytes are joined without changes. If a Hugging Face tokenizer has an end-of-text token, it follows
-each file. Files of conversations, JSON lines with `messages`, become marked sequences instead: see
-`infinity.training.chat`. The module uses numpy and does not import torch.
+each file. Records are read by `infinity.training.records`. The module uses numpy and does not
+import torch.
 """
 
 from __future__ import annotations
@@ -18,16 +18,21 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from infinity.config import PYTHON_STDLIB, Data, DataSource
+from infinity.config import PYTHON_STDLIB, DataSource
 from infinity.errors import ConfigError
 from infinity.sizes import MIB
-from infinity.training.chat import conversations, is_chat_file
-from infinity.training.text import Utf8, is_utf8, refuse_other_formats
+from infinity.training.text import (
+    Utf8,
+    is_records,
+    is_saved_dataset,
+    is_utf8,
+    refuse_other_formats,
+)
 from infinity.training.token_file import Ids, TokenFile
 
 _log = logging.getLogger(__name__)
@@ -37,36 +42,41 @@ _READ_NBYTES = MIB
 _NOT_STDLIB = frozenset({"site-packages", "dist-packages", "__pycache__"})
 
 
-def collect_files(sources: Sequence[DataSource]) -> list[Path]:
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """The files of `[data]`: all of them text, or all of them records."""
+
+    texts: list[Path]
+    records: list[Path]  # Files, or directories of `datasets.save_to_disk`.
+
+
+def collect_files(sources: Sequence[DataSource]) -> Sources:
     """Returns every file of every source once, sorted within each source.
 
     Hidden files and directories are skipped. Raises ConfigError that names a missing source, a
-    source without a matching file, or the first file that is no text. All files are conversations,
-    or none is.
+    source without a matching file, the first file that is neither text nor records, or one of each.
     """
-    files: dict[Path, None] = {}
+    files: dict[Path, bool] = {}  # Whether it holds records.
     for source in sources:
         found = _files_of(source)
         if not found:
             raise ConfigError(
                 f"data.paths: no file below {source.location} matches {source.pattern!r}"
             )
-        files.update(dict.fromkeys(found))
-    chats = [file for file in files if is_chat_file(file)]
-    if chats and len(chats) == len(files):
-        return list(files)
-    if chats:
-        other = next(file for file in files if file not in chats)
+        files.update({file: is_records(file) for file in found})
+    texts = [file for file, has_records in files.items() if not has_records]
+    records = [file for file, has_records in files.items() if has_records]
+    if texts and records:
         raise ConfigError(
-            f"data.paths: {chats[0]} holds conversations and {other} does not; expected one kind"
+            f"data.paths: {records[0]} holds records and {texts[0]} does not; expected one kind"
         )
-    as_json = [file for file in files if refuse_other_formats(file)]
+    as_json = [file for file in texts if refuse_other_formats(file)]
     if as_json:
         _log.warning(
             "data.paths: the lines of %s (%d files in all) are JSON objects; braces, quotes and "
             "keys are learned as they stand there", as_json[0], len(as_json),
         )  # fmt: skip
-    return list(files)
+    return Sources(texts, records)
 
 
 class Tokenizer(Protocol):
@@ -89,12 +99,19 @@ class Tokenizer(Protocol):
         """Returns the form of a token in messages."""
         ...
 
+    def for_records(self) -> Any:
+        """Returns the same tokenizer as an object of transformers."""
+        ...
+
 
 class ByteTokenizer:
     """A tokenizer whose 256 tokens are the UTF-8 bytes."""
 
     name = "bytes"
     vocab_size = 256
+
+    def __init__(self) -> None:
+        self._fast: Any = None
 
     def encode_file(self, chunks: Iterator[bytes]) -> Iterator[Ids]:
         """Yields the ids of a file, piece by piece."""
@@ -113,6 +130,30 @@ class ByteTokenizer:
     def token(self, token_id: int) -> str:
         """Returns the token as messages show it."""
         return repr(bytes([token_id]))
+
+    def for_records(self) -> Any:
+        """Token 0, which no text has, ends and fills records."""
+        if self._fast is None:
+            from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+            from transformers import PreTrainedTokenizerFast
+
+            vocabulary = {_byte_char(byte): byte for byte in range(1, 256)}
+            backend = Tokenizer(models.BPE({"\0": 0} | vocabulary, []))
+            backend.pre_tokenizer = pre_tokenizers.ByteLevel(
+                add_prefix_space=False, use_regex=False
+            )
+            backend.decoder = decoders.ByteLevel()
+            self._fast = PreTrainedTokenizerFast(
+                tokenizer_object=backend, pad_token="\0", eos_token="\0"
+            )
+        return self._fast
+
+
+def _byte_char(byte: int) -> str:
+    """Returns the character by which byte-level tokenizers write a byte (GPT-2, `encoder.py`)."""
+    is_shown = 33 <= byte <= 126 or 161 <= byte <= 172 or 174 <= byte <= 255
+    hidden = [b for b in range(256) if not (33 <= b <= 126 or 161 <= b <= 172 or 174 <= b <= 255)]
+    return chr(byte) if is_shown else chr(256 + hidden.index(byte))
 
 
 class HuggingFaceTokenizer:
@@ -149,6 +190,10 @@ class HuggingFaceTokenizer:
     def token(self, token_id: int) -> str:
         """Returns the token as messages show it."""
         return repr(self.tokenizer.convert_ids_to_tokens(token_id))
+
+    def for_records(self) -> Any:
+        """Returns the object of transformers."""
+        return self.tokenizer
 
 
 def open_tokenizer(which: Path | str) -> Tokenizer:
@@ -194,43 +239,6 @@ def tokenize(
     return tokens
 
 
-def tokenize_conversations(
-    files: Sequence[Path],
-    tokenizer: Tokenizer,
-    *,
-    vocab_size: int,
-    sequence_length: int,
-    max_nbytes: int | None = None,
-    directory: str | os.PathLike[str] | None = None,
-) -> TokenFile:
-    """Writes the marked sequences of all conversations, each `sequence_length` entries.
-
-    Raises ConfigError as `tokenize` and `infinity.training.chat.conversations` do.
-    """
-    tokens = TokenFile(vocab_size=vocab_size, is_marked=True, directory=directory)
-    left_nbytes = max_nbytes
-    try:
-        for path in files:
-            if left_nbytes is not None and left_nbytes <= 0:
-                break
-            for marks in conversations(
-                path, tokenizer, sequence_length=sequence_length, max_nbytes=left_nbytes
-            ):
-                _refuse_strangers(np.where(marks < 0, ~marks, marks), tokenizer, vocab_size, path)
-                tokens.append(marks)
-            if left_nbytes is not None:
-                left_nbytes -= path.stat().st_size
-        if tokens.num_tokens == 0:
-            raise ConfigError(
-                f"data.paths: {len(files)} files were read, but no conversation in them has a "
-                f"message of an assistant, e.g. {files[0]}"
-            )
-    except BaseException:
-        tokens.close()
-        raise
-    return tokens
-
-
 def _refuse_strangers(ids: Ids, tokenizer: Tokenizer, vocab_size: int, path: Path) -> None:
     """Raises ConfigError for an id without an embedding."""
     if len(ids) and int(ids.max()) >= vocab_size:
@@ -265,114 +273,31 @@ def split_sequences(num_sequences: int, *, held_out: float, seed: int, shuffle: 
     return Split(train=np.sort(order[:num_train]), held_out=np.sort(order[num_train:]))
 
 
-class Batches:
-    """Batches of sequences. The seed and its number alone determine a batch.
+class Sequences:
+    """Reads sequences of equal length from a token file: the transform of a dataset of numbers.
 
-    A batch is (batch_size, sequence_length) int64. Labels are the ids themselves, because Hugging
-    Face models shift them; with `is_marked`, `infinity.training.marks.split_marks` gives both. The
-    remainder of an epoch that does not fill a batch is skipped in that epoch.
+    The ids of a sequence are its labels, too. The file is open as long as this object is used;
+    `datasets` identifies the object by `key`.
     """
 
-    def __init__(
-        self,
-        tokens: TokenFile,
-        *,
-        sequence_length: int,
-        batch_size: int,
-        held_out: float,
-        seed: int,
-        shuffle: bool,
-    ) -> None:
-        num_sequences = tokens.num_tokens // sequence_length
-        split = split_sequences(num_sequences, held_out=held_out, seed=seed, shuffle=shuffle)
-        if len(split.train) < batch_size:
-            raise ConfigError(
-                f"the text has {tokens.num_tokens} tokens, {num_sequences} sequences of "
-                f"data.sequence_length={sequence_length}, {len(split.held_out)} of them held out: "
-                f"{len(split.train)} are left for train.batch_size={batch_size}. Give more text, "
-                "shorter sequences or a smaller batch"
-            )
-        self.split = split
-        self.sequence_length = sequence_length
-        self.batch_size = batch_size
-        self.batches_per_epoch = len(split.train) // batch_size
-        self.num_tokens = tokens.num_tokens
-        self.tokens_sha256 = tokens.sha256
-        self.is_marked = tokens.is_marked
+    def __init__(self, tokens: TokenFile, length: int) -> None:
         self._tokens = tokens
-        self._seed = seed
-        self._shuffle = shuffle
-        self._epoch = -1
-        self._order = split.train
+        self._length = length
+        self.key = (tokens.sha256, length)
 
-    def train_batch(self, index: int) -> npt.NDArray[np.int64]:
-        """Returns batch number `index`, counted from 0 through all epochs."""
-        epoch, position = divmod(index, self.batches_per_epoch)
-        if epoch != self._epoch:
-            self._epoch = epoch
-            self._order = self.split.train
-            if self._shuffle:
-                # Stream 0 made the split; epochs use the streams after it.
-                self._order = self._order[_permutation(len(self._order), self._seed, epoch + 1)]
-        start = position * self.batch_size
-        return self._gather(self._order[start : start + self.batch_size])
+    def __call__(self, rows: dict[str, list[int]]) -> dict[str, list[Ids]]:
+        """Returns ids and labels of the numbered sequences."""
+        length = self._length
+        ids: list[Ids] = [
+            self._tokens.read(row * length, length).astype(np.int64) for row in rows["sequence"]
+        ]
+        return {"input_ids": ids, "labels": ids}
 
-    def held_out_batches(self, limit: int) -> Iterator[npt.NDArray[np.int64]]:
-        """Yields the first `limit` held-out batches, always the same ones; the last may be
-        smaller."""
-        held_out = self.split.held_out
-        for start in range(0, min(len(held_out), limit * self.batch_size), self.batch_size):
-            yield self._gather(held_out[start : start + self.batch_size])
+    def __deepcopy__(self, memo: dict[int, object]) -> Sequences:
+        return self
 
-    def close(self) -> None:
-        """Closes the file of tokens."""
-        self._tokens.close()
-
-    def _gather(self, sequences: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        length = self.sequence_length
-        rows = [self._tokens.read(int(sequence) * length, length) for sequence in sequences]
-        return np.stack(rows).astype(np.int64)
-
-
-def open_batches(
-    data: Data,
-    tokenizer: Tokenizer,
-    *,
-    batch_size: int,
-    vocab_size: int,
-    directory: str | os.PathLike[str] | None = None,
-) -> Batches:
-    """Does everything from `[data]` to batches. Raises ConfigError as its parts do."""
-    files = collect_files(data.paths)
-    if is_chat_file(files[0]):
-        tokens = tokenize_conversations(
-            files,
-            tokenizer,
-            vocab_size=vocab_size,
-            sequence_length=data.sequence_length,
-            max_nbytes=data.max_bytes,
-            directory=directory,
-        )
-    else:
-        tokens = tokenize(
-            files,
-            tokenizer,
-            vocab_size=vocab_size,
-            max_nbytes=data.max_bytes,
-            directory=directory,
-        )
-    try:
-        return Batches(
-            tokens,
-            sequence_length=data.sequence_length,
-            batch_size=batch_size,
-            held_out=data.held_out,
-            seed=data.seed,
-            shuffle=data.shuffle,
-        )
-    except BaseException:
-        tokens.close()
-        raise
+    def __reduce__(self) -> tuple[type[tuple[object, ...]], tuple[object, ...]]:
+        return tuple, (self.key,)  # Hashed by `datasets`, never read back.
 
 
 def _files_of(source: DataSource) -> list[Path]:
@@ -381,11 +306,12 @@ def _files_of(source: DataSource) -> list[Path]:
         return [location]
     if not location.is_dir():
         raise ConfigError(f"data.paths: {location} does not exist")
+    if is_saved_dataset(location):
+        return [location]
+    found = _matching(location, source.pattern)
+    if not found and "pattern" not in source.model_fields_set:
+        found = [path for path in _matching(location, "**/*") if is_records(path)]
     excluded = _NOT_STDLIB if source.path == PYTHON_STDLIB else frozenset()
-    try:
-        found = sorted(location.glob(source.pattern))
-    except (ValueError, NotImplementedError) as error:
-        raise ConfigError(f"data.paths: pattern {source.pattern!r}: {error}") from None
     files = []
     for path in found:
         parts = path.relative_to(location).parts
@@ -396,6 +322,13 @@ def _files_of(source: DataSource) -> list[Path]:
     if source.path == PYTHON_STDLIB:
         return [path for path in files if is_utf8(path)]
     return files
+
+
+def _matching(location: Path, pattern: str) -> list[Path]:
+    try:
+        return sorted(location.glob(pattern))
+    except (ValueError, NotImplementedError) as error:
+        raise ConfigError(f"data.paths: pattern {pattern!r}: {error}") from None
 
 
 class _Chunks:

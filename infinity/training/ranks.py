@@ -35,7 +35,9 @@ def job_rank(config: SwapConfig) -> Iterator[JobRank]:
         yield JobRank()
         return
     if is_given:
-        yield JobRank(dist.get_rank(), dist.get_world_size())
+        rank = JobRank(dist.get_rank(), dist.get_world_size())
+        with _torchrun_variables(rank):
+            yield rank
         return
     is_cuda = config.tiers.device.kind != "cpu" and torch.cuda.is_available()
     if is_cuda:
@@ -46,3 +48,17 @@ def job_rank(config: SwapConfig) -> Iterator[JobRank]:
         yield JobRank(dist.get_rank(), dist.get_world_size())
     finally:
         dist.destroy_process_group()
+
+
+@contextmanager
+def _torchrun_variables(rank: JobRank) -> Iterator[None]:
+    """Sets the variables of torchrun that are missing: accelerate reads ranks from them, not from
+    the process group."""
+    wanted = {"RANK": rank.rank, "WORLD_SIZE": rank.count, "LOCAL_RANK": rank.rank}
+    missing = {name: str(value) for name, value in wanted.items() if name not in os.environ}
+    os.environ.update(missing)
+    try:
+        yield
+    finally:
+        for name in missing:
+            os.environ.pop(name, None)

@@ -15,14 +15,21 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.live import Live
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
-from rich.text import Text
 
-from infinity.sizes import format_nbytes
-from infinity.training.loop import StepOutcome
+from infinity.sizes import GIB, format_nbytes
 from infinity.training.metrics import MetricsFile
 from infinity.training.streams import lost_streams
+from infinity.training.trainer import StepOutcome
 
 # Counter of the bytes -> the usual name of the link.
 LINKS = {
@@ -109,6 +116,7 @@ class MetricsRecord:
             "loss": outcome.loss,
             "held_out_loss": held_out_loss,
             "learning_rate": outcome.learning_rate,
+            "epoch": outcome.epoch,
             "grad_norm": outcome.grad_norm,
             "num_tokens": outcome.num_tokens,
             "skipped": outcome.skipped,
@@ -123,11 +131,29 @@ class MetricsRecord:
             "peak_rss_nbytes": self.peak_rss_nbytes,
         }
 
+    def tracked(self) -> dict[str, float]:
+        """Returns the numbers that trackers get beside TRL's own."""
+        norm = self.outcome.grad_norm
+        return ({} if norm is None else {"grad_norm": norm}) | {
+            "tokens_per_s": self.tokens_per_s,
+            "step_s": self.elapsed_s,
+            "read_gb_per_s": self.moved_nbytes["nvme_read_nbytes"] / self.elapsed_s / 1e9,
+            "write_gb_per_s": self.moved_nbytes["nvme_write_nbytes"] / self.elapsed_s / 1e9,
+            "stall_share": self.stall_share,
+            "host_in_use_gib": self.host_in_use_nbytes / GIB,
+        }
+
     def to_line(self, steps: int, held_out_loss: float | None) -> str:
         """Returns the line that is printed during the run."""
-        moved = self.moved_nbytes
+        return "  ".join([f"step {self.outcome.step}/{steps}", *self._parts(held_out_loss)])
+
+    def to_text(self, held_out_loss: float | None) -> str:
+        """Returns what stands beside the bar of a terminal."""
+        return "  ".join(self._parts(held_out_loss))
+
+    def _parts(self, held_out_loss: float | None) -> list[str]:
+        moved, epoch = self.moved_nbytes, self.outcome.epoch
         parts = [
-            f"step {self.outcome.step}/{steps}",
             f"loss {self.outcome.loss:.3f}",
             f"held-out {'-' if held_out_loss is None else format(held_out_loss, '.3f')}",
             f"{self.tokens_per_s:,.0f} tokens/s",
@@ -136,9 +162,11 @@ class MetricsRecord:
             f"stall {self.stall_share:.0%}",
             f"host {format_nbytes(self.host_in_use_nbytes)}",
         ]
+        if epoch is not None:
+            parts.insert(0, f"epoch {epoch:.2f}")
         if self.outcome.skipped is not None:
-            parts.insert(2, "SKIPPED")
-        return "  ".join(parts)
+            parts.insert(0, "SKIPPED")
+        return parts
 
 
 @dataclass(kw_only=True)
@@ -156,6 +184,8 @@ class Summary:
     export_directory: str | None = None
     sample: str | None = None
     interrupted_by: str | None = None
+    stopped_early: bool = False
+    best_step: int | None = None  # The step of the weights in `best`.
     resumed_at: int = 0
     checkpoint: str | None = None
     update_on: str = "host"
@@ -176,6 +206,8 @@ class Summary:
             "steps_skipped": len(self.records) - len(taken),
             "resumed_at": self.resumed_at,
             "interrupted_by": self.interrupted_by,
+            "stopped_early": self.stopped_early,
+            "best_step": self.best_step,
             "num_parameters": self.num_parameters,
             "num_tokens": num_tokens,
             "update_on": self.update_on,
@@ -223,7 +255,8 @@ class Summary:
 class Reporter:
     """Writes metrics.jsonl and prints to the terminal; close it.
 
-    On a terminal it keeps a live line, otherwise it prints one plain line per `log_every` steps.
+    On a terminal it keeps a bar with the time that is left, otherwise it prints one plain line per
+    `log_every` steps.
     `start` replaces the metrics of an earlier run, or keeps those up to the resumed step; before
     `start` only `note` may be called. Without a path there are no metrics.
     """
@@ -233,7 +266,7 @@ class Reporter:
         self._steps = steps
         self._log_every = log_every
         self._metrics: MetricsFile | None = None
-        self._live: Live | None = None
+        self._bar: tuple[Progress, TaskID] | None = None
         self._held_out_loss: float | None = None
 
     def start(self, metrics_path: Path | None, *, resumed_at: int = 0) -> None:
@@ -242,7 +275,7 @@ class Reporter:
             self._metrics = MetricsFile(metrics_path, resumed_at=resumed_at, say=self.note)
 
     def note(self, text: str) -> None:
-        """Prints a line above the live line."""
+        """Prints a line above the bar."""
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def step(self, record: MetricsRecord, held_out_loss: float | None) -> None:
@@ -254,7 +287,7 @@ class Reporter:
             self._held_out_loss = held_out_loss
         line = record.to_line(self._steps, self._held_out_loss)
         if self._console.is_terminal:
-            self._show_live(line)
+            self._show(step, record.to_text(self._held_out_loss))
         elif step % self._log_every == 0 or step in (1, self._steps):
             self.note(line)
         if record.outcome.skipped is not None:
@@ -271,10 +304,10 @@ class Reporter:
         return [*([metrics] if metrics else []), *lost_streams()]
 
     def end_of_steps(self) -> None:
-        """Ends the live line."""
-        if self._live is not None:
-            self._live.stop()
-            self._live = None
+        """Ends the bar."""
+        if self._bar is not None:
+            self._bar[0].stop()
+            self._bar = None
 
     def summary(self, summary: Summary) -> None:
         """Prints the summary, as a table on a terminal."""
@@ -296,12 +329,18 @@ class Reporter:
         if self._metrics is not None:
             self._metrics.close()
 
-    def _show_live(self, line: str) -> None:
-        text = Text(line, no_wrap=True, overflow="ellipsis")
-        if self._live is None:
-            self._live = Live(text, console=self._console, auto_refresh=False)
-            self._live.start()
-        self._live.update(text, refresh=True)
+    def _show(self, step: int, text: str) -> None:
+        if self._bar is None:
+            bar = Progress(
+                TextColumn("step"), MofNCompleteColumn(), BarColumn(20), TimeElapsedColumn(),
+                TextColumn("ETA"), TimeRemainingColumn(), TextColumn("{task.description}"),
+                console=self._console, auto_refresh=False, speed_estimate_period=600,
+            )  # fmt: skip
+            # The first step is over; the time that is left is that of the steps after it.
+            self._bar = bar, bar.add_task(text, total=self._steps, completed=step)
+            bar.start()
+        progress, task = self._bar
+        progress.update(task, completed=step, description=text, refresh=True)
 
 
 def peak_rss_nbytes() -> int:
@@ -332,6 +371,8 @@ def write_summary(path: Path, summary: Summary) -> None:
 def _summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
     done, asked = summary["steps_done"], summary["steps_asked"]
     interrupted = f", ended by {summary['interrupted_by']}" if summary["interrupted_by"] else ""
+    if summary["stopped_early"]:
+        interrupted = ", ended as the held-out loss fell no more"
     before = summary["resumed_at"]
     resumed = f", {before} of them before this run" if before else ""
     rows = [
@@ -352,6 +393,8 @@ def _summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
             ("held-out loss", held_out or "-"),
             ("speed", f"{speed}, {summary['step_median_s']:.2f} s a step (median)"),
         ]
+    if summary["best_step"]:
+        rows.append(("best", f"the weights of step {summary['best_step']}, in best"))
     for name, title in LINKS.items():
         link = summary["links"][name]
         if link["nbytes"]:

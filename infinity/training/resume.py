@@ -19,12 +19,21 @@ from infinity.checkpoint.run.load import Loaded, read_program
 from infinity.checkpoint.run.removal import damaged_after, give_up, set_aside
 from infinity.config import SwapConfig
 from infinity.errors import ConfigError, CorruptionError, InfinityError
-from infinity.training.data import Batches
 
-_DATA_KEYS = ("sequence_length", "held_out", "seed", "shuffle")
-_TRAIN_KEYS = ("batch_size", "schedule", "warmup_steps", "min_lr_ratio", "seed")
+_DATA_KEYS = (
+    "sequence_length", "packing", "assistant_only_loss", "held_out", "seed", "shuffle",
+)  # fmt: skip
+_TRAIN_KEYS = (
+    "method", "dpo_beta", "batch_size", "schedule", "warmup_steps", "min_lr_ratio", "seed",
+)  # fmt: skip
+# Keys of the learning rate over the run, and its length. A continuation may change them on request.
+_ACCEPTED = frozenset((
+    "optimizer.lr", "train.steps", "train.epochs", "train.schedule", "train.warmup_steps",
+    "train.min_lr_ratio",
+))  # fmt: skip
 _BATCHES_KEY = "train.gradient_accumulation_steps"
 _IDENTITY = "run"
+TRAINER_STATE = "trainer"  # The key of TRL's state in `extra`.
 
 
 def plan_resume(
@@ -130,9 +139,9 @@ def _newest_before(config: SwapConfig, path: Path) -> Path | None:
     return None
 
 
-def identity_of(config: SwapConfig, batches: Batches, *, num_ranks: int = 1) -> dict[str, Any]:
+def identity_of(config: SwapConfig, tokens_sha256: str, *, num_ranks: int = 1) -> dict[str, Any]:
     """Returns the settings that the numbers of a run depend on, by dotted key, for `extra` of a
-    checkpoint."""
+    checkpoint. `tokens_sha256` is the digest of all tokens that the run trains on."""
     table = config.to_dict()
     facts = {f"optimizer.{key}": table["optimizer"][key] for key in config.optimizer.keys}
     facts |= {f"precision.{key}": value for key, value in table["precision"].items()}
@@ -141,35 +150,50 @@ def identity_of(config: SwapConfig, batches: Batches, *, num_ranks: int = 1) -> 
     facts |= {f"train.{key}": table["train"][key] for key in _TRAIN_KEYS}
     facts[_BATCHES_KEY] = table["train"]["gradient_accumulation_steps"] * num_ranks
     if table["train"]["schedule"] != "constant":  # With a constant rate, a run may be made longer.
-        facts["train.steps"] = table["train"]["steps"]
+        facts |= {f"train.{key}": table["train"][key] for key in ("steps", "epochs")}
     if table["schedule"]["micro_batch"] is not None:  # It decides which random numbers are drawn.
         facts["schedule.micro_batch"] = table["schedule"]["micro_batch"]
     facts["model.config"] = table["model"]["config"]
     if config.adapter is not None:
         own = {"resume"}  # Its values are in the checkpoint.
         facts |= {f"adapter.{k}": v for k, v in table["adapter"].items() if k not in own}
-    facts["the SHA-256 of the tokens"] = batches.tokens_sha256
+    facts["the SHA-256 of the tokens"] = tokens_sha256
     return {_IDENTITY: facts}
 
 
-def check_same_run(loaded: Loaded, identity: dict[str, Any]) -> None:
-    """Raises ConfigError that names every changed key."""
+def check_same_run(
+    loaded: Loaded, identity: dict[str, Any], *, accept_changes: bool = False
+) -> list[str]:
+    """Raises ConfigError that names every changed key.
+
+    With `accept_changes` the learning rate, its schedule and the number of steps may change; then
+    returns what has, for messages.
+    """
     before = loaded.extra.get(_IDENTITY)
-    if not isinstance(before, dict):
+    if not isinstance(before, dict) or TRAINER_STATE not in loaded.extra:
         raise ConfigError(f"{loaded.path} was not written by `infinity train`")
     now = identity[_IDENTITY]
-    changed = [
-        f"{_name(key)} is {now.get(key)!r} and was {before.get(key)!r}"
-        for key in sorted({*now, *before})
-        if now.get(key) != before.get(key)
-    ]
-    if changed:
+    keys = [key for key in sorted({*now, *before}) if now.get(key) != before.get(key)]
+    changed = {key: f"{_name(key)} is {now.get(key)!r} and was {before.get(key)!r}" for key in keys}
+    can_accept = changed.keys() <= _ACCEPTED
+    if changed and not (accept_changes and can_accept):
         has_others = now.get(_BATCHES_KEY) != before.get(_BATCHES_KEY)
         raise ConfigError(
             f"{loaded.path} is of another run, so this would be no continuation: "
-            + "; ".join(changed)
+            + "; ".join(changed.values())
             + (". Each step has to see as many batches as before" if has_others else "")
+            + (". To go on with it nevertheless, add --accept-changes" if can_accept else "")
         )
+    return [f"accepted since {loaded.path.name}: {each}" for each in changed.values()]
+
+
+def follow(scheduler: Any, optimizer: Any, lr: float) -> None:
+    """Makes a restored schedule go on with the peak `lr`, from the step that it has reached."""
+    rates = [lr * factor(scheduler.last_epoch) for factor in scheduler.lr_lambdas]
+    state = scheduler.state_dict()
+    scheduler.load_state_dict(state | {"base_lrs": [lr] * len(rates), "_last_lr": rates})
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["initial_lr"], group["lr"] = lr, rate
 
 
 def _name(key: str) -> str:

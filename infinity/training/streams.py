@@ -47,6 +47,10 @@ class Outliving:
 
     def write(self, text: str) -> int:
         """Writes to the stream; a stream that is gone is noted and does not end the run."""
+        if not isinstance(
+            text, str
+        ):  # click asks by writing no bytes whether bytes may be written.
+            raise TypeError(f"expected text, got {type(text).__name__}")
         try:
             for start in range(0, len(text), _PART):
                 if self._is_read():

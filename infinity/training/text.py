@@ -14,10 +14,8 @@ from infinity.errors import ConfigError
 
 _HEAD_NBYTES = 1 << 16
 _FORMATS = {
-    "JSON lines": "jsonl jsonlines ndjson ldjson jl",
-    "JSON": "json json5 geojson ipynb",
+    "JSON": "json5 geojson ipynb",
     "a table": "csv tsv psv xls xlsx ods",
-    "Parquet": "parquet pq",
     "Arrow": "arrow feather ipc",
     "ORC": "orc",
     "Avro": "avro",
@@ -30,6 +28,13 @@ _FORMATS = {
     "an image, sound or film": "png jpg jpeg gif webp bmp tiff wav mp3 flac ogg mp4 mkv avi webm",
     "a program": "exe dll so o a pyc class jar wasm",
 }
+# Endings of records, and the reader of `datasets` for them.
+READERS = {
+    **dict.fromkeys((".jsonl", ".jsonlines", ".ndjson", ".ldjson", ".jl", ".json"), "json"),
+    **dict.fromkeys((".parquet", ".pq"), "parquet"),
+}
+# Files that `save_to_disk` writes for a dataset, and for a dictionary of datasets.
+_SAVED_NAMES = ("state.json", "dataset_dict.json")
 _BY_ENDING = {f".{end}": name for name, ends in _FORMATS.items() for end in ends.split()}
 _BY_BEGINNING = {
     b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ\0": "xz", b"\x28\xb5\x2f\xfd": "zstd",
@@ -39,9 +44,24 @@ _BY_BEGINNING = {
 }  # fmt: skip
 _PROSE = frozenset((".txt", ".text", ".md", ".rst"))  # Endings that declare text.
 _REMEDY = (
-    "data.paths takes plain text in UTF-8, or JSON lines that each have a list of messages. Write "
-    "the text that is to be learned to .txt files"
+    "data.paths takes plain text in UTF-8, or records as JSON lines, JSON, Parquet or a directory "
+    "of `datasets`. Write the text that is to be learned to .txt files"
 )
+
+
+def is_saved_dataset(path: Path) -> bool:
+    """Whether `datasets.save_to_disk` wrote this directory."""
+    return any((path / name).is_file() for name in _SAVED_NAMES)
+
+
+def is_records(path: Path) -> bool:
+    """Whether a file or directory holds records by its name, or JSON lines without such a name."""
+    if path.is_dir():
+        return is_saved_dataset(path)
+    if path.suffix.lower() in READERS:
+        return True
+    is_named = path.suffix.lower() in _BY_ENDING or path.suffix.lower() in _PROSE
+    return not is_named and path.is_file() and _are_json_lines(_head(path))
 
 
 def refuse_other_formats(path: Path) -> bool:
@@ -49,17 +69,13 @@ def refuse_other_formats(path: Path) -> bool:
 
     Returns True if the name declares text, but the lines are JSON objects.
     """
-    endings = [suffix.lower() for suffix in path.suffixes]
-    found = _BY_ENDING.get(endings[-1]) if endings else None
+    found = _BY_ENDING.get(path.suffix.lower())
     head = b"" if found else _head(path)
     for beginning, name in _BY_BEGINNING.items():
         found = found or (name if head.startswith(beginning) else None)
-    has_json_lines = found is None and _are_json_lines(head)
-    if has_json_lines and not _PROSE.intersection(endings):
-        found = "JSON lines"
     if found is not None:
         raise ConfigError(f"data.paths: {path} is {found}, not text; {_REMEDY}")
-    return has_json_lines
+    return _are_json_lines(head)
 
 
 def _are_json_lines(head: bytes) -> bool:

@@ -19,6 +19,8 @@ from safetensors.torch import load_file
 from infinity.config import SwapConfig
 from infinity.errors import ConfigError
 from infinity.training import program
+from infinity.training.run import Run
+from infinity.training.trainer import RunTrainer
 
 from .processes import run_ranks
 
@@ -60,14 +62,14 @@ def _train(rank: int, directory: str, name: str, accumulation: int) -> tuple[str
 def _train_stopped(rank: int, directory: str) -> int:
     """A run with checkpoints that one of the ranks is asked to end in its second step."""
     table = _table(Path(directory), "parts", 1, checkpoint={})
-    step = program.Loop.step
+    begin = Run.begin_step
 
-    def stop(loop: program.Loop) -> Any:
-        if rank == 1 and loop.num_steps == 1:
+    def stop(run: Run) -> None:
+        if rank == 1 and run.num_steps == 1:
             os.kill(os.getpid(), signal.SIGTERM)
-        return step(loop)
+        begin(run)
 
-    program.Loop.step = stop  # type: ignore[method-assign]
+    Run.begin_step = stop  # type: ignore[method-assign]
     _, exit_code = program.train(SwapConfig.load(table), console=Console(file=io.StringIO()))
     return exit_code
 
@@ -117,25 +119,26 @@ def _train_with_overflows(rank: int, directory: str, name: str, accumulation: in
     micro-batch of one rank."""
     table = _table(Path(directory), name, accumulation)
     table["train"] |= {"steps": 5, "nonfinite": "skip"}
-    whole, seen = program.Loop._loss, [0, 0]
+    seen = [0, 0]
 
-    def overflow(loop: Any, ids: Any) -> Any:
-        loss = whole(loop, ids)
-        if not loop._model.training:
+    def overflow(self: Any, *args: Any, **options: Any) -> Any:
+        loss = super(RunTrainer, self).compute_loss(*args, **options)
+        step = self.state.global_step
+        if not self.model.training:
             return loss
-        seen[:] = [loop.num_steps, seen[1] + 1 if seen[0] == loop.num_steps else 0]
+        seen[:] = [step, seen[1] + 1 if seen[0] == step else 0]
         is_first = rank == 0 and seen[1] == 0
-        if loop.num_steps == 1 and is_first:
+        if step == 1 and is_first:
             return loss * float("nan")
-        if loop.num_steps == 3 and is_first:
+        if step == 3 and is_first:
             loss.register_hook(lambda gradient: gradient * float("inf"))
         return loss
 
-    program.Loop._loss = overflow  # type: ignore[method-assign]
+    RunTrainer.compute_loss = overflow  # type: ignore[method-assign]
     try:
         _, exit_code = program.train(SwapConfig.load(table), console=Console(file=io.StringIO()))
     finally:
-        program.Loop._loss = whole  # type: ignore[method-assign]
+        del RunTrainer.compute_loss
     return exit_code
 
 

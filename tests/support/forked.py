@@ -26,6 +26,7 @@ _PRELOADED = [
     "infinity.cli.train",
     "infinity.testing.models",
     "infinity.training.program",
+    "trl.trainer.sft_trainer",
 ]
 
 TIME_LIMIT_S = 600.0  # Of a hang, on the slowest machine; what is tested takes seconds.

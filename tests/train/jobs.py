@@ -43,15 +43,15 @@ COMMAND = "from infinity.cli import main; main()"
 # Takes no step beyond the first so many until it is asked to end: who watches it may be slow.
 HELD = """
 import sys, time
-from infinity.training.program import _Run
-limit, is_stopped = int(sys.argv.pop(1)), _Run._is_stopped
+from infinity.training.run import Run
+limit, is_stopped = int(sys.argv.pop(1)), Run._is_stopped
 
 def hold(run, interrupt):
-    while run._loop.num_steps >= limit and interrupt.received is None:
+    while run.num_steps >= limit and interrupt.received is None:
         time.sleep(0.01)
     return is_stopped(run, interrupt)
 
-_Run._is_stopped = hold
+Run._is_stopped = hold
 """
 
 

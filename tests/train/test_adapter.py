@@ -1,4 +1,4 @@
-"""`infinity train` with [adapter]: the bits of PyTorch and PEFT in memory, in PEFT's format."""
+"""`infinity train` with [adapter]: the bits of TRL and PEFT in memory, in PEFT's format."""
 
 from __future__ import annotations
 
@@ -28,11 +28,9 @@ from infinity.errors import ConfigError
 from infinity.testing.quantized import tiny_causal_lm, write_decoded, write_quantized
 from infinity.training import program
 from infinity.training.adapter import auto_targets, expert_targets, save_adapter
-from infinity.training.chat import conversations
-from infinity.training.data import ByteTokenizer, open_batches
-from infinity.training.loop import make_scheduler, parameter_groups
-from infinity.training.marks import IGNORED, count_learned, split_marks
 from infinity.training.model import published_config
+
+from .plain import train as train_plainly
 
 SMALL = {
     "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_key_value_heads": 2,
@@ -93,10 +91,12 @@ def metrics(table: dict[str, Any]) -> list[tuple[float, float]]:
     return [(line["loss"], line["grad_norm"]) for line in lines]
 
 
-def plain(table: dict[str, Any], base: Path | None = None) -> tuple[Any, list[tuple[float, float]]]:
-    """(model, [(loss, norm)]) of the same run by PyTorch and PEFT with everything in memory."""
+def plain(
+    table: dict[str, Any], base: Path | None = None, data: Any = None, **options: Any
+) -> tuple[Any, list[tuple[float, float]]]:
+    """(model, [(loss, norm)]) of the same run by TRL and PEFT with everything in memory."""
     config = SwapConfig.load(table)
-    assert config.data and config.train and config.adapter and config.model
+    assert config.adapter and config.model
     model: Any = AutoModelForCausalLM.from_pretrained(base or config.model.path, dtype="auto")
     adapter = config.adapter
     torch.manual_seed(config.model.seed)
@@ -106,32 +106,9 @@ def plain(table: dict[str, Any], base: Path | None = None) -> tuple[Any, list[tu
         target_parameters=expert_targets(model) if adapter.experts else None,
     )  # fmt: skip
     model = peft.get_peft_model(model, lora).train()
-    batches = open_batches(config.data, ByteTokenizer(), batch_size=2, vocab_size=256)
-    options = config.optimizer
-    optimizer = torch.optim.AdamW(
-        parameter_groups(model, options), lr=options.lr, betas=options.betas, eps=options.eps,
-        fused=True,
-    )  # fmt: skip
-    scheduler = make_scheduler(optimizer, config.train)
-    outcomes = []
-    for step in range(config.train.steps):
-        numbers = (2 * step, 2 * step + 1)
-        marks = [torch.from_numpy(batches.train_batch(number)) for number in numbers]
-        total = sum(count_learned(each) for each in marks) if batches.is_marked else 0
-        shares = []
-        for each in marks:
-            ids, labels = split_marks(each) if batches.is_marked else (each, each)
-            loss = model(input_ids=ids, labels=labels, use_cache=False).loss
-            share = loss / (total / count_learned(each)) if total else loss / 2
-            share.backward()
-            shares.append(share.item())
-        trained = [p for p in model.parameters() if p.requires_grad]
-        norm = torch.nn.utils.clip_grad_norm_(trained, 0.5)
-        outcomes.append((sum(shares), norm.item()))
-        optimizer.step()
-        optimizer.zero_grad()
-        scheduler.step()
-    return model, outcomes
+    with tempfile.TemporaryDirectory() as directory:
+        steps = train_plainly(table, model, Path(directory), data, **options)
+    return model, [(loss, norm) for loss, norm, _ in steps]
 
 
 def values_of(model: Any) -> dict[str, torch.Tensor]:
@@ -377,152 +354,6 @@ def test_saving_an_adapter_reads_no_byte_of_the_base(tmp_path) -> None:
     assert sorted(path.name for path in (tmp_path / "saved").iterdir()) == [
         "README.md", "adapter_config.json", "adapter_model.safetensors",
     ]  # fmt: skip
-
-
-# -- Conversations ---------------------------------------------------------------------------------
-
-CHAT = [
-    {"messages": [
-        {"role": "user", "content": f"what is {i} squared?"},
-        {"role": "assistant", "content": str(i * i)},
-        {"role": "user", "content": "sure?"},
-        {"role": "assistant", "content": "yes" * (i % 3 + 1)},
-    ]}
-    for i in range(60)
-]  # fmt: skip
-
-
-def write_chat(path: Path, records: list[Any]) -> Path:
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return path
-
-
-def test_a_run_over_conversations_has_the_bits_of_peft_in_memory(tmp_path, table) -> None:
-    save_base(tmp_path / "base")
-    table["data"] |= {
-        "paths": [str(write_chat(tmp_path / "chat.jsonl", CHAT))], "sequence_length": 128,
-    }  # fmt: skip
-    sample = {"prompt": "what is", "new_tokens": 4, "temperature": 0.0}
-    table["train"] |= {"steps": 6, "eval_every": 3, "sample": sample}
-    summary = run(table)
-    assert summary["sample"].startswith("what is") and len(summary["held_out_losses"]) == 2
-    expected, outcomes = plain(table)
-    assert metrics(table) == outcomes
-    saved = load_file(tmp_path / "output" / "adapter_model.safetensors")
-    assert_equal(saved, values_of(expected))
-
-
-def test_only_the_assistant_is_learned_without_a_template(tmp_path: Path) -> None:
-    path = write_chat(tmp_path / "chat.jsonl", CHAT[:1])
-    (marks,) = conversations(path, ByteTokenizer(), sequence_length=160)
-    ids, labels = split_marks(torch.from_numpy(marks)[None])
-    text = bytes(ids[0].tolist()).decode()
-    assert text.startswith(
-        "<|im_start|>user\nwhat is 0 squared?<|im_end|>\n<|im_start|>assistant\n"
-    )
-    learned = bytes(labels[0][labels[0] != IGNORED].tolist()).decode()
-    assert learned == "0<|im_end|>\nyes<|im_end|>\n"
-    assert count_learned(torch.from_numpy(marks)[None]) == len(learned)
-
-
-def chat_tokenizer(template: str) -> Any:
-    """A tokenizer of bytes with this chat template, in the shape that `conversations` takes."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({char: i for i, char in enumerate(alphabet)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
-    fast.chat_template = template
-
-    class Wrapped:
-        tokenizer = fast
-
-    return Wrapped()
-
-
-def learned_texts(tmp_path: Path, template: str, messages: list[Any]) -> list[tuple[str, str]]:
-    """[(whole text, learned text)] of one conversation."""
-    path = write_chat(tmp_path / "chat.jsonl", [{"messages": messages}])
-    tokenizer = chat_tokenizer(template)
-    found = []
-    for marks in conversations(path, tokenizer, sequence_length=256):
-        ids, labels = split_marks(torch.from_numpy(marks)[None])
-        decode = tokenizer.tokenizer.decode
-        found.append((decode(ids[0].tolist()), decode(labels[0][labels[0] != IGNORED].tolist())))
-    return found
-
-
-PLAIN = (
-    "{% for m in messages %}[{{ m.role }}]{{ m.content }}\n{% endfor %}"
-    "{% if add_generation_prompt %}[assistant]{% endif %}"
-)
-MARKED = (
-    "{% for m in messages %}[{{ m.role }}]{% if m.role == 'assistant' %}{% generation %}"
-    "{{ m.content }}!{% endgeneration %}{% else %}{{ m.content }}{% endif %}{{ '\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}[assistant]{% endif %}"
-)
-# Writes the last message of the assistant with a sign that earlier ones lose, as reasoning models.
-FORGETTING = (
-    "{% for m in messages %}[{{ m.role }}]{% if m.role == 'assistant' and loop.last %}*{% endif %}"
-    "{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
-)
-TALK = [
-    {"role": "user", "content": "a"}, {"role": "assistant", "content": "B"},
-    {"role": "user", "content": "c"}, {"role": "assistant", "content": "D"},
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("template", "expected"),
-    [
-        (PLAIN, [("[user]a\n[assistant]B\n[user]c\n[assistant]D\n", "B\nD\n")]),
-        (MARKED, [("[user]a\n[assistant]B!\n[user]c\n[assistant]D!", "B!D!")]),
-        (
-            FORGETTING,
-            [("[user]a\n[assistant]*B\n", "*B\n"),
-             ("[user]a\n[assistant]B\n[user]c\n[assistant]*D\n", "*D\n")],
-        ),
-    ],
-)  # fmt: skip
-def test_the_template_decides_what_is_learned(tmp_path, template, expected) -> None:
-    assert learned_texts(tmp_path, template, TALK) == expected
-
-
-def test_a_long_conversation_is_cut_and_one_without_an_answer_is_left_out(tmp_path, caplog) -> None:
-    path = write_chat(tmp_path / "chat.jsonl", CHAT[:3])
-    assert list(conversations(path, ByteTokenizer(), sequence_length=16)) == []
-    assert "3 conversations are longer" in caplog.text and "3 have nothing" in caplog.text
-    cut = list(conversations(path, ByteTokenizer(), sequence_length=70))
-    assert [len(marks) for marks in cut] == [70] * 3
-
-
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        ("not json", "chat.jsonl:2 is no JSON"),
-        ('{"text": "a"}', 'chat.jsonl:2: expected an object with a list "messages"'),
-        ('{"messages": ["a"]}', r"messages\[0\]: expected an object with a role"),
-        ('{"messages": [{"role": "user", "content": 3}]}', r"messages\[0\].content: expected text"),
-    ],
-)
-def test_what_is_no_conversation_is_refused_by_its_line(tmp_path, table, line, said) -> None:
-    save_base(tmp_path / "base")
-    path = write_chat(tmp_path / "chat.jsonl", CHAT[:1])
-    path.write_text(path.read_text() + line + "\n")
-    table["data"]["paths"] = [str(path)]
-    with pytest.raises(ConfigError, match=said):
-        run(table)
-    assert not (tmp_path / "swap").exists()
-
-
-def test_conversations_and_text_are_not_mixed(tmp_path, table) -> None:
-    save_base(tmp_path / "base")
-    table["data"]["paths"].append(str(write_chat(tmp_path / "chat.jsonl", CHAT)))
-    with pytest.raises(ConfigError, match="holds conversations and .* does not"):
-        run(table)
 
 
 def test_a_directory_of_kimi_trains_without_its_own_code(tmp_path: Path, table) -> None:

@@ -90,20 +90,20 @@ def test_terminate_ends_in_order_too(job, processes):
 
 
 TELLING = """
-from infinity.training.loop import Loop
-step = Loop.step
+from infinity.training.run import Run
+begin = Run.begin_step
 
-def tell(loop):
+def tell(run):
     print("a step begins", flush=True)
-    return step(loop)
+    return begin(run)
 
-Loop.step = tell
+Run.begin_step = tell
 """
 
 
 def test_second_interrupt_ends_at_once_and_still_releases(job, processes):
     """One step is made to last, so that the second signal comes before the first has its way."""
-    slow = "--set", "train.gradient_accumulation_steps=1000000"
+    slow = "--set", "train.gradient_accumulation_steps=1000000", "--set", "train.batch_size=1"
     process = Script(TELLING + COMMAND, "train", job / "job.toml", *slow)
     processes.append(process)
     for output, said in (

@@ -7,8 +7,8 @@ import json
 
 from rich.console import Console
 
-from infinity.training.loop import StepOutcome
 from infinity.training.report import MetricsRecord, Reporter, Summary, write_summary
+from infinity.training.trainer import StepOutcome
 
 BEFORE = {"nvme_read_nbytes": 1e9, "read_wait_s": 5.0}
 AFTER = {
@@ -38,6 +38,13 @@ def test_line_shows_what_a_person_watches():
     )
 
 
+def test_line_names_the_epoch_and_a_skipped_step():
+    more = {"epoch": 1.25, "skipped": "the loss is not finite"}
+    outcome = StepOutcome(step=1, loss=2.0, grad_norm=None, learning_rate=0.0, num_tokens=1, **more)
+    line = MetricsRecord.between(BEFORE, AFTER, outcome=outcome, elapsed_s=1.0).to_line(9, None)
+    assert line.startswith("step 1/9  SKIPPED  epoch 1.25  loss 2.000")
+
+
 def report(tmp_path, *, terminal: bool, log_every: int = 1) -> tuple[str, list[dict]]:
     console = Console(file=io.StringIO(), force_terminal=terminal, width=200)
     reporter = Reporter(console, steps=5, log_every=log_every)
@@ -59,10 +66,10 @@ def test_without_a_terminal_lines_are_plain_and_as_rare_as_asked(tmp_path):
     assert "held-out 1.500" in printed.splitlines()[-1], "the last known"
 
 
-def test_on_a_terminal_one_line_is_drawn_over(tmp_path):
+def test_on_a_terminal_a_bar_with_the_time_that_is_left_is_drawn_over(tmp_path):
     printed, _ = report(tmp_path, terminal=True)
 
-    assert "step 5/5" in printed
+    assert "5/5" in printed and "ETA" in printed and "loss 2.000" in printed
     assert printed.count("\n") < 5 and "\x1b[" in printed
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import json
+import math
 import os
 import signal
 import subprocess
@@ -24,6 +25,7 @@ from infinity.config.source import read_file
 from infinity.errors import ConfigError, CorruptionError, StorageError
 from infinity.training import program
 from infinity.training.report import Summary
+from infinity.training.run import Run
 from tests.support.file_systems import seem_elsewhere
 from tests.support.forked import TIME_LIMIT_S
 
@@ -112,7 +114,7 @@ def test_killed_terminated_and_resumed_elsewhere_it_is_the_same_run(job, process
 
 def test_a_copy_to_another_file_system_is_given_up_in_time_and_taken_up_again(job, monkeypatch):
     """SIGTERM comes while one is on its way; the next one does not end within `grace`."""
-    step, is_asked = program.Loop.step, threading.Event()
+    begin, is_asked = Run.begin_step, threading.Event()
     far = job / "far"
     seem_elsewhere(far, monkeypatch.setattr)
     options = "train.steps=12", "checkpoint.every=4"
@@ -123,11 +125,11 @@ def test_a_copy_to_another_file_system_is_given_up_in_time_and_taken_up_again(jo
     config = SwapConfig.from_table(table, source)
     asked = []
 
-    def interrupted(loop: program.Loop) -> Any:
-        if loop.num_steps == 5:
+    def interrupted(run: Run) -> None:
+        if run.num_steps == 5:
             assert is_asked.wait(TIME_LIMIT_S)
             os.kill(os.getpid(), signal.SIGTERM)
-        return step(loop)
+        begin(run)
 
     def slow(source: Path, directory: Path, storage: Any, *, orders: Orders) -> Path:
         asked.append(source)
@@ -140,10 +142,10 @@ def test_a_copy_to_another_file_system_is_given_up_in_time_and_taken_up_again(jo
 
     console = Console(file=io.StringIO())
     monkeypatch.setattr(state_save, "copy_checkpoint", slow)
-    monkeypatch.setattr(program.Loop, "step", interrupted)
+    monkeypatch.setattr(Run, "begin_step", interrupted)
     summary, code = program.train(config, console=console)
     assert (code, len(asked), len(summary.records)) == (143, 2, 6)
-    monkeypatch.setattr(program.Loop, "step", step)
+    monkeypatch.setattr(Run, "begin_step", begin)
     assert summary.checkpoint == str(asked[1]) == str(*(job / "swap" / "copying").glob("step-*"))
     assert "gave up copying" in console.file.getvalue() and list(far.iterdir()) == []
 
@@ -185,6 +187,34 @@ def test_other_text_is_another_run(job):
     (job / "text.txt").write_text((job / "text.txt").read_text().replace("squared", "Squared"))
     with pytest.raises(ConfigError, match="tokens"):
         run(job, *short, resume=True)
+
+
+def test_a_longer_run_with_another_learning_rate_goes_on_where_it_is_asked_for(job):
+    """Refused first, with the way; then said, and the same run as its own uninterrupted resume."""
+    short = "train.steps=6", "checkpoint.every=2"
+    run(job, *short)
+    more = "train.steps=10", "checkpoint.every=2", "optimizer.lr=0.002"
+    with pytest.raises(ConfigError, match=r"train\.steps is 10 and was 6.*--accept-changes"):
+        run(job, *more, resume=True)
+    with pytest.raises(ConfigError, match=r"train\.batch_size is 3"):
+        run(job, *more, "train.batch_size=3", resume=True, accept_changes=True)
+    console = Console(file=io.StringIO(), width=400)
+    table, source = read_file(job / "job.toml")
+    for text in (*more, "output.directory=longer", "checkpoint.directory=longer/checkpoints"):
+        override(table, text)
+    config = SwapConfig.from_table(table, source)
+    newest = job / "output" / "checkpoints" / "step-00000006"
+    program.train(config, console=console, resume_from=newest, accept_changes=True)
+    printed = console.file.getvalue()
+    assert "accepted since step-00000006: optimizer.lr is 0.002 and was" in printed
+    lines = metrics(job, "longer")
+    rates = [line[3] for line in lines]
+    # Cosine over 10 steps, 3 of them warm-up, from its seventh step on.
+    expected = [0.002 * (1 + math.cos(math.pi * (step - 3) / 7)) / 2 for step in range(6, 10)]
+    assert rates == pytest.approx(expected)
+    older = job / "longer" / "checkpoints" / "step-00000008"
+    run(job, *more, "output.directory=again", resume_from=older)
+    assert metrics(job, "again") == lines[2:]
 
 
 def test_resume_needs_the_section(job):

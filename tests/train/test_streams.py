@@ -81,7 +81,13 @@ def test_notices_end_in_a_checkpoint_however_often_they_come(job, processes):
     code, summary = ended(job, script, signal.SIGHUP, signal.SIGHUP, signal.SIGUSR1)
     assert code == 129 and summary["interrupted_by"] == "SIGHUP" and summary["lost"] == []
     for path in filter(Path.is_file, (job / "output").iterdir()):
-        assert b"stopping" not in path.read_bytes(), path
+        assert b"stopping after" not in path.read_bytes(), path
+
+
+def test_a_stream_of_text_refuses_bytes_even_none() -> None:
+    """As click finds out whether it may write bytes."""
+    with outliving_streams(), pytest.raises(TypeError, match="expected text, got bytes"):
+        sys.stdout.write(b"")
 
 
 def test_streams_that_fail_are_reported_once_on_the_other_and_at_the_end(monkeypatch):

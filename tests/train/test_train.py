@@ -1,4 +1,4 @@
-"""`infinity train` end to end: the same bits as plain PyTorch, and what it leaves behind."""
+"""`infinity train` end to end: the same bits as TRL in memory, and what it leaves behind."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from infinity.config import SwapConfig
 from infinity.errors import ConfigError, CorruptionError, NonFiniteError, StorageError
 from infinity.training import program
-from infinity.training.data import Batches, ByteTokenizer, open_batches
-from infinity.training.loop import MOST_SKIPPED, Loop, make_scheduler, parameter_groups
+from infinity.training.trainer import MOST_SKIPPED, RunTrainer
+
+from . import plain
 
 MODEL = {
     "model_type": "gpt2", "n_layer": 2, "n_embd": 16, "n_head": 2, "n_positions": 64,
@@ -73,42 +74,23 @@ def exported(table: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("activation_checkpointing", [False, True])
-def test_a_run_is_bit_identical_to_a_plain_pytorch_loop(tmp_path, table, activation_checkpointing):
-    """Losses of every step, gradient norms and exported weights, in fp32.
+def test_a_run_is_bit_identical_to_trl_in_memory(tmp_path, table, activation_checkpointing):
+    """Losses of every step, gradient norms, learning rates and exported weights, in fp32.
 
-    Method: the same checkpoint and batches through torch.optim.AdamW(fused=True) and
-    clip_grad_norm_, with accumulation, warm-up, decay groups and clipping that bites.
+    Method: the same checkpoint and text through TRL's SFTTrainer, with
+    torch.optim.AdamW(fused=True), accumulation, warm-up, decay groups and clipping that bites.
     """
     model = save_model(tmp_path / "model")
     table["model"] = {"path": str(tmp_path / "model")}
     table["train"] |= {
         "steps": 6, "gradient_accumulation_steps": 2, "schedule": "cosine", "warmup_steps": 2,
-        "eval_every": 3, "activation_checkpointing": activation_checkpointing,
+        "activation_checkpointing": activation_checkpointing,
     }  # fmt: skip
     table["optimizer"] |= {"max_grad_norm": 0.5, "weight_decay": 0.1}
     run(table)
-
-    config = SwapConfig.load(table)
-    options = config.optimizer
-    batches = open_batches(config.data, ByteTokenizer(), batch_size=2, vocab_size=256)
-    optimizer = torch.optim.AdamW(
-        parameter_groups(model, options),
-        lr=options.lr, betas=options.betas, eps=options.eps, fused=True,
-    )  # fmt: skip
-    scheduler = make_scheduler(optimizer, config.train)
-    expected = []
-    for step in range(6):
-        losses = []
-        for index in (2 * step, 2 * step + 1):
-            ids = torch.from_numpy(batches.train_batch(index))
-            loss = model(input_ids=ids, labels=ids).loss
-            losses.append(loss.item())
-            (loss / 2).backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        expected.append((sum(losses) / 2, norm.item(), optimizer.param_groups[0]["lr"]))
-        optimizer.step()
-        optimizer.zero_grad()
-        scheduler.step()
+    # GPT2LMHeadModel does not name its loss; then Trainer counts tokens that are not predicted.
+    model.loss_type = "ForCausalLM"
+    expected = plain.train(table, model, tmp_path / "plain")
 
     got = [(line["loss"], line["grad_norm"], line["learning_rate"]) for line in metrics(table)]
     assert got == expected
@@ -133,7 +115,7 @@ def test_same_seed_gives_the_same_run_wherever_the_state_is(tmp_path, table):
 
 
 def test_micro_batches_run_by_layers_are_plain_accumulation(table):
-    """To the bit where no weight is tied; 5 sequences make 2, 2 and 1."""
+    """To the bit where no weight is tied. A part that does not divide the batch is refused."""
     table["model"]["config"]["tie_word_embeddings"] = False
     table["optimizer"]["max_grad_norm"] = 0.5
     table["train"].update(batch_size=2, gradient_accumulation_steps=2)
@@ -148,11 +130,8 @@ def test_micro_batches_run_by_layers_are_plain_accumulation(table):
     assert all(torch.equal(weights[name], by_layers[name]) for name in weights)
 
     table["train"].update(batch_size=5)
-    run(table)
-    uneven = [line["loss"] for line in metrics(table)]
-    table["schedule"] = {}
-    run(table)
-    assert [line["loss"] for line in metrics(table)] == pytest.approx(uneven, rel=1e-5)
+    with pytest.raises(ConfigError, match="expected a divisor of train.batch_size=5; got 2"):
+        run(table)
 
 
 def test_another_seed_gives_other_weights(table):
@@ -308,15 +287,25 @@ def test_nonfinite_loss_later_exports_the_last_good_weights(tmp_path, table):
     assert all(torch.equal(good[name], tensor) for name, tensor in exported(table).items())
 
 
-def test_nonfinite_gradient_stops_before_the_update(tmp_path, table, monkeypatch):
-    def overflow(self: Loop, ids: torch.Tensor) -> torch.Tensor:
-        loss = self._model(input_ids=ids, labels=ids).loss
-        return loss if self.num_steps < 2 else loss + (loss - loss.detach()) * float("inf")
+def spoil(monkeypatch: pytest.MonkeyPatch, losses: set[int], gradients: set[int]) -> None:
+    """Makes losses or gradients of the steps after so many not finite."""
 
+    def compute_loss(self: RunTrainer, *args: Any, **options: Any) -> Any:
+        loss = super(RunTrainer, self).compute_loss(*args, **options)
+        if self.state.global_step in losses:
+            return loss * float("nan")
+        if self.state.global_step in gradients:
+            loss.register_hook(lambda gradient: gradient * float("inf"))
+        return loss
+
+    monkeypatch.setattr(RunTrainer, "compute_loss", compute_loss, raising=False)
+
+
+def test_nonfinite_gradient_stops_before_the_update(tmp_path, table, monkeypatch):
     table["train"]["steps"] = 2
     run(table)
     good = exported(table)
-    monkeypatch.setattr(Loop, "_loss", overflow)
+    spoil(monkeypatch, set(), {2, 3, 4})
     table["train"]["steps"] = 5
 
     with pytest.raises(NonFiniteError) as caught:
@@ -326,23 +315,11 @@ def test_nonfinite_gradient_stops_before_the_update(tmp_path, table, monkeypatch
     assert all(torch.equal(good[name], tensor) for name, tensor in exported(table).items())
 
 
-def test_steps_that_are_not_finite_are_skipped_where_the_file_says_so(table, monkeypatch):
+def test_steps_that_are_not_finite_are_skipped_where_the_file_says_so(tmp_path, table, monkeypatch):
     """One for its loss, one for its gradients: the others make the steps that are left."""
-
-    def overflow(self: Loop, ids: torch.Tensor) -> torch.Tensor:
-        loss = self._model(input_ids=ids, labels=ids).loss
-        if self.num_steps == 1:
-            return loss * float("nan")
-        if self.num_steps == 3:
-            loss.register_hook(lambda gradient: gradient * float("inf"))
-        return loss
-
-    dropouts = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
-    table["model"]["config"] |= dict.fromkeys(dropouts, 0.0)
-    table["train"]["steps"] = 5
-    whole, train_batch = Loop._loss, Batches.train_batch
-    monkeypatch.setattr(Loop, "_loss", overflow)
-    table["train"]["nonfinite"] = "skip"
+    table["data"] |= {"shuffle": False, "held_out": 0.0}
+    table["train"] |= {"steps": 5, "nonfinite": "skip"}
+    spoil(monkeypatch, {1}, {3})
     summary, _ = run(table)
     skipped = [line["skipped"] is not None for line in metrics(table)]
     assert skipped == [False, True, False, True, False]
@@ -353,15 +330,16 @@ def test_steps_that_are_not_finite_are_skipped_where_the_file_says_so(table, mon
     )
     weights = exported(table)
 
-    monkeypatch.setattr(Batches, "train_batch", lambda self, i: train_batch(self, 2 * i))
-    monkeypatch.setattr(Loop, "_loss", whole)
+    monkeypatch.undo()
+    taken = "".join(TEXT[64 * batch : 64 * batch + 64] for batch in (0, 2, 4))
+    (tmp_path / "text.txt").write_text(taken)
     table["train"]["steps"] = 3
     run(table)
     assert all(torch.equal(weights[name], tensor) for name, tensor in exported(table).items())
 
 
 def test_nothing_but_steps_that_are_not_finite_is_an_error(table, monkeypatch):
-    monkeypatch.setattr(Loop, "_backward", lambda self, ids: float("nan"))
+    spoil(monkeypatch, set(range(40)), set())
     table["train"] |= {"steps": 40, "nonfinite": "skip"}
     with pytest.raises(NonFiniteError) as caught:
         run(table)

@@ -132,7 +132,7 @@ def test_fault_says_what_was_expected_and_what_came() -> None:
 
 def test_missing_key_says_what_it_holds() -> None:
     found = faults({"train": {}, "data": {}, "tiers": {"nvme": [{}]}})
-    assert found["train.steps"] == "a required key is missing; expected an integer >= 1"
+    assert found["train.batch_size"] == "a required key is missing; expected an integer >= 1"
     assert found["tiers.nvme[0].path"] == "a required key is missing; expected a path"
     assert found["data.paths"].startswith("a required key is missing")
 

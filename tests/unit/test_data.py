@@ -1,4 +1,4 @@
-"""Text to batches: which files, which tokens, which order, and what is refused."""
+"""Text to sequences: which files, which tokens, which are held out, and what is refused."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import os
 from pathlib import Path
 
+import datasets
 import numpy as np
 import pytest
 import torch
@@ -16,17 +17,19 @@ from infinity.config import Data, SwapConfig
 from infinity.errors import ConfigError
 from infinity.training import data as data_module
 from infinity.training.data import (
-    Batches,
     ByteTokenizer,
     HuggingFaceTokenizer,
+    Sources,
     TokenFile,
     collect_files,
-    open_batches,
     open_tokenizer,
     split_sequences,
     tokenize,
 )
+from infinity.training.job_data import JobData, Tokens, measure, open_data
 from infinity.training.settle import settle
+
+BYTES = ByteTokenizer()
 
 
 def sources(*paths: object, **options) -> Data:
@@ -39,13 +42,17 @@ def write(path: Path, content: str | bytes) -> Path:
     return path
 
 
-def make_batches(num_tokens: int, **options) -> Batches:
-    tokens = TokenFile(vocab_size=1 << 20)
-    tokens.append(np.arange(num_tokens))
-    options = {
-        "sequence_length": 4, "batch_size": 2, "held_out": 0.2, "seed": 0, "shuffle": True,
-    } | options  # fmt: skip
-    return Batches(tokens, **options)
+def job_data(tmp_path: Path, num_tokens: int, **options) -> JobData:
+    """Sequences of four bytes, each of which holds its own number."""
+    text = "".join(f"{number:4}" for number in range(num_tokens // 4)) + " " * (num_tokens % 4)
+    data = {"paths": [str(write(tmp_path / "text.txt", text))], "sequence_length": 4}
+    data |= {"held_out": 0.2, "tokenizer": "bytes"} | options
+    table = {"data": data, "train": {"steps": 1, "batch_size": 2}}
+    return open_data(SwapConfig.load(table), ByteTokenizer(), vocab_size=256)
+
+
+def numbers(dataset) -> list[int]:
+    return [int(bytes(row["input_ids"].tolist())) for row in dataset]
 
 
 def test_files_are_sorted_and_taken_once(tmp_path):
@@ -53,13 +60,13 @@ def test_files_are_sorted_and_taken_once(tmp_path):
     write(tmp_path / ".hidden.txt", "no")
     write(tmp_path / "c.md", "no")
 
-    assert collect_files(sources(str(tmp_path), str(b)).paths) == [b, a]
+    assert collect_files(sources(str(tmp_path), str(b)).paths) == Sources([b, a], [])
     pattern = {"path": str(tmp_path), "pattern": "*.md"}
-    assert [path.name for path in collect_files(sources(pattern).paths)] == ["c.md"]
+    assert [path.name for path in collect_files(sources(pattern).paths).texts] == ["c.md"]
 
 
 def test_python_stdlib_is_there_without_installed_packages():
-    files = collect_files(sources("python-stdlib").paths)
+    files = collect_files(sources("python-stdlib").paths).texts
 
     assert len(files) > 100 and all(path.suffix == ".py" for path in files)
     assert not any("site-packages" in path.parts for path in files)
@@ -128,69 +135,80 @@ def test_split_is_a_partition(num_sequences, held_out, seed, shuffle):
     assert bool(len(split.held_out)) == bool(held_out)
 
 
-def test_every_train_sequence_comes_once_an_epoch():
-    batches = make_batches(4 * 20)
-    assert batches.batches_per_epoch == 8
+def test_held_out_sequences_are_not_trained_on(tmp_path):
+    found = job_data(tmp_path, 4 * 50)
+    train, held_out = numbers(found.train), numbers(found.held_out)
 
-    for epoch in range(3):
-        starts = np.concatenate(
-            [batches.train_batch(epoch * 8 + index)[:, 0] for index in range(8)]
-        )
-        assert sorted(starts // 4) == sorted(batches.split.train)
+    assert len(held_out) == 10 and sorted(train + held_out) == list(range(50))
+    assert held_out == numbers(job_data(tmp_path, 4 * 50).held_out)
+    assert held_out != numbers(job_data(tmp_path, 4 * 50, seed=1).held_out)
 
 
-def test_epochs_have_different_orders_and_any_batch_can_be_asked_again():
-    batches = make_batches(4 * 200)
-    first = batches.train_batch(0)
+def test_rows_are_ids_and_labels_alike_and_keep_the_order_of_any_request(tmp_path):
+    found = job_data(tmp_path, 4 * 20, held_out=0.0, shuffle=False)
+    rows = found.train[[7, 2, 7]]
 
-    assert not np.array_equal(first, batches.train_batch(batches.batches_per_epoch))
-    assert np.array_equal(first, batches.train_batch(0))
-    assert np.array_equal(first, make_batches(4 * 200).train_batch(0))
-    assert not np.array_equal(first, make_batches(4 * 200, seed=1).train_batch(0))
-
-
-def test_held_out_never_trains():
-    batches = make_batches(4 * 50)
-    held_out = {int(row[0]) for batch in batches.held_out_batches(100) for row in batch}
-    trained = {int(row[0]) for index in range(60) for row in batches.train_batch(index)}
-
-    assert len(held_out) == 10 and held_out.isdisjoint(trained)
+    assert [int(bytes(ids.tolist())) for ids in rows["input_ids"]] == [7, 2, 7]
+    assert all(np.array_equal(*both) for both in zip(*rows.values(), strict=True))
+    assert found.held_out is None
 
 
-def test_held_out_batches_are_the_same_each_time_and_limited():
-    batches = make_batches(4 * 50)
-    once, again = list(batches.held_out_batches(2)), list(batches.held_out_batches(2))
-
-    assert [batch.shape for batch in once] == [(2, 4), (2, 4)]
-    assert all(np.array_equal(a, b) for a, b in zip(once, again, strict=True))
+def tokens_of(found: JobData) -> Tokens:
+    return measure(found.train, found.files, 4)
 
 
-def test_without_shuffling_text_comes_in_order_and_its_end_is_held_out():
-    batches = make_batches(4 * 10, shuffle=False)
+def test_text_is_recognised_by_its_tokens(tmp_path):
+    first = tokens_of(job_data(tmp_path, 4 * 20))
+    assert first == tokens_of(job_data(tmp_path / "elsewhere", 4 * 20))
+    assert first.sha256 != tokens_of(job_data(tmp_path, 4 * 21)).sha256
+    assert first.count == 4 * 16
 
-    assert batches.train_batch(0).tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert next(batches.held_out_batches(1))[0].tolist() == [32, 33, 34, 35]
+
+def test_records_are_recognised_by_their_tokens_rows_and_labels(tmp_path):
+    rows = {"input_ids": [[1, 2, 3], [4]], "labels": [[-100, 2, 3], [4]], "text": ["a", "b"]}
+    first = measure(datasets.Dataset.from_dict(rows), [], 0)
+    assert (first.count, first.largest) == (4, 4)
+    for other in ({"labels": [[1, 2, 3], [4]]}, {"input_ids": [[1, 2], [3, 4]]}):
+        assert measure(datasets.Dataset.from_dict(rows | other), [], 0).sha256 != first.sha256
+    assert measure(datasets.Dataset.from_dict(rows | {"text": ["c", "d"]}), [], 0) == first
 
 
-def test_too_few_sequences_for_a_batch_is_an_error_with_the_numbers():
+def test_without_shuffling_text_comes_in_order_and_its_end_is_held_out(tmp_path):
+    found = job_data(tmp_path, 4 * 10, shuffle=False)
+
+    assert numbers(found.train) == [0, 1, 2, 3, 4, 5, 6, 7]
+    assert numbers(found.held_out) == [8, 9]
+
+
+def test_a_file_of_its_own_is_held_out(tmp_path):
+    other = write(tmp_path / "other.txt", " 500 501")
+    found = job_data(tmp_path, 4 * 10, eval_paths=[str(other)])
+
+    assert sorted(numbers(found.train)) == list(range(10))
+    assert numbers(found.held_out) == [500, 501]
+
+
+def test_too_few_sequences_for_a_batch_is_an_error_with_the_numbers(tmp_path):
     with pytest.raises(ConfigError, match=r"11 tokens, 2 sequences of .*=4, 1 of them held out: 1"):
-        make_batches(11)
+        job_data(tmp_path, 11)
 
 
-def test_open_batches_reads_the_section(tmp_path):
-    write(tmp_path / "a.txt", "0123456789" * 10)
-    data = sources(str(tmp_path), held_out=0, max_bytes="64B", tokenizer="bytes")
+def test_max_bytes_limits_what_is_trained_on(tmp_path):
+    found = job_data(tmp_path, 100, held_out=0, max_bytes="64B")
 
-    batches = open_batches(data, open_tokenizer(data.tokenizer), batch_size=3, vocab_size=256)
-
-    assert batches.train_batch(0).shape == (3, 8)
-    assert batches.num_tokens == 64 and list(batches.held_out_batches(4)) == []
+    assert found.files[0].num_tokens == 64 and len(found.train) == 16
 
 
 def test_byte_tokenizer_decodes_what_it_encodes():
     tokenizer = ByteTokenizer()
     assert tokenizer.decode(tokenizer.encode("na\u00efve")) == "na\u00efve"
     assert tokenizer.decode([97, 300]) == "a\ufffd"
+
+
+@given(st.text(st.characters(exclude_characters="\0", codec="utf-8")))
+def test_byte_tokenizer_is_the_same_for_records(text):
+    assert BYTES.for_records()(text)["input_ids"] == BYTES.encode(text)
+    assert BYTES.for_records().eos_token_id == 0
 
 
 @pytest.fixture
@@ -248,14 +266,12 @@ def test_directory_without_a_tokenizer_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        ("chat.jsonl", b'{"messages": []}\n', "JSON lines"),
-        ("all.json", b"[]", "JSON"),
+        ("map.geojson", b"[]", "JSON"),
         ("rows.csv", b"a,b\n", "a table"),
-        ("part.parquet", b"PAR1", "Parquet"),
+        ("rows.arrow", b"ARROW1", "Arrow"),
         ("text.txt.gz", b"\x1f\x8b\x08", "compressed"),
         ("packed.txt", b"\x1f\x8b\x08", "gzip"),
         ("rows.txt", b"PAR1\x15\x00", "Parquet"),
-        ("train", b'{"text": "a"}\n{"text": "b"}\n{"te', "JSON lines"),
     ],
 )
 def test_other_formats_are_refused_by_name(tmp_path, name, content, said):
@@ -263,9 +279,31 @@ def test_other_formats_are_refused_by_name(tmp_path, name, content, said):
         collect_files(sources(str(write(tmp_path / name, content))).paths)
 
 
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("chat.jsonl", b'{"messages": []}\n'),
+        ("all.json", b"[]"),
+        ("part.parquet", b"PAR1"),
+        ("train", b'{"text": "a"}\n{"text": "b"}\n{"te'),
+    ],
+)
+def test_records_are_told_from_text_by_their_names_or_lines(tmp_path, name, content):
+    path = write(tmp_path / name, content)
+    assert collect_files(sources(str(path)).paths) == Sources([], [path])
+
+
+def test_a_directory_without_text_gives_its_records(tmp_path):
+    path = write(tmp_path / "a" / "rows.jsonl", "{}\n")
+    write(tmp_path / "readme.md", "text")
+    assert collect_files(sources(str(tmp_path)).paths) == Sources([], [path])
+    text = write(tmp_path / "b.txt", "text")
+    assert collect_files(sources(str(tmp_path)).paths) == Sources([text], [])
+
+
 def test_json_lines_that_are_named_text_are_read_with_a_notice(tmp_path, caplog):
     path = write(tmp_path / "a.txt", '{"text": "a"}\n')
-    assert collect_files(sources(str(path)).paths) == [path]
+    assert collect_files(sources(str(path)).paths) == Sources([path], [])
     assert "a.txt" in caplog.text and "JSON objects" in caplog.text
 
 

@@ -116,19 +116,29 @@ def _not_empty(sources: tuple[DataSource, ...]) -> tuple[DataSource, ...]:
     return sources
 
 
+_Sources = Annotated[
+    tuple[DataSource, ...],
+    BeforeValidator(one_as_list, json_schema_input_type=tuple[DataSource | str, ...] | str),
+]
+
+
 class Data(Section):
-    """The text of `infinity train`: files in UTF-8.
+    """The data that `infinity train` reads: text, or records.
 
-    Files of conversations are JSON lines, each with a list of `messages` with role and content. The
-    chat template of the model writes them, and only the assistant's turns are learned. Other JSON,
-    tables, archives and other formats are refused by name.
-    """
+    Text is files in UTF-8; it is cut into sequences of equal length. Records are the rows of JSON
+    lines, JSON, Parquet, or a directory that `datasets.save_to_disk` wrote. Their columns say what
+    they are: `messages` (a conversation), `prompt` and `completion`, `chosen` and `rejected` with
+    `prompt` for "dpo", or `text`. Conversations are written by the model's own chat template.
+    Archives and other formats are refused by name."""
 
-    paths: Annotated[
-        tuple[DataSource, ...],
-        BeforeValidator(one_as_list, json_schema_input_type=tuple[DataSource | str, ...] | str),
-        AfterValidator(_not_empty),
-    ] = Field(description="Files and directories: each a path, or a table with path and pattern.")
+    paths: Annotated[_Sources, AfterValidator(_not_empty)] = Field(
+        description="Files and directories: each a path, or a table with path and pattern."
+    )
+    eval_paths: _Sources = Field(
+        (),
+        description="Files and directories to evaluate on. Without them `held_out` of the "
+        "sequences are kept for it.",
+    )
     tokenizer: Annotated[
         Path | Literal["auto", "bytes"],
         Location(("auto", "bytes"), "the directory of a local Hugging Face tokenizer"),
@@ -138,12 +148,24 @@ class Data(Section):
         '"bytes" takes UTF-8 bytes as tokens (vocabulary 256). A directory of the name bytes is '
         'written "./bytes".',
     )
-    sequence_length: Annotated[int, Integer(2)] = Field(512, description="Tokens per sequence.")
+    sequence_length: Annotated[int, Integer(2)] = Field(
+        512, description="Tokens per sequence of text; longer records are cut to so many."
+    )
+    packing: Annotated[bool, Flag()] = Field(
+        False,
+        description="Put several records into one sequence of at most `sequence_length` tokens. "
+        "Positions and attention keep them apart, so their results are those of separate records.",
+    )
+    assistant_only_loss: Annotated[bool, Flag()] = Field(
+        True,
+        description="Learn what the assistant says and what completes a prompt. False learns the "
+        "rest of a record, too.",
+    )
     held_out: Annotated[float, Number(minimum=0, maximum=0.5)] = Field(
         0.05, description="Fraction of the sequences kept for evaluation."
     )
     max_bytes: Annotated[int | None, OrOff(Size())] = Field(
-        None, description="Most bytes of text to read."
+        None, description="Most bytes of text to read; not for records."
     )
     seed: Annotated[int, SEED] = Field(0, description="Seed of the split and the order.")
     shuffle: Annotated[bool, Flag()] = Field(True, description="Shuffle the sequences.")

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
-from infinity.config.reading import refuse
-from infinity.config.schema.section import SEED, Section
+from infinity.config.reading import conflict, refuse
+from infinity.config.schema.section import SEED, Section, one_as_list
 from infinity.config.values import (
     AutoOr,
     Choice,
@@ -26,6 +26,8 @@ from infinity.sizes import GIB
 Nonfinite = Literal["error", "skip"]
 LrSchedule = Literal["constant", "linear", "cosine"]
 Durability = Literal["none", "checkpoint", "step"]
+Method = Literal["sft", "dpo"]
+Tracker = Literal["trackio", "tensorboard", "wandb"]
 
 
 class Sample(Section):
@@ -42,9 +44,19 @@ class Sample(Section):
 
 
 class Train(Section):
-    """The main job: `infinity train`."""
+    """The main job: `infinity train`. TRL's SFTTrainer or DPOTrainer makes the steps."""
 
-    steps: Annotated[int, Integer(1)] = Field(description="Optimizer steps.")
+    method: Annotated[Method, Choice(Method)] = Field(
+        "sft",
+        description='"sft" learns texts, answers and completions; "dpo" learns to prefer `chosen` '
+        "to `rejected`, against the model before training.",
+    )
+    steps: Annotated[int | None, OrOff(Integer(1))] = Field(
+        None, description="Optimizer steps. Exactly one of steps and epochs is required."
+    )
+    epochs: Annotated[float | None, OrOff(Number(above=0))] = Field(
+        None, description="Passes over the training data; a part of one such as 0.5 is allowed."
+    )
     batch_size: Annotated[int, Integer(1)] = Field(
         description="Sequences in one forward. A step sees batch_size * "
         "gradient_accumulation_steps of them."
@@ -53,10 +65,14 @@ class Train(Section):
         1, description="Backward passes whose gradients make one step."
     )
     schedule: Annotated[LrSchedule, Choice(LrSchedule)] = Field(
-        "constant", description="Course of the learning rate after the warm-up."
+        "constant",
+        description="Course of the learning rate after the warm-up, as transformers' "
+        "`get_scheduler` computes it.",
     )
     warmup_steps: Annotated[int, Integer(0)] = Field(
-        0, description="Steps over which the learning rate rises from 0; at most `steps`."
+        0,
+        description="Steps over which the learning rate rises; the first of them has rate 0. At "
+        "most `steps`.",
     )
     min_lr_ratio: Annotated[float, Number(minimum=0, maximum=1)] = Field(
         0.0, description="Learning rate at the end of linear and cosine, relative to the peak."
@@ -65,6 +81,29 @@ class Train(Section):
         0, description="Evaluate on held-out data every so many steps; 0 is never."
     )
     eval_batches: Annotated[int, Integer(1)] = Field(8, description="Batches per evaluation.")
+    early_stopping_patience: Annotated[int, Integer(0)] = Field(
+        0,
+        description="End after so many evaluations in a row without a new lowest loss; 0 is never.",
+    )
+    keep_best: Annotated[bool, Flag()] = Field(
+        False,
+        description="Write the weights of the evaluation with the lowest loss to `best` in "
+        "output.directory, each time there is a new one.",
+    )
+    report_to: Annotated[
+        tuple[Annotated[Tracker, Choice(Tracker)], ...],
+        BeforeValidator(one_as_list, json_schema_input_type=tuple[Tracker, ...] | Tracker),
+    ] = Field(
+        (),
+        description="Trackers that get the loss, the learning rate, evaluations and the speed of "
+        'each log line. Each needs its package. W&B reads WANDB_MODE; "offline" needs no account.',
+    )
+    run_name: Annotated[str | None, OrOff(Text("the name of the run"))] = Field(
+        None, description="The name of the run in trackers."
+    )
+    dpo_beta: Annotated[float, Number(above=0)] = Field(
+        0.1, description='Strength with which "dpo" holds to the model before training.'
+    )
     activation_checkpointing: Annotated[bool, Flag()] = Field(
         False, description="Recompute activations in the backward."
     )
@@ -80,6 +119,13 @@ class Train(Section):
         "auto", description="CPU threads that compute."
     )
     sample: Sample | None = Field(None, description="Generate a sample at the end.")
+
+    @model_validator(mode="after")
+    def _one_length(self) -> Train:
+        if (self.steps is None) == (self.epochs is None):
+            came = "neither" if self.steps is None else "both"
+            raise conflict(f"expected exactly one of steps and epochs; got {came}")
+        return self
 
     @field_validator("warmup_steps")
     @classmethod

@@ -1,0 +1,202 @@
+"""Records as training data: JSON lines, JSON, Parquet, and directories of `datasets`.
+
+`datasets` reads the files into Arrow tables that it maps from disk, so records may be larger than
+memory. TRL tokenizes, truncates and packs them. This file names the first record that is none.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any, Literal
+
+from infinity.errors import ConfigError
+from infinity.training.chat import CHATML, is_markable, mark_by_prefixes
+from infinity.training.text import READERS
+
+_log = logging.getLogger("infinity")
+
+Kind = Literal["conversations", "completions", "preferences", "texts", "tokens"]
+# The columns that make a kind, the first that fits. The second names of a conversation are
+# ShareGPT's, which TRL rewrites.
+_KINDS: tuple[tuple[Kind, tuple[str, ...]], ...] = (
+    ("tokens", ("input_ids",)),
+    ("preferences", ("chosen", "rejected")),
+    ("completions", ("prompt", "completion")),
+    ("conversations", ("messages",)),
+    ("conversations", ("conversations",)),
+    ("texts", ("text",)),
+)
+_ALL_COLUMNS = "messages; prompt and completion; chosen and rejected; text; or input_ids"
+_LONGEST_LINE_NBYTES = 1 << 28
+
+
+def load_records(paths: Sequence[Path]) -> Any:
+    """Returns one `datasets.Dataset` of all files, in their order.
+
+    Raises ConfigError that names the file, and of JSON lines the first line that is no JSON.
+    """
+    import datasets
+
+    if not sys.stderr.isatty():
+        datasets.disable_progress_bars()
+    parts = []
+    for reader, group in groupby(paths, key=_reader_of):
+        files = list(group)
+        try:
+            if reader == "disk":
+                parts += [_load_from_disk(path) for path in files]
+            else:
+                names = [str(path) for path in files]
+                parts.append(datasets.load_dataset(reader, data_files=names, split="train"))
+        except Exception as error:  # `datasets` wraps what its readers raise.
+            raise _unreadable(files, error) from error
+    if sum(map(len, parts)) == 0:
+        raise ConfigError(f"data.paths: {paths[0]} has no records ({len(paths)} files in all)")
+    try:
+        return parts[0] if len(parts) == 1 else datasets.concatenate_datasets(parts)
+    except ValueError as error:
+        raise ConfigError(f"data.paths: the files differ in their columns: {error}") from error
+
+
+def kind_of(dataset: Any, *, method: str, place: str) -> Kind:
+    """Returns the kind of records by their columns. Raises ConfigError for other columns, and for
+    a kind that `train.method` cannot learn."""
+    columns = dataset.column_names
+    kind = next((kind for kind, wanted in _KINDS if set(wanted) <= set(columns)), None)
+    if kind is None:
+        raise ConfigError(
+            f"data.paths: the records of {place} have the columns {', '.join(columns)}; expected "
+            f"{_ALL_COLUMNS}"
+        )
+    if (kind == "preferences") != (method == "dpo"):
+        remedy = 'set train.method = "dpo"' if method == "sft" else "expected chosen and rejected"
+        raise ConfigError(
+            f'data.paths: {place} holds {kind}, which train.method = "{method}" does not learn; '
+            f"{remedy}"
+        )
+    return kind
+
+
+def check_messages(dataset: Any, place: str, *, needs_text: bool) -> None:
+    """Raises ConfigError that names the first record whose messages have no role or, with
+    `needs_text`, whose content is no text."""
+    for number, messages in enumerate(dataset["messages"], 1):
+        at = f"data.paths: {place}: record {number}"
+        if not isinstance(messages, list) or not messages:
+            raise ConfigError(f'{at}: expected a list "messages" that is not empty')
+        for index, message in enumerate(messages):
+            if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+                raise ConfigError(
+                    f"{at}: messages[{index}]: expected an object with a role, such as "
+                    '{"role": "user", "content": "..."}'
+                )
+            if needs_text and not isinstance(message.get("content"), str):
+                raise ConfigError(
+                    f"{at}: messages[{index}].content: expected text, because the tokenizer has "
+                    "no chat template"
+                )
+
+
+def mark_conversations(
+    dataset: Any, tokenizer: Any, place: str, *, assistant_only: bool
+) -> tuple[Any, bool]:
+    """Returns (dataset, whether TRL marks what the assistant says).
+
+    Gives a tokenizer without a chat template ChatML. Marks the conversations here, which adds the
+    columns `input_ids` and `assistant_masks`, where neither the template nor TRL can.
+    """
+    if "messages" not in dataset.column_names:  # ShareGPT's, which TRL rewrites and checks.
+        return dataset, assistant_only
+    has_template = bool(tokenizer.chat_template)
+    check_messages(dataset, place, needs_text=not has_template)
+    if not has_template:
+        tokenizer.chat_template = CHATML
+    if not assistant_only or is_markable(tokenizer):
+        if assistant_only:
+            dataset = _with_answers(dataset, place)
+        return dataset, assistant_only
+
+    def mark(rows: dict[str, list[Any]], numbers: list[int]) -> dict[str, list[Any]]:
+        marked = []
+        tools = rows.get("tools", [None] * len(numbers))
+        for messages, own, number in zip(rows["messages"], tools, numbers, strict=True):
+            at = f"data.paths: {place}: record {number + 1}"
+            own = json.loads(own) if isinstance(own, str) else own
+            marked += mark_by_prefixes([_without_nulls(m) for m in messages], tokenizer, own, at)
+        keys = ("input_ids", "assistant_masks")
+        return {key: [each[key] for each in marked] for key in keys}
+
+    made = dataset.map(
+        mark, batched=True, with_indices=True, remove_columns=dataset.column_names,
+        desc="Marking what the assistant says",
+    )  # fmt: skip
+    return made, False
+
+
+def give_template(dataset: Any, tokenizer: Any) -> None:
+    """Gives a tokenizer without a chat template ChatML where prompts and answers are messages."""
+    from trl.data_utils import is_conversational
+
+    if not tokenizer.chat_template and is_conversational(dataset[0]):
+        tokenizer.chat_template = CHATML
+
+
+def _with_answers(dataset: Any, place: str) -> Any:
+    """Leaves out conversations in which the assistant says nothing, which TRL refuses."""
+    kept = [
+        number
+        for number, messages in enumerate(dataset["messages"])
+        if any(message["role"] == "assistant" for message in messages)
+    ]
+    if len(kept) == len(dataset):
+        return dataset
+    num_dropped = len(dataset) - len(kept)
+    _log.warning("%s: %d conversations have no assistant and were left out", place, num_dropped)
+    return dataset.select(kept)
+
+
+def _without_nulls(message: dict[str, Any]) -> dict[str, Any]:
+    """Removes the keys that only other messages of the table have."""
+    return {key: value for key, value in message.items() if value is not None}
+
+
+def _reader_of(path: Path) -> str:
+    return "disk" if path.is_dir() else READERS.get(path.suffix.lower(), "json")
+
+
+def _load_from_disk(path: Path) -> Any:
+    import datasets
+
+    found = datasets.load_from_disk(str(path))
+    if isinstance(found, datasets.DatasetDict):
+        if "train" not in found:
+            raise ConfigError(f"data.paths: {path} has no split train, but {', '.join(found)}")
+        found = found["train"]
+    return found
+
+
+def _unreadable(files: list[Path], error: Exception) -> ConfigError:
+    if isinstance(error, ConfigError):
+        return error
+    for path in files:
+        if _reader_of(path) != "json" or path.suffix.lower() == ".json":
+            continue
+        with path.open("rb") as file:
+            number = 0
+            while line := file.readline(_LONGEST_LINE_NBYTES):
+                number += 1
+                try:
+                    is_object = not line.strip() or isinstance(json.loads(line), dict)
+                    reason = "no object"
+                except (ValueError, RecursionError) as fault:
+                    is_object, reason = False, f"no JSON: {fault}"
+                if not is_object:
+                    return ConfigError(f"data.paths: {path}:{number} is {reason}")
+    cause = error.__cause__ or error
+    names = ", ".join(map(str, files[:3]))
+    return ConfigError(f"data.paths: {names} cannot be read: {' '.join(str(cause).split())}")
