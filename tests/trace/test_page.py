@@ -164,6 +164,7 @@ def test_text_of_a_trace_cannot_become_markup() -> None:
     view = PageView(evil, picture, [PageTable(evil, [evil], [PageRow([evil], 2.0)], evil)])
     page = page_of(evil, [view])
     assert Elements(page).count("script") == 2
+    assert page.index("<section") > page.index("<body>") and page.count("<section") == 1
     assert data_of(page)[0]["tracks"][0]["names"] == [evil]
     assert "--share:100.00%" in page
 
